@@ -10,8 +10,6 @@ Every case runs in a process of its own. Every result is compared with float64, 
 to do the same, and appended to the CSV at once, in the columns of benchmarks/schema.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import math

@@ -5,8 +5,6 @@ output: ``environment`` once, ``start`` before and ``done`` after each measureme
 Whatever ends this process can so be blamed on the measurement that was under way.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

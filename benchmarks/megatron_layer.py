@@ -10,8 +10,6 @@ input and output, as residual connections have it. Weights and their gradients a
 layer, activations those of all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """torch's and Megatron's process groups in a process that measures."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

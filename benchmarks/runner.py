@@ -5,8 +5,6 @@ memory, crash, wrong result). If the process of a case dies (:mod:`benchmarks.ch
 measurement that was under way has failed, and the others go on in a new process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

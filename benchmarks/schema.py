@@ -5,8 +5,6 @@ reports of one part of its work: a dictionary with ``status``, any of :data:`MET
 :data:`DETAILS`. :func:`long_rows` turns it into rows.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """What all cases of a run have in common, and what a family of cases has to offer."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where the time of a step goes: kernels of a trace, by the operations that launch them."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import defaultdict

@@ -4,8 +4,6 @@ Flags of the model are made from the fields of the configurations (:mod:`.config
 field holds are added here.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -6,8 +6,6 @@ attending,
 this file what is around it: projections, norms, rope and its inverse, output.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ all heads share one 576-dim key, or to all keys under a bit mask; and rope works
 packed batches need no host synchronisation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

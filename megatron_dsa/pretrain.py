@@ -5,8 +5,6 @@ training loop but no ``pretrain_gpt.py``. The parts that another script needs ca
 here, too.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING
 

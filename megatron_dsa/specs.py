@@ -11,8 +11,6 @@
 ``training/model.py`` builds whole GPT models from these, MTP layers included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which versions of its host and of optional packages this package was built for."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.machinery

@@ -4,8 +4,6 @@ python scripts/api_reference.py                # to the standard output
 python scripts/api_reference.py build/api.md   # to a file, which git ignores
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -9,8 +9,6 @@ files of which a function runs in the last forward of a layer. Left out are what
 the figures of the selection, which are measured once per iteration.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -6,8 +6,6 @@ imported by every process anew; environment, folder, arguments, standard streams
 signals are those of a process that was started.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

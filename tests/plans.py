@@ -1,7 +1,5 @@
 """Plans of the tiny model, for tests."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

@@ -5,8 +5,6 @@ is imported. This package is imported by every process anew, after it was given 
 in a process of a user. ``as_users_do`` of :func:`tests.functional.launch.launch` forks nothing.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A module on one and on several ranks (tensor and context parallel)."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile

@@ -5,8 +5,6 @@ After a run that succeeds, Megatron's global state is taken down as for a restar
 after one that fails, the process ends with it and the next run gets a new one.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

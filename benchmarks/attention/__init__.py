@@ -9,8 +9,6 @@ queries padded before (:mod:`benchmarks.attention.raw`). FLOP count selected key
 and the indexer's losses are cases of the family ``indexer``.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from itertools import product

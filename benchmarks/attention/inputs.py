@@ -1,7 +1,5 @@
 """The inputs of sparse attention's operations, calls of implementations, checks of results."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property

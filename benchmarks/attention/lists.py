@@ -1,7 +1,5 @@
 """Index lists of selected keys, as random or as like each other as an indexer's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

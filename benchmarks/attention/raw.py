@@ -5,8 +5,6 @@ behind those of the case), lists as wide as it wants, every entry a key. What th
 around the kernel (see :mod:`megatron_dsa.ops.sparse_attention.flashmla`) is left out.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.sparse_attention import flashmla

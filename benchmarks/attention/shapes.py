@@ -1,7 +1,5 @@
 """Shapes of the models' sparse attention, the operations that are measured, and their FLOP."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 

@@ -16,8 +16,6 @@ Where a file holds several runs of a measurement, the last one counts; a chart s
 last that was measured.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.charts.convergence import draw_train

@@ -1,7 +1,5 @@
 """The chart of convergence: losses of sparse and dense attention on the same text."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

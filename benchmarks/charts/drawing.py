@@ -1,7 +1,5 @@
 """What all charts share: points of the CSVs, titles, axes, stacked bars, files."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

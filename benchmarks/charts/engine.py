@@ -1,7 +1,5 @@
 """The chart of transformer-engine's layers: tokens per second, a panel per stack."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, thousands

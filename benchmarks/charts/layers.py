@@ -1,7 +1,5 @@
 """Charts of whole layers: time against length, where the time goes, memory of the core."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

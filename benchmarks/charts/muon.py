@@ -1,7 +1,5 @@
 """The chart of Muon's blocks: losses of a small V4 by optimizer."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Charts of single operations: sparse attention, and V4's memory-bound pieces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.attention.shapes import PRESETS

@@ -1,7 +1,5 @@
 """Charts of several ranks: efficiency and exposed communication."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 and in torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

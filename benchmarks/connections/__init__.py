@@ -10,8 +10,6 @@ backward of two transformer layers, of ratio 4 and 128, with experts (fewer than
 many per token): ``plain`` has one residual, ``streams`` has four, with first copies and last mix.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Two layers of V4 with experts, with one residual or with streams."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.connections.operations import STREAMS

@@ -1,7 +1,5 @@
 """The operations of hyper-connections: inputs, calls, traffic that cannot be avoided, checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

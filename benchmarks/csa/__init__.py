@@ -9,8 +9,6 @@ process. Ways are this package's Triton kernel, its memory-bounded torch impleme
 the family ``layer``.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The pieces as torch expressions that a user would write, in any floating-point dtype."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import pad
 

@@ -4,8 +4,6 @@ The expressions of :mod:`benchmarks.csa.eager`, in float64 on a part of the toke
 ways are checked against.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

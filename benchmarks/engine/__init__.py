@@ -18,8 +18,6 @@ not fit beside each other, each is built for its turn and freed after it. ``step
 of kernels in one more step (:mod:`benchmarks.engine.kernels`).
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

@@ -5,8 +5,6 @@ are told apart by their names. A group says which kernels were its longest ones,
 name shows.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator

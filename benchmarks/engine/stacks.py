@@ -4,8 +4,6 @@ All ways of a case have the same weights: every matrix is drawn from the seed of
 grouped experts and single ones are called alike.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from dataclasses import dataclass, field

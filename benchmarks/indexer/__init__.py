@@ -15,8 +15,6 @@ TileLang indexer (:mod:`benchmarks.indexer.bundled`), and its unfused dense loss
 ``dense`` the same per visible pair, and the teacher's scores. Peak memory includes the results.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

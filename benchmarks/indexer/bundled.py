@@ -5,8 +5,6 @@ scores of the selected keys for the loss, so they are given to the loss here and
 not part of its time; ours forms them again.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs

@@ -5,8 +5,6 @@ and the bundled function takes whole. Both compute value and gradients from give
 bundled one returns the mean over tokens, which is brought back to the sum.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

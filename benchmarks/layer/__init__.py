@@ -35,8 +35,6 @@ them (:mod:`benchmarks.tracing`): ``step/matrix products`` are projections, ``st
 norms and copies. The preset ``core`` is :mod:`benchmarks.layer.core`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc

@@ -5,8 +5,6 @@ attention, sparse indexer loss, and all their gradients, in fp32. Peak memory is
 high-water mark of resident memory above what the inputs take. Needs Linux.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Iterator

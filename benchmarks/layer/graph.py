@@ -5,8 +5,6 @@ Forward and backward are captured together with torch's own ``torch.cuda.graph``
 transformer layer, or attention and its norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

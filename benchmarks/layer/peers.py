@@ -15,8 +15,6 @@
 ways that are one of several ranks. All have the linears and norms of torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

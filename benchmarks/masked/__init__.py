@@ -14,8 +14,6 @@ TileLang kernels of such calls alone, by the profiler: without tiles, sums that 
 rounding and lists of keys.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """The inputs of masked dense attention, calls of implementations, checks of results."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Cases of masked dense attention, the operations that are measured, and their FLOP."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -25,8 +25,6 @@ one CUDA graph each (:mod:`benchmarks.layer.graph`).
 (:mod:`benchmarks.ranks.dense`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

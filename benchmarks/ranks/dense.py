@@ -5,8 +5,6 @@ run under it), and a ring over contiguous parts, in which the last rank sees eve
 what that one has to, which is how long the others would wait for it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.ranks.cases import DENSE_WAYS, ONE_RANK, Case

@@ -1,7 +1,5 @@
 """What ranks send to each other in a step, by the design."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from benchmarks.ranks.traffic import exchange, gather, reduce, sum_everywhere

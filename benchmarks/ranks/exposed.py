@@ -1,7 +1,5 @@
 """Shares of a traced step in which ranks communicate, and in which they do nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 #: Name of the traced range.

@@ -1,7 +1,5 @@
 """One rank's measurements of an attention layer: times, memory, bytes sent, communication."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -1,7 +1,5 @@
 """What the answers of all ranks to one measurement come to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.ranks.cases import ALONE, BASES, ONE_RANK, ONE_RANK_DENSE, Case

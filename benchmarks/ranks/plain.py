@@ -5,8 +5,6 @@ reduce and scatter their gradient, then go on. Bytes, kernels and results stay t
 step takes longer is what overlap saves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 They belong to the process group of the case's process, which the runner ends whatever happens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -3,8 +3,6 @@
 All ranks begin every call together. Who puts their answers together takes the slowest of each call.
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -6,8 +6,6 @@ all-reduce. Counting and formula (:mod:`benchmarks.ranks.design`) share these ru
 that any difference is a collective too many, or too few, or of another size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -11,8 +11,6 @@ bf16 and forms scores as inference engines do (``--dsa-indexer-numerics``). Comp
 that see more keys than they select, evenly spaced over the sequence.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

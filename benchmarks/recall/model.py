@@ -1,7 +1,5 @@
 """A small DSA model, trained on text, and what its indexers and attentions are given."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -20,8 +20,6 @@ of a whole DeepSeek-V4 with fused kernels and in torch (:mod:`benchmarks.train.w
 the same training on one and several ranks (:mod:`benchmarks.train.ranks`).
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import tempfile

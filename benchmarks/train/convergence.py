@@ -14,8 +14,6 @@ texts are held out (:mod:`benchmarks.train.text`), and all runs are evaluated on
 Every run is ``python -m megatron_dsa.pretrain`` with TensorBoard.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -4,8 +4,6 @@ One step settles, one is measured: by torch's allocator, or, on a machine withou
 following the bytes of all tensors (:mod:`megatron_dsa.extras.planner.memory_tracker`).
 """
 
-from __future__ import annotations
-
 import gc
 
 import torch

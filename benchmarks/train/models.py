@@ -3,8 +3,6 @@
 They are built as the entry point does, with Megatron's data parallel wrapper and optimizer.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -7,8 +7,6 @@ text, order of the text, schedule, and the same learning rate: the scale of Deep
 updates the size of AdamW's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

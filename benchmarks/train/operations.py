@@ -9,8 +9,6 @@ matrix product of known size checks the counter's unit in every step. About a mi
 Needs ``ncu`` on the PATH and the right to read hardware counters.
 """
 
-from __future__ import annotations
-
 import csv
 import logging
 import re

@@ -8,8 +8,6 @@ torchrun, one process per GPU. On ``all``, ``out_error`` is the relative differe
 of the last steps from that of one rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ processes, the second from the checkpoint that the first left at half of the ste
 last two log has to be the same to the bit.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

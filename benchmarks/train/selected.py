@@ -7,8 +7,6 @@ places, and small differences grow from step to step in any training. ``sparse a
 two runs come apart that differ in nothing but the order of atomic sums.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

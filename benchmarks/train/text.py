@@ -1,7 +1,5 @@
 """The text that all ways train on: Python's standard library and language reference, by bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from pathlib import Path

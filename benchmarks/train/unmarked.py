@@ -3,8 +3,6 @@
 python -m benchmarks.train.unmarked FLAGS
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 from megatron_dsa.extras.muon import blocks

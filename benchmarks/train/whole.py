@@ -5,8 +5,6 @@ same model, text, order of the text, schedule and seed. ``fused again`` says how
 apart that differ in nothing but the order of atomic sums.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from benchmarks.train.convergence import SPARSE_LOSS, TINY, Size, training_flags, with_steps

@@ -1,7 +1,5 @@
 """Extras, loaded by name when a flag needs one: the core imports none of them."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -5,8 +5,6 @@ of Megatron's configurations, :func:`flag_words` returns the flag of Megatron th
 :func:`given_values` reads a command line before any parser does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

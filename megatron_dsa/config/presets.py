@@ -3,8 +3,6 @@
 ``--dsa-model NAME`` stands for :func:`model_flags`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -2,8 +2,6 @@
 makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs, and
 ``generate`` and ``evaluate`` run trained models."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

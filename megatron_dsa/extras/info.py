@@ -1,7 +1,5 @@
 """``python -m megatron_dsa info``: versions, GPU, and what every operation would run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -3,8 +3,6 @@
 ``python -m megatron_dsa info --support-table`` prints it.
 """
 
-from __future__ import annotations
-
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, TILELANG, TRITON

@@ -1,7 +1,5 @@
 """Check of Megatron's ``attention_mask``, which this attention does not read."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.errors import require

@@ -1,7 +1,5 @@
 """The compressor of DeepSeek-V4: several positions become one key, weighted per grad_proxy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

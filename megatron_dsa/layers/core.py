@@ -1,7 +1,5 @@
 """The base of both core attentions: what they are, their indexer, and the operations they call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ One forward path for all layers: a layer's compression ratio says which keys exi
 window, and the stage says whether a CSA layer (ratio 4) selects among them or attends to all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The indexer of CSA layers: scores compressed keys of its own, made by its own compressor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transformer layers that Megatron captures in CUDA graphs, and what the start-up says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

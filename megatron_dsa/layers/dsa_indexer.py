@@ -1,7 +1,5 @@
 """The lightning indexer module: from hidden states to what the index scores are made of."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

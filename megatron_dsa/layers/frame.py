@@ -1,7 +1,5 @@
 """The frame of both self-attentions: refusals, layout, recompute and the output projection."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ what that takes. Here a layer is computed without gradients, and its loss hangs 
 are the logits and the model's own loss, whose gradient nothing takes.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

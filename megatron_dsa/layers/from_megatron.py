@@ -1,7 +1,5 @@
 """The layout of a Megatron microbatch on this rank: from shapes, ``PackedSeqParams`` and ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.errors import ConfigError, require

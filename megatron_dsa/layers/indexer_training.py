@@ -1,7 +1,5 @@
 """When and how an attention module trains its indexer: conditions, scale, and the log."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

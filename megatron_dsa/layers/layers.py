@@ -4,8 +4,6 @@ parameters.
 With transformer-engine its own classes are used instead, see ``specs.py``.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -4,8 +4,6 @@ Megatron lets a file (``--te-precision-config-file``) choose the precision of si
 classes make the same choice in code, for weights at initialisation and for products.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

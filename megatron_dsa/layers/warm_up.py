@@ -7,8 +7,6 @@ policies and of compilers, come at start-up. Models that only say which weights 
 :func:`without_kernels`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

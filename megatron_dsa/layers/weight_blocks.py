@@ -5,8 +5,6 @@ for the whole matrix: it names rows, not how many blocks a rank has, and therefo
 every tensor-parallel rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -21,8 +21,6 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 

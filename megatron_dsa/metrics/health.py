@@ -14,8 +14,6 @@ All but the first two are means over queries that see more keys than they select
 choice. The functions behind them are in :mod:`megatron_dsa.metrics.quality`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

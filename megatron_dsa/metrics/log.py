@@ -1,7 +1,5 @@
 """Attaching the indexer loss to the model, scaling it, and reporting it through Megatron's log."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

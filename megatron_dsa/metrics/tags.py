@@ -4,8 +4,6 @@ The names of Megatron's log line are for reading; tags start with ``dsa/`` and h
 of them are listed in ``docs/guide/reports.md``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dsa.metrics.health import LAYER_OVERLAP

@@ -4,8 +4,6 @@ Megatron counts an MLA model as if every layer attended to all visible keys. A m
 this package is counted here instead; the first iteration prints which products count.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType

@@ -7,8 +7,6 @@ Under context parallelism both gather latents. Masked dense attention makes keys
 of them on every rank: what it computes besides for the tokens of other ranks counts as well.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from dataclasses import dataclass

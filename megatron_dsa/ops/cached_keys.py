@@ -4,8 +4,6 @@ The engines keep a latent or a V4 key in blocks of e4m3 numbers with a scale eac
 in bf16. Their kernels multiply by the scale and round to bf16 (``docs/guide/rl.md``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ tensors. What it allocates and drops counts towards the peak, so it follows what
 for packages that allocate by themselves, what was measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

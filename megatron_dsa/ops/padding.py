@@ -5,8 +5,6 @@ and kept in this process only. Widths are therefore rounded up to a few buckets,
 passes a ``topk_length``, so that a new ``K`` or a first packed batch does not compile again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import pad
 

@@ -3,8 +3,6 @@
 Each module repairs one defect, says which, and changes nothing where the defect does not show.
 """
 
-from __future__ import annotations
-
 from megatron_dsa.patches.bucket_padding import repair_offsets_of_states
 from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
 from megatron_dsa.patches.empty_optimizers import repair_empty_optimizers

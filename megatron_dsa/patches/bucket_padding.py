@@ -5,8 +5,6 @@ without the padding between its buckets, and cuts them at offsets that count it.
 bucket on, every parameter is saved with a part of its neighbours' states.
 """
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

@@ -5,8 +5,6 @@ megatron-core 0.19 passes every property that torch saved with a tensor to ``tor
 Megatron keeps.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -11,8 +11,6 @@ does not expect that an optimizer there, or elsewhere, has nothing to step:
   elsewhere (Muon).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

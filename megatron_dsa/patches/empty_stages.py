@@ -5,8 +5,6 @@ of its result, so ``load_checkpoint`` raises ``KeyError: 'model'`` on that rank,
 several chunks of the model.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

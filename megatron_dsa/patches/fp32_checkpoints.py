@@ -6,8 +6,6 @@ requests 5835 and 5929). With ``--use-precision-aware-optimizer`` it saves fp32 
 were at the start of the run. Optimizers of one precision see no difference.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

@@ -7,8 +7,6 @@ captured in that memory, and the backward pass reads those. Gradients of the fir
 layer are wrong then.
 """
 
-from __future__ import annotations
-
 import functools
 
 

@@ -8,8 +8,6 @@ torch counts steps per parameter, transformer-engine and Apex per parameter grou
 * The other optimizers find the count only where their own package would have put it.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

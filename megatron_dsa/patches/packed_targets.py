@@ -4,8 +4,6 @@ megatron-core 0.19 shifts ids, labels and masks within ``cu_seqlens_q``, the doc
 without padding, though tokens lie at the padded offsets: targets cross documents.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

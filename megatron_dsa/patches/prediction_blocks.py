@@ -4,8 +4,6 @@ megatron-core's ``GPTModel`` takes the layers of such a block from a spec, and t
 block from its own module. Here a spec may name the class, too.
 """
 
-from __future__ import annotations
-
 import functools
 
 

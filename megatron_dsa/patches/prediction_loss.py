@@ -6,8 +6,6 @@ that are not spread evenly gave other gradients and another log than one rank. H
 summed over the ranks of the group.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ A loader fills states that exist. megatron-core 0.19 calls a function for that w
 SGD has not (``init_state_fn=None``): it saves and ends in a ``TypeError`` at resume.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ megatron-core's schedules take ``hidden_size`` for the width of what stages exch
 receive through one method of the communicator, which is told the right width here.
 """
 
-from __future__ import annotations
-
 import functools
 
 

@@ -4,8 +4,6 @@ megatron-core's ``GPTModel`` hands its decoder the embeddings of tokens only. He
 gets their ids, as ``context``: each rank those of the hidden states that it holds.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ it empty, and every later start ends there, with exit code 0. Checkpoints in obj
 (``--enable-msc``) are left to that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@ megatron-core 0.19 also asks its own linears to, the output layer among them, an
 Apex's kernel is missing.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a comparison with float64 finds: relative errors, and rules that are broken."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ implementation must follow it to the bit where its products are exact, and may d
 that tensor cores do not keep where they are not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

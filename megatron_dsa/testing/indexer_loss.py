@@ -1,7 +1,5 @@
 """The indexer's losses: float64 values with gradients, and the comparison with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Index selection: inputs of a call, float64 scores, and the comparison of a selection."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs

@@ -1,7 +1,5 @@
 """Layouts of some query tokens, and which keys they see."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

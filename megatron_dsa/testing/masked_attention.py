@@ -1,7 +1,5 @@
 """Masked dense attention: inputs of a call, its float64 results, and the comparison with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Largest relative errors against float64 that pass."""
 
-from __future__ import annotations
-
 import torch
 
 #: Results and gradients at the shapes of models: of the doctor and the benchmarks. Kernels in bf16

@@ -4,8 +4,6 @@ Megatron's own reader ends on damaged files in whatever error the damage leads t
 file, which a kill leaves behind, stands for the last whole checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ Megatron fails in the middle of loading, with errors that name neither a flag no
 flag that changes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ LoRA's adapters, which a run starts with where the checkpoint has none. All of t
 by looking at the checkpoint, and said in the log. Anything else that is missing is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re

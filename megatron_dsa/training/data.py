@@ -1,7 +1,5 @@
 """Data: a text file becomes Megatron's own indexed data set; batches for a GPT training step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator

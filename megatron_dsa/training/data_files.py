@@ -1,7 +1,5 @@
 """Indexed data sets on disk: sizes of the ``.idx`` and ``.bin`` files, checked before training."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -5,8 +5,6 @@ Megatron end in a sentence; any other error keeps its traceback. ``--traceback``
 shows all tracebacks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

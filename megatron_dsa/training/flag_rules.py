@@ -1,7 +1,5 @@
 """Flags that are refused because they would have no effect, and flags that Megatron ignores."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

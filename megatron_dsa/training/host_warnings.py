@@ -5,8 +5,6 @@ useful line, and so does loading a checkpoint. Each entry below names one messag
 and by the module or logger that gives it; everything else is shown as before.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

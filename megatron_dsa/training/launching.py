@@ -3,8 +3,6 @@
 A number that does not fit leaves the other processes waiting, for minutes and without a word.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """The whole GPT model with sparse layers, and the table of what runs its operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Megatron's flags that this machine and this package call for, put in front of the user's."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from megatron_dsa.config.fields import given_values

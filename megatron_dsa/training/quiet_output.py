@@ -5,8 +5,6 @@ model's first thousand lines. Each entry here replaces one function or shortens 
 logger; everything else is shown as before.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The model's configuration from parsed flags, and the forward step of a training."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The log of the indexer's losses in tests: emptied, and read."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.metrics.log import IndexerLog

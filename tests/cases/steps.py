@@ -1,7 +1,5 @@
 """A training step of one DSA layer, for tests that compare two ways to attend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of the registered operations beside the eager calls that they equal to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs with transformer-engine's layers beside runs with Megatron's own: models, flags, bounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

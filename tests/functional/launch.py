@@ -1,7 +1,5 @@
 """Running the training entry point in its own processes, and reading its log."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Rules of models with window, CSA and HCA layers (DeepSeek-V4)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Megatron refuses more by itself, for example ``--recompute-granularity full`` with graphs of layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of layers with experts: which layers have them, and how tokens are routed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

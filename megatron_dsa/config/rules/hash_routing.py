@@ -1,7 +1,5 @@
 """Rules of layers that look experts up by token id (``moe_hash_layers``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of models whose residual is several streams (``hc_mult``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA: which linears have adapters, and where they are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

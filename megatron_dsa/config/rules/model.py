@@ -1,7 +1,5 @@
 """Rules of models: attention, indexer, layouts and layer sets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What the arithmetic of inference engines needs: scores, and keys as their caches hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Megatron itself refuses more: without expert parallelism, and delayed weight gra
 schedule or without transformer-engine, so that no rule here is about the latter alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

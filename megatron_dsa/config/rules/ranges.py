@@ -4,8 +4,6 @@ One table for trainings and plans. An entry gives range and reason, from which t
 Any other number must be finite and not negative.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sizes that the first step needs: heads, latents, rope, parts of ranks, recomputed layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

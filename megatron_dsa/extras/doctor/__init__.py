@@ -11,8 +11,6 @@ checks (run by ``session``, in the order of ``examine``) by :mod:`megatron_dsa.t
 ``results`` what they say, ``table`` how it is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

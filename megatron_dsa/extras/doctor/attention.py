@@ -1,7 +1,5 @@
 """Sparse attention: every forward with every backward, and the indexer's teacher."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.extras.doctor.results import Part

@@ -1,7 +1,5 @@
 """Index scores in the arithmetic of inference engines (``--dsa-indexer-numerics deepgemm-fp8``)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """One run of all checks."""
 
-from __future__ import annotations
-
 import argparse
 import platform
 

@@ -3,8 +3,6 @@
 Scores in the arithmetic of inference engines are in :mod:`.engine`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """How repeated calls are compared, and timed."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

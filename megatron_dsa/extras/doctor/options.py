@@ -1,7 +1,5 @@
 """The options of the command and its help text; imports nothing heavy."""
 
-from __future__ import annotations
-
 import argparse
 
 _SWITCH = ("off", "on", "both")

@@ -1,7 +1,5 @@
 """One run of the doctor on one device: running implementations, surviving their crashes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The grid of shapes that the user asked for."""
 
-from __future__ import annotations
-
 import argparse
 from itertools import product
 

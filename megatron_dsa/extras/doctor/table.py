@@ -1,7 +1,5 @@
 """The report for people (a table per check) and for machines (JSON)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The command ``evaluate``: loss and perplexity of a trained model over a data set."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

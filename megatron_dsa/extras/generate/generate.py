@@ -1,7 +1,5 @@
 """The command ``generate``: text of a trained model, by a forward pass of all tokens per token."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

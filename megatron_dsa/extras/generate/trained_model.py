@@ -5,8 +5,6 @@ Here the parser gets them as its defaults, so that flags of this machine win, an
 training run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@ A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``, who
 the linears of the released checkpoint. One linear of Megatron may hold two of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ with V3's names and our table's for the indexer; DeepSeek-V3 with new indexers; 
 linears, which are not split.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

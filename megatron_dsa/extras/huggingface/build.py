@@ -1,7 +1,5 @@
 """The Megatron model that a config.json describes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of a checkpoint: config.json counts its layers and experts, its values are finite."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NoReturn

@@ -4,8 +4,6 @@ Conversions take one process, no GPU, and no more memory than a file or two of t
 Megatron checkpoint is a distributed one: runs of any parallel layout write and load it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Read a ``config.json`` by the table of models, and compare a Megatron model with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Each parameter of the model is filled with its slice of the checkpoint's tensors
 other: a rank of a parallel model reads no more than it holds.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

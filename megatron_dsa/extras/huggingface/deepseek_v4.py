@@ -4,8 +4,6 @@ Both forms are understood: as released (compress_ratios, rope_scaling) and as tr
 (layer_types with compress_rates, rope_parameters by kind of layer).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dsa.config.rules import CSA_RATIO

@@ -4,8 +4,6 @@ A checkpoint has them by its config.json and its tensors, a model by its configu
 checkpoint has and a model has not is left out on request (``--without``), never by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Files of a checkpoint: JSON, and safetensors shards, read and written tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Flags: the model of a config.json as Megatron's command line describes it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from megatron_dsa.config.fields import flag_words

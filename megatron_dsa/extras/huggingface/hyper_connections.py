@@ -6,8 +6,6 @@ for reading, twice a sigmoid for adding, and a doubly stochastic matrix for mixi
 0 and the right ``base``, every layer reads stream 0, adds to stream 0 and mixes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 """Starting from a Hugging Face checkpoint (``--dsa-load-hf``) or PEFT's adapters
 (``--lora-load``)."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The model card (README.md) of an exported checkpoint: what config.json and the training say."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator

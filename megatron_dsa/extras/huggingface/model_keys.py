@@ -1,7 +1,5 @@
 """How a ``config.json`` is read: an entry of the table of models, and keys that models share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Weights fit under any rope convention, and a wrong one shows only as a worse mod
 that changes what a weight means is read here, and a value that is not understood is an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -6,8 +6,6 @@ in Megatron-Bridge. Linears have the same orientation on both sides and no weigh
 conversion only joins tensors, such as the gate and the up projection.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import re

@@ -1,7 +1,5 @@
 """Keys of a ``config.json`` that say one thing twice: resolved as transformers does, or refused."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The precision of an exported checkpoint: the model's, or quantised as a release is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

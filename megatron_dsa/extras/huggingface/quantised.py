@@ -3,8 +3,6 @@
 How they are stored and dequantised; ``quantising.py`` goes the other way.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

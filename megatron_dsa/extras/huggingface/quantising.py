@@ -5,8 +5,6 @@ request rounded up to a power of two. A number is the nearest of the format to `
 equally near ones that with an even mantissa.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Ranks: which slices of the full tensors a rank of a parallel model holds, by its place alone."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

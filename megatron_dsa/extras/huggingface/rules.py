@@ -1,7 +1,5 @@
 """Rules for keys of a ``config.json`` that are the same for every model."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Collection

@@ -5,8 +5,6 @@ which stored tensor a parameter is. This module hands one parameter after the ot
 reader and writer (``torch.distributed.checkpoint``), which Megatron uses, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

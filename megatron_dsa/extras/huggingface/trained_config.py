@@ -4,8 +4,6 @@ Tensors fit under any rope base, epsilon or number of selected keys: a wrong one
 loads and is worse.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,8 +9,6 @@ A linear whose weight is read in place of a call (absorbed attention) enters as 
 B A``, see :func:`megatron_dsa.layers.frame.weight_of`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, Literal

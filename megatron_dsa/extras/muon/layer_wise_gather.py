@@ -5,8 +5,6 @@ one flat tensor of them and receives into tensors of the first parameter's dtype
 parameters in one model do not fit. gloo also refuses parts of different sizes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

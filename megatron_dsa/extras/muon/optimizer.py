@@ -1,7 +1,5 @@
 """Megatron's Muon, which orthogonalises marked parameters block by block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

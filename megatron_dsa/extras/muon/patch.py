@@ -5,8 +5,6 @@ a fused QKV projection. Marks (:mod:`megatron_dsa.layers.weight_blocks`) name ta
 matrices. Parameters without marks are treated as before.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

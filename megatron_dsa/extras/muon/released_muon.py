@@ -1,7 +1,5 @@
 """``info --muon``: what Muon updates in the attention and the residual path of a released model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, Literal

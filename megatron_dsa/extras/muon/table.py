@@ -1,7 +1,5 @@
 """The list of parameters with what updates them under ``--optimizer muon``."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

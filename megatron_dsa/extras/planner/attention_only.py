@@ -1,7 +1,5 @@
 """``--dsa-dry-run-attention-only``: the plan of a model of which the attention alone is known."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

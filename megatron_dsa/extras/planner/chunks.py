@@ -1,7 +1,5 @@
 """The model chunks of one rank: built on the meta device, run on one microbatch, measured."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``--dsa-dry-run``: the arguments of a job in, its plan or its first error out."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

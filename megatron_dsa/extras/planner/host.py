@@ -3,8 +3,6 @@
 Everything here lasts as long as its context. Real process groups must not exist beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

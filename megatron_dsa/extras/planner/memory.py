@@ -1,7 +1,5 @@
 """Peak memory of a rank: weights, gradients, optimizer states, activations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

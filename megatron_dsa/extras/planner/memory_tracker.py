@@ -1,7 +1,5 @@
 """Counts the memory that a computation holds, and the bytes that it exchanges, by watching it."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """The plan of a job: every pipeline rank built, checked and measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How many microbatches a pipeline rank keeps at once, by Megatron's own schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

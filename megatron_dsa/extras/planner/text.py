@@ -1,7 +1,5 @@
 """A plan in words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 

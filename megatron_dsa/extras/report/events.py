@@ -1,7 +1,5 @@
 """Reading TensorBoard's files of runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The words and numbers of a report about a run: model, results, calls, arguments."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from functools import partial

@@ -4,8 +4,6 @@ Lines of many points show means of equal stretches of steps. Dotted lines are wh
 of training changes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect

@@ -1,7 +1,5 @@
 """A report as one HTML page that needs nothing else, or as one picture."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run has one colour in all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

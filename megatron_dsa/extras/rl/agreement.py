@@ -3,8 +3,6 @@
 These functions wait for the device: they are meant for a look between steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -9,8 +9,6 @@ is predicted from it, so its keys and experts do not matter to a loss over sampl
 filled in.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the registered operations share: a policy as text, layouts of tensors, derivatives."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -13,8 +13,6 @@ ranks. They are gathered once per pass: kept, they would take 34 MB per layer of
 Their gradient is summed over ranks in fp32 and rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -15,8 +15,6 @@ Packed batches stay as they are: what a row costs depends on lengths that only t
 and all ranks must decide alike without asking it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache

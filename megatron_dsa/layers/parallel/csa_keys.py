@@ -5,8 +5,6 @@ query tokens, and the last ones before each run of them (:mod:`megatron_dsa.ops.
 Gradients travel through proxies in fp32 (:mod:`megatron_dsa.layers.parallel.gather`).
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.layers.parallel.gather import grad_proxy_for, start_gather

@@ -3,8 +3,6 @@
 Keys are gathered by :mod:`megatron_dsa.layers.parallel.gather`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any

@@ -3,8 +3,6 @@
 One decision for all layers, read by layers, start-up, ``info`` and the planner.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

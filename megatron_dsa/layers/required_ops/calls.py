@@ -1,7 +1,5 @@
 """Descriptions of the calls of a layer, from its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The operations that a layer calls in a training step, and the keys of each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The operations of hyper-connections that a layer and the end of the model call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dsa.config.model import uses_streams

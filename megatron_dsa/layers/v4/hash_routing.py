@@ -5,8 +5,6 @@ layer for cross attention, which a GPT has not (``patches/token_ids.py`` puts th
 belong to their microbatch, and activation recompute saves and restores them like any other input.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of hash routing: which experts a token goes to, by its id."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.errors import require

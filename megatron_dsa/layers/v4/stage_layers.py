@@ -1,7 +1,5 @@
 """Decoder layers of a pipeline stage, and the splits that cannot be built."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ takes the streams of that layer, and the next one takes the streams of the layer
 head hands the streams on beside its output, and a block of layers takes the two apart.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What implementations share: accumulation dtype, products, row budgets, validity of entries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

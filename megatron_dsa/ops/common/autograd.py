@@ -1,7 +1,5 @@
 """Functions without a second derivative, and which pass of a recomputed layer this is."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ that a graph has looked up must never be dropped. A tensor that is made during a
 content until the graph is replayed, and lies in memory of the graph: it must not be kept.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -4,8 +4,6 @@ Sizes cost no time and are checked in every public operation. Values are checked
 layout is made of them: an operation that is given a layout can rely on it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ Results and gradients are written where they belong, heads of a token side by si
 of batches of heads leaves them transposed, and the next kernel copies them.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.autograd import once_differentiable

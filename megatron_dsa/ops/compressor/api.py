@@ -5,8 +5,6 @@ pools the positions of the group before it, through the other half of the channe
 the model (RMSNorm, rope at the group's position) is not part of the operation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The compressor: the operation and what implements it."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support

@@ -1,7 +1,5 @@
 """The compressor on the meta device."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.compressor.api import CompressorInputs

@@ -4,8 +4,6 @@ Groups are handled a few at a time; the backward pass gathers the rows of a chun
 softmax again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

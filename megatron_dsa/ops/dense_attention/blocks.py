@@ -6,8 +6,6 @@ of the whole attention, not of the block. Queries without keys give 0 and ``-inf
 are 0 where nothing is seen. Head dims are compared before a kernel pads anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Dense attention: the operation and what implements it."""
 
-from __future__ import annotations
-
 from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support
 from megatron_dsa.ops.dispatch.packages import FLASH_ATTENTION_4

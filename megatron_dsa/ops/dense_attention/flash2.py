@@ -4,8 +4,6 @@ Its kernels know one head dim. Narrower values are padded here and nowhere else:
 them earlier would exclude the kernels that need none.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

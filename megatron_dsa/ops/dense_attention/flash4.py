@@ -4,8 +4,6 @@ Its functions below the public ones are called: the backward gets ``out`` and ``
 attention, which the public ones keep to themselves. So their arguments are compared at import.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from functools import cache

@@ -4,8 +4,6 @@ Kernels take ``[batch, s, H, D]``, or packed rows ``[rows, H, D]`` with ``cu_seq
 log-sum-exp heads first.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed

@@ -1,7 +1,5 @@
 """Dense attention on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

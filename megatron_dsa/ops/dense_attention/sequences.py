@@ -8,8 +8,6 @@ that no query sees, stand in segments of their own whose other side is empty. So
 segment and no row has to be moved for the kernel's ``cu_seqlens``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

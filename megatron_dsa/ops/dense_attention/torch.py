@@ -1,7 +1,5 @@
 """Attention to one block in torch: any device and dtype, a block of query tokens at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

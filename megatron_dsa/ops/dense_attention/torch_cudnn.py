@@ -3,8 +3,6 @@
 Unpacked batches only: torch's backward for packed rows takes the head dim for the longest length.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

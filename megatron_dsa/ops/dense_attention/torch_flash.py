@@ -3,8 +3,6 @@
 As in the package, there is one head dim and narrower values are padded here.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dense_attention.flash_shapes import (

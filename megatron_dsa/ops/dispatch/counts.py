@@ -1,7 +1,5 @@
 """How often each implementation ran, its time, and ranges for profilers."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """GPUs by compute capability, and the kinds that a job can be planned for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ Kernel packages change behaviour without changing a signature, so versions are c
 are not probed. The history below is what makes a refusal explain itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_dsa.versions import installed_version, is_before, module_exists, parse_version

@@ -1,7 +1,5 @@
 """What the user asked for: fused or not, strict or not, and implementations by name."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Collection

@@ -4,8 +4,6 @@ One :class:`Support` per implementation and operation drives dispatch, the error
 ``doctor``, the skips of the tests and ``info --support-table``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -15,8 +15,6 @@ A read hands the streams on, and the write takes them from there. So the gradien
 for them enters the backward of the read, which adds its own two parts in the same pass.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

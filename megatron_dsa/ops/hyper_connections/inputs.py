@@ -1,7 +1,5 @@
 """What a call of a hyper-connection holds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

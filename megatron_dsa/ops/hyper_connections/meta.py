@@ -1,7 +1,5 @@
 """Hyper-connections on the meta device."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.autograd import once_differentiable

@@ -4,8 +4,6 @@ Tokens are handled a few at a time. The forward keeps its inputs; the backward c
 again and differentiates that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

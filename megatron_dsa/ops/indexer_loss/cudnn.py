@@ -6,8 +6,6 @@ rows, and drops the teacher's pull at entries whose student underflowed, which a
 that need it: the student is kept above the smallest normal number.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget

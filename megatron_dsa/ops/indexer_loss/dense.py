@@ -8,8 +8,6 @@ What is computed on a tile is left to :class:`TileFunctions`: in torch (:mod:`.t
 kernels (:mod:`.triton.dense`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol

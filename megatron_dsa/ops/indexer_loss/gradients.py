@@ -1,7 +1,5 @@
 """Accumulators of the gradients that the torch implementations form along with a loss."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype

@@ -1,7 +1,5 @@
 """The teacher of the dense indexer loss on one tile: attention probabilities summed over heads."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import bmm, mm, slices

@@ -1,7 +1,5 @@
 """The sparse indexer loss in torch, a block of queries at a time, with exact gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

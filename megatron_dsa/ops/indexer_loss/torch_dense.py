@@ -1,7 +1,5 @@
 """The dense indexer loss in torch, which runs everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

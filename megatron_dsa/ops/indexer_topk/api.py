@@ -1,7 +1,5 @@
 """Select the best visible keys of every query: exact, or fp8 candidates rescored exactly."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ to the top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 6
 ``+0`` and ``-0`` as different scores; both are common results of the relu and mean the same.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs

@@ -1,7 +1,5 @@
 """The lightning indexer: the operations of a selection and what implements them."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support

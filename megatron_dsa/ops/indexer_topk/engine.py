@@ -18,8 +18,6 @@ threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``, of which the CUDA 
 former and fuses the latter. Every step but 3 has one result on every device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

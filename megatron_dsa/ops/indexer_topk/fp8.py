@@ -1,7 +1,5 @@
 """Index queries and keys in fp8 (e4m3), with a scale per query and head and per key."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Index scores of listed keys in torch, for what a first, rougher selection found; and lists."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, rows_in_budget

@@ -1,7 +1,5 @@
 """Index scores and their selection on the meta device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The selection is exact and deterministic. ``torch.topk`` is used only for the k-
 of several equal scores it picks is not defined. Ties go to the smallest slot.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

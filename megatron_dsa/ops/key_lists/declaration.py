@@ -1,7 +1,5 @@
 """Key lists: the operation and what implements it."""
 
-from __future__ import annotations
-
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support
 from megatron_dsa.ops.dispatch.gpus import PORTABLE
 from megatron_dsa.ops.dispatch.packages import TRITON

@@ -1,7 +1,5 @@
 """Index lists of V4's attention in torch: any device."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.key_lists.api import ListInputs

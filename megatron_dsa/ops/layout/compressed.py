@@ -12,8 +12,6 @@ sees a contiguous range of them: to the indexer and its losses they are a
 groups of the sequences before. Some slots in between hold no group.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

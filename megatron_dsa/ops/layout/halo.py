@@ -5,8 +5,6 @@ share the last ``reach`` rows of each of their runs (all-gathered: a few hundred
 lengths on the device need no host synchronisation: how many runs there are at most is known.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

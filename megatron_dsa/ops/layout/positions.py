@@ -9,8 +9,6 @@ counted the same way: group ``g`` of a sequence is ``g``.
 packed tokens, padding included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ are the lists of keys that the indexer's loss reads. Ranks that share tokens kee
 own and gather them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

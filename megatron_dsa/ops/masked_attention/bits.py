@@ -8,8 +8,6 @@ per query. Bits of keys at or past ``Skv`` are 0.
 :mod:`.triton.tiles` writes the bits of a key for all queries, which have the same order.
 """
 
-from __future__ import annotations
-
 import torch
 
 #: Keys (or queries) of a group, which has :data:`WORDS` int32.

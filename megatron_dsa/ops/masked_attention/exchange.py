@@ -3,8 +3,6 @@
 Tokens of a group lie one rank's after the other. Without a group there is nothing to exchange.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

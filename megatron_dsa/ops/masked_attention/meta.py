@@ -1,7 +1,5 @@
 """Masked dense attention on the meta device."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate

@@ -1,7 +1,5 @@
 """Masked dense attention and the tiles of its bits, stated as plainly as possible."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.masked_attention.bits import GROUP, groups, pack, unpack

@@ -5,8 +5,6 @@ the gradient of the queries and once for that of the keys: each gradient is then
 place and rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Bits of all keys that the queries of a layout see, for dense attention under a bit mask."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call

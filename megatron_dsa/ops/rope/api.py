@@ -8,8 +8,6 @@ rotated back, because the value carries rope). Pair ``i`` is dims ``D - R + 2i``
 operations are limited by memory: every element is read once, written once and rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.errors import ConfigError, require

@@ -1,7 +1,5 @@
 """Norm and rope on the meta device."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate

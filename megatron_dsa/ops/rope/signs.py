@@ -1,7 +1,5 @@
 """The matrix of signs of the Walsh-Hadamard transform."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.capture import tensor_cache

@@ -1,7 +1,5 @@
 """Query norm and rope in torch: any device, any dims, temporary memory bounded by a budget."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget

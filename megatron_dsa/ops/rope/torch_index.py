@@ -1,7 +1,5 @@
 """Rotation of index queries and keys in torch: any device, any dims, a bounded workspace."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices

@@ -5,8 +5,6 @@ saved is ``q, kv, out, lse, indices``: no scores, no gathered keys, nothing of t
 Lists of V4's attention (:mod:`megatron_dsa.ops.key_lists.api`) are written again in the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

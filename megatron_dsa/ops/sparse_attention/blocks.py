@@ -1,7 +1,5 @@
 """Blocks of tokens in which absorbed attention runs: how many tokens each has."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import slices

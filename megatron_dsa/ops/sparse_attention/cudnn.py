@@ -7,8 +7,6 @@ rounded to the dtype of the keys on return; the contract wants it unrounded unti
 ranks, so the accumulator is read from the workspace (:func:`_accumulator`).
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

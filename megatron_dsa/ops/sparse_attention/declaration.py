@@ -1,7 +1,5 @@
 """Sparse attention: the operations and what implements them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ multiples of 128, no clamping of ``topk_length``, and ``+inf`` instead of ``-inf
 rows without keys. Its lse is the natural log over the keys without the sink, as ours.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from functools import lru_cache

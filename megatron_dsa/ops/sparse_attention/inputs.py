@@ -1,7 +1,5 @@
 """Attention of every query over its own list of key rows (DeepSeek-V3.2, eq. 3; absorbed MLA)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ all lists have in common) they add to the same part of the key gradient at about
 that part stays in the GPU's cache. It pays where the whole gradient does not.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget, valid_entries

@@ -1,7 +1,5 @@
 """Sparse attention on the meta device; our own adapters run as they are, around no kernels."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate

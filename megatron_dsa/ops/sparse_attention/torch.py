@@ -4,8 +4,6 @@ Queries are handled a few rows at a time; the gathered keys and the probabilitie
 dropped before the next one, and the backward pass gathers and recomputes them again.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import (

@@ -1,7 +1,5 @@
 """Errors of the file system, and their sentences."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

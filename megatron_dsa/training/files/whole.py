@@ -1,7 +1,5 @@
 """Files of a result: all of them appear, whole, or none; links are not followed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

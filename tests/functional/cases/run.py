@@ -1,7 +1,5 @@
 """Runner of the functional cases: train with a case's flags, compare with its golden values."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Dense attention on one rank or over context-parallel ranks, as operations on plain tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

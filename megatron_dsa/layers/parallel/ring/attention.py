@@ -1,7 +1,5 @@
 """Dense causal attention over context-parallel ranks, differentiable."""
 
-from __future__ import annotations
-
 import torch
 from torch import distributed
 

@@ -4,8 +4,6 @@
 pass; the first one none, and the last one writes the result in its own dtype.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,8 +4,6 @@ The loop is the same for every way in which blocks come (:mod:`.exchange`) and f
 may be in them (:mod:`.payload`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

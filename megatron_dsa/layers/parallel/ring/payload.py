@@ -4,8 +4,6 @@ Either the keys and values themselves, or MLA's latent, from which every rank ma
 values of its heads: that is fewer numbers to send, for two products per block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ a sequence are neighbouring tokens also across its runs; and of the sequences at
 from keys before a run into that run, the one that holds the run's first place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby

@@ -13,8 +13,6 @@ order: its own block is one part, of all its tokens. Packed tokens that are cut 
 sequences are in :mod:`megatron_dsa.layers.parallel.ring.runs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Registered operations: equal to the eager calls to the bit, opcheck, compiled without a break."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
