@@ -7,6 +7,8 @@ import zlib
 import pytest
 import torch
 
+from tests import tiers
+
 # An assertion there says what it compared, as in a test.
 pytest.register_assert_rewrite("tests.cases", "tests.functional.comparisons")
 
@@ -15,7 +17,9 @@ EXAMPLES = 100
 
 
 def pytest_addoption(parser):
-    """Let random cases be more than CI's."""
+    """Let a run take every case (:mod:`tests.tiers`), and random cases be more than CI's."""
+    parser.addoption("--all", action="store_true", help="all tests, every case")
+    parser.addoption("--seed", help="of the push tier's sample; by default the day's")
     parser.addoption(
         "--examples", type=int, default=EXAMPLES,
         help="random cases per property; other numbers than the default draw new ones each time",
@@ -27,6 +31,7 @@ def pytest_configure(config):
 
     Where there is no GPU, transformer-engine is hidden, as this package's commands do.
     """
+    tiers.start(config)
     if not torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
         from megatron_dsa.patches.cpu_host import hide_transformer_engine
 
@@ -48,14 +53,32 @@ def pytest_configure(config):
     settings.load_profile("operations")
 
 
-def pytest_collection_modifyitems(items):
-    """Skip GPU tests, with the reason, where there is no GPU."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA GPU on this machine")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+def pytest_report_header():
+    """Say which tests run."""
+    return tiers.header()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files of which the push tier runs nothing."""
+    if tiers.is_push() and collection_path.is_file():
+        return tiers.leaves_out(str(collection_path.relative_to(config.rootpath))) or None
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Take the tier's tests; skip GPU tests, with the reason, where there is no GPU."""
+    gpu = torch.cuda.is_available()
+    if tiers.is_push():
+        runnable = [item for item in items if gpu or "gpu" not in item.keywords]
+        kept = tiers.sample(runnable)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    elif not gpu:
+        skip = pytest.mark.skip(reason="no CUDA GPU on this machine")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

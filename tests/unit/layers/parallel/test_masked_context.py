@@ -17,6 +17,7 @@ from megatron_dsa.ops.common.arithmetic import mm
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
 from tests.ranks import build_two, spawn, summed_gradients
+from tests.tiers import cases_run
 
 SHARING = {"num_layers": 2, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
 UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
@@ -116,13 +117,16 @@ def _run_layers(given, tp, cp):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, backend):
+def results(request, tmp_path_factory, backend):
     """``results(grid)``: what every rank found."""
 
     @functools.cache
     def found(grid):
         tp, cp, mode = grid
-        cases = {name: (sharing_layers(name, mode), name == "full recompute") for name in CASES}
+        cases = {
+            name: (sharing_layers(name, mode), name == "full recompute")
+            for (name,) in cases_run(request, "name")
+        }
         return spawn(_run_layers, cases, tp, tmp_path_factory.mktemp(mode), cp, backend)
 
     return found

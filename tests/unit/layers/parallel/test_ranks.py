@@ -4,6 +4,7 @@ import pytest
 
 from tests.cases.layers import LAYERS, ROWS, case
 from tests.ranks import compare, run
+from tests.tiers import cases_run
 
 VARIANTS = (
     "DSA in blocks", "CSA old teacher", "CSA warm-up", "HCA of long groups",
@@ -43,7 +44,7 @@ def exists(layer, rows, mode, ranks):
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory, backend):
+def grid(request, tmp_path_factory, backend):
     """Results of a grid of ranks, by ``(layer, rows, mode)``."""
     done = {}
 
@@ -51,9 +52,10 @@ def grid(tmp_path_factory, backend):
         if (tp, cp) not in done:
             cases = {
                 (layer, rows, mode): case(layer, rows, mode)
-                for layer, rows in names()
-                for mode in GRIDS[tp, cp]
-                if exists(layer, rows, mode, tp * cp)
+                for layer, rows, mode, *ranks in cases_run(
+                    request, "layer", "rows", "mode", "tp", "cp"
+                )
+                if ranks == [tp, cp]
             }
             done[tp, cp] = run(cases, tp, tmp_path_factory.mktemp("ranks"), cp, backend)
         return done[tp, cp]
@@ -62,9 +64,9 @@ def grid(tmp_path_factory, backend):
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory, backend):
+def single(request, tmp_path_factory, backend):
     """What one rank computes."""
-    cases = {n: case(*n) for n in names()}
+    cases = {n: case(*n) for n in cases_run(request, "layer", "rows")}
     return run(cases, 1, tmp_path_factory.mktemp("one"), backend=backend)[0]
 
 

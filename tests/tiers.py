@@ -1,0 +1,135 @@
+"""Tiers of the tests: what a push runs, and what only ``--all`` does.
+
+The push tier runs when no path, ``-k`` or ``-m`` is given. It leaves out the files
+of :data:`LEFT_OUT` but the tests of :data:`KEPT`, and of a test with many cases it takes
+:data:`CASES`, another sample every day: every value of every parameter occurs, the rest is drawn.
+"""
+
+import datetime
+import os
+import zlib
+from collections.abc import Iterable
+
+#: Variables that hand the tier and the seed of its sample on to pytest's workers.
+TIER, SEED = "MEGATRON_DSA_TEST_TIER", "MEGATRON_DSA_TEST_SEED"
+#: Cases of one test in the push tier, and where it has more values of one parameter.
+CASES = 5
+MOST = 12
+#: Fewer cases of tests that take seconds each.
+FEWER = {
+    "tests/functional/": 1,
+    "tests/unit/layers/parallel/test_masked_context.py": 6,
+    "tests/unit/layers/parallel/test_masked_tokens.py": 1,
+    "tests/unit/layers/test_cuda_graphs.py": 6,
+    "tests/unit/ops/test_hopper_kernels.py": 2,
+    "tests/unit/ops/test_portable_kernels.py": 4,
+    "tests/unit/ops/test_masked_kernels.py": 4,
+    "tests/unit/ops/test_score_kernels.py": 4,
+}
+#: Files and folders that only ``--all`` runs.
+LEFT_OUT = (
+    "tests/functional/",
+    "tests/unit/benchmarks/",
+    "tests/unit/examples/",
+    "tests/unit/extras/planner/test_planned_layers.py",
+    "tests/unit/extras/test_docs.py",
+    "tests/unit/extras/huggingface/test_whole_v4.py",
+    "tests/unit/patches/test_unusable_engine.py",
+    "tests/unit/test_evidence_page.py",
+)
+#: Tests of them that a push runs: the entry point as users run it.
+KEPT = (
+    "tests/functional/test_cases.py::test_case",
+    "tests/functional/test_huggingface.py::test_dense_checkpoint_to_warmed_up_sparse_checkpoint",
+    "tests/functional/test_hybrid.py::test_packed_documents_over_context_parallel_ranks",
+    "tests/functional/test_parity.py::test_layout",
+    "tests/functional/test_stages.py::test_dense_to_warmup_to_sparse",
+    "tests/functional/test_stages.py::test_strict_refuses_before_training",
+    "tests/functional/test_streams.py::test_v4_prediction_layout",
+    "tests/unit/examples/test_examples.py",
+    "tests/unit/extras/test_docs.py::test_named_files_exist",
+)
+
+
+def start(config) -> None:
+    """Settle the tier of this run, in pytest's first process."""
+    options = config.option
+    narrowed = config.args_source is config.ArgsSource.ARGS or options.keyword or options.markexpr
+    tier = "all" if options.all or narrowed else "push"
+    os.environ.setdefault(TIER, tier)
+    today = str(datetime.date.today().toordinal())
+    os.environ.setdefault(SEED, today if options.seed is None else options.seed)
+
+
+def header() -> str:
+    """Return the line that pytest prints of the tier."""
+    if not is_push():
+        return "tier: all cases"
+    return f"tier: push, {CASES} cases of a test (--seed {os.environ[SEED]}); --all runs every case"
+
+
+def is_push() -> bool:
+    """Whether this run is the push tier."""
+    return os.environ.get(TIER) == "push"
+
+
+def leaves_out(path: str) -> bool:
+    """Whether nothing of a file is in the push tier.
+
+    Args:
+        path: relative to the repository.
+    """
+    return path.startswith(LEFT_OUT) and not any(kept.startswith(path) for kept in KEPT)
+
+
+def sample(items: Iterable) -> list:
+    """Return the items of the push tier, in their order."""
+    tests: dict[str, list] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if not test.startswith(LEFT_OUT) or test.startswith(KEPT):
+            tests.setdefault(test, []).append(item)
+    kept = {item for test, cases in tests.items() for item in _sample(cases, _cases_of(test))}
+    return [item for item in items if item in kept]
+
+
+def _cases_of(test: str) -> int:
+    return next((number for path, number in FEWER.items() if test.startswith(path)), CASES)
+
+
+def _sample(cases: list, number: int) -> list:
+    """Draw ``number`` cases; tests of a module with the same cases draw the same ones."""
+    if len(cases) <= number:
+        return cases
+
+    def draw(item) -> int:
+        return zlib.crc32(f"{os.environ[SEED]} {item.callspec.id}".encode())
+
+    left, chosen = sorted(cases, key=draw), []
+    missing = {value for item in cases for value in _values(item)}
+    while left and (len(chosen) < number or (missing and number == CASES)):
+        best = max(left, key=lambda item: len(missing & _values(item)))  # the first of equal ones
+        left.remove(best)
+        missing -= _values(best)
+        chosen.append(best)
+        if len(chosen) >= MOST:
+            break
+    return chosen
+
+
+def _values(item) -> set[tuple[int, str]]:
+    return set(enumerate(item.callspec._idlist))
+
+
+def cases_run(request, *names: str) -> set[tuple]:
+    """Return the values of parameters ``names`` with which tests of this module run.
+
+    For fixtures that compute all cases at once.
+    """
+    return {
+        tuple(item.callspec.params[name] for name in names)
+        for item in request.session.items
+        if item.path == request.path
+        and hasattr(item, "callspec")
+        and set(names) <= set(item.callspec.params)
+    }
