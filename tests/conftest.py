@@ -109,12 +109,9 @@ def poisoned_empty():
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory):
-    """Program that can be called in place of ``python``; it starts faster."""
-    from tests.interpreter import forked_python  # needs psutil, as few tests do
-
-    with forked_python(tmp_path_factory.mktemp("python")) as program:
-        yield str(program)
+def python():
+    """Return the interpreter that scripts of ``examples/`` and commands start."""
+    return sys.executable
 
 
 @pytest.fixture(params=DEVICES)
