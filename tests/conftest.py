@@ -18,6 +18,7 @@ EXAMPLES = 100
 
 def pytest_addoption(parser):
     """Let a run take every case (:mod:`tests.tiers`), and random cases be more than CI's."""
+    parser.addoption("--push", action="store_true", help="the push tier's part of given paths")
     parser.addoption("--all", action="store_true", help="all tests, every case")
     parser.addoption("--seed", help="of the push tier's sample; by default the day's")
     parser.addoption(

@@ -41,11 +41,11 @@ LEFT_OUT = (
 KEPT = (
     "tests/functional/test_cases.py::test_case",
     "tests/functional/test_huggingface.py::test_dense_checkpoint_to_warmed_up_sparse_checkpoint",
-    "tests/functional/test_hybrid.py::test_packed_documents_over_context_parallel_ranks",
     "tests/functional/test_parity.py::test_layout",
     "tests/functional/test_stages.py::test_dense_to_warmup_to_sparse",
     "tests/functional/test_stages.py::test_strict_refuses_before_training",
-    "tests/functional/test_streams.py::test_v4_prediction_layout",
+    "tests/functional/test_whole_v4.py::test_layout",
+    "tests/functional/test_whole_v4.py::test_packed_documents_over_context_parallel_ranks",
     "tests/unit/examples/test_examples.py",
     "tests/unit/extras/test_docs.py::test_named_files_exist",
 )
@@ -55,7 +55,7 @@ def start(config) -> None:
     """Settle the tier of this run, in pytest's first process."""
     options = config.option
     narrowed = config.args_source is config.ArgsSource.ARGS or options.keyword or options.markexpr
-    tier = "all" if options.all or narrowed else "push"
+    tier = "push" if options.push or not (options.all or narrowed) else "all"
     os.environ.setdefault(TIER, tier)
     today = str(datetime.date.today().toordinal())
     os.environ.setdefault(SEED, today if options.seed is None else options.seed)
