@@ -3,8 +3,8 @@
     python scripts/planted_errors.py              # the push tier, then --all where it misses
     python scripts/planted_errors.py --only 3 7
 
-An error is one replacement in one file (:data:`ERRORS`). Of a tier the tests named beside it run,
-those of its own part of the package first; the first failure ends a run.
+An error is one replacement in one file (:data:`ERRORS`) with the tests to run; the first failure
+ends a run.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Error:
     Attributes:
         what: is wrong.
         file: in ``megatron_dsa/``.
-        right, wrong: text that occurs once, and what replaces it.
+        right, wrong: text that occurs once, and its replacement.
         tests: paths below ``tests/``.
     """
 
@@ -150,7 +150,7 @@ ERRORS = (
 
 
 def main() -> None:
-    """Plant all errors, or those of ``--only``."""
+    """Plant all errors, or the numbers of ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", type=int, nargs="+", help="numbers of errors, from 1")
     options = parser.parse_args()

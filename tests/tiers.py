@@ -1,4 +1,4 @@
-"""Tiers of the tests: what a push runs, and what only ``--all`` does.
+"""Tiers of the tests: a push runs a part of the cases, ``--all`` every one.
 
 The push tier runs when no path, ``-k`` or ``-m`` is given. It leaves out the files
 of :data:`LEFT_OUT` but the tests of :data:`KEPT`, and of a test with many cases it takes
@@ -69,12 +69,12 @@ def header() -> str:
 
 
 def is_push() -> bool:
-    """Whether this run is the push tier."""
+    """Return True in a run of the push tier."""
     return os.environ.get(TIER) == "push"
 
 
 def leaves_out(path: str) -> bool:
-    """Whether nothing of a file is in the push tier.
+    """Return True if a file has nothing in the push tier.
 
     Args:
         path: relative to the repository.
