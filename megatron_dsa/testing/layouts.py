@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.ops.layout.blocks import QueryRange
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: Temporary memory that float64 references may take.
 BUDGET_BYTES = 2**30
