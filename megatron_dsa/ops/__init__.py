@@ -20,7 +20,7 @@ from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORW
 from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
 from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
 
 #: By name, in the order in which a training step calls them.
 OPERATIONS: dict[str, Operation] = {

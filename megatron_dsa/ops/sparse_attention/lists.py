@@ -8,7 +8,7 @@ that part stays in the GPU's cache. It pays where the whole gradient does not.
 import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget, valid_entries
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def sorting_pays(inputs: SparseAttentionInputs) -> bool:

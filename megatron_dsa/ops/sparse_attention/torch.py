@@ -12,7 +12,7 @@ from megatron_dsa.ops.common.arithmetic import (
     rows_in_budget,
     valid_entries,
 )
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores: int):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
 #: Entries of a thread block, dims of a step, and the least and most rows of a product.

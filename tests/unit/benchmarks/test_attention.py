@@ -16,8 +16,7 @@ from benchmarks.attention.shapes import OPERATIONS, PRESETS, flops
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.declaration import FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import FORWARD, SparseAttentionInputs
 
 DISTRIBUTIONS = ["random", "sorted", "clustered", "clustered:0.95", "clustered:0"]
 

@@ -22,8 +22,12 @@ from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    SparseAttentionInputs,
+)
 from tests.cases.sparse_attention import CASE, make_case, ragged_case
 from tests.helpers import double_leaf, leaf, relative_error
 

@@ -18,8 +18,7 @@ from megatron_dsa.ops.dispatch.packages import Package
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.declaration import FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import FORWARD, SparseAttentionInputs
 from tests.cases.sparse_attention import make_case
 from tests.helpers import leaf
 

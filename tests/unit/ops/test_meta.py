@@ -15,8 +15,8 @@ from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.masked_attention.bits import groups
 from megatron_dsa.ops.sparse_attention import flashmla
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.meta import NoOpKernels
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
 from megatron_dsa.testing.masked_attention import MaskedDims, masked_case

@@ -15,8 +15,7 @@ from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD, SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
 from megatron_dsa.testing.tolerances import SPARSE_ATTENTION

@@ -6,8 +6,7 @@ Numbers in docstrings are rows of the list of bugs that other systems shipped.
 import pytest
 import torch
 
-from megatron_dsa.ops.sparse_attention import reference
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs, reference
 from tests.cases.triton_kernels import (
     assembly,
     interpret,
@@ -62,7 +61,7 @@ def expected(inputs):
     indices, length = inputs.indices.cpu(), inputs.topk_length.cpu()
     sink = None if inputs.sink is None else inputs.sink.cpu().double()
     scale = inputs.softmax_scale
-    _, lse = reference.sparse_attention(
+    _, lse, _ = reference(
         q, kv, indices, v_dim=inputs.v_dim, softmax_scale=scale, topk_length=length, sink=sink
     )
     total = lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.ops.hopper.fixed_point import largest, units_for
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def units_per_one(

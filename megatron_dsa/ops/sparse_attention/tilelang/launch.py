@@ -20,8 +20,8 @@ from megatron_dsa.ops.hopper.fragments import (
     in_column_order,
     in_column_order_transposed,
 )
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
 from megatron_dsa.ops.sparse_attention.tilelang.order import to_callers_lists
