@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dsa.ops.hopper.fragments import in_column_order, in_column_order_transposed
-from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, Way
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas
 
 #: Module and arguments: heads, dim, v_dim, group, with_sink; of unions the group.
@@ -167,9 +167,10 @@ def test_column_order_transposed(dim):
     assert torch.equal(in_column_order_transposed(columns[:, held], 512), columns)
 
 
-def test_which_backward_is_in_two():
-    """More heads than a tile has; in fixed point, more than what groups of queries share a tile."""
+@pytest.mark.parametrize(("fixed", "heads"), [(False, (65, 128)), (True, (33, 64, 65, 128))])
+def test_heads_whose_backward_is_two_kernels(fixed, heads):
     hopper_kernels, portable = Kernels("sm_90a", None), Kernels("sm_90a", "sm_90a")
-    assert [h for h in (32, 33, 64, 65, 128) if hopper_kernels.in_two(h, False)] == [65, 128]
-    assert [h for h in (32, 33, 64, 65, 128) if hopper_kernels.in_two(h, True)] == [33, 64, 65, 128]
-    assert not portable.in_two(128, True)
+    for each in (32, 33, 64, 65, 128):
+        expected = Way.TWO if each in heads else Way.ONE
+        assert hopper_kernels.way(each, fixed) is expected
+        assert portable.way(each, fixed) is Way.PORTABLE
