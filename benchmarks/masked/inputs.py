@@ -15,7 +15,7 @@ from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.masked_attention import torch as in_torch
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import KeyBitsInputs, MaskedAttentionInputs
 from megatron_dsa.testing.comparison import Comparison, comparison_at_model_shapes
 from megatron_dsa.testing.layouts import sampled_tokens
 from megatron_dsa.testing.lists import Lists

@@ -17,12 +17,16 @@ from megatron_dsa.ops.common.arithmetic import (
     valid_entries,
 )
 from megatron_dsa.ops.common.checks import require_values
-from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups, pack, unpack
-from megatron_dsa.ops.masked_attention.inputs import (
+from megatron_dsa.ops.masked_attention.spec import (
+    GROUP,
+    WORDS,
     KeyBitsInputs,
     ListedProbabilities,
     MaskedAttentionInputs,
     VisibleBitsInputs,
+    groups,
+    pack,
+    unpack,
 )
 
 #: Temporary bytes per key of a query: of :func:`pack` beside the mask, and of :func:`unpack`.

@@ -11,7 +11,7 @@ from benchmarks.layer import Case, peers, rank
 from benchmarks.megatron_layer import layer_config
 from benchmarks.settings import Settings, Work
 from megatron_dsa.ops.dispatch import Operation
-from megatron_dsa.ops.masked_attention.bits import unpack
+from megatron_dsa.ops.masked_attention.spec import unpack
 from tests import host
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are for the CPU")

@@ -15,7 +15,7 @@ from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS
-from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities
+from megatron_dsa.ops.masked_attention.spec import ListedProbabilities
 from megatron_dsa.testing import layouts
 from megatron_dsa.testing.masked_attention import expected_masked
 from tests.helpers import relative_error

@@ -17,14 +17,15 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.masked_attention import torch as unfused
-from megatron_dsa.ops.masked_attention.declaration import (
+from megatron_dsa.ops.masked_attention.spec import (
     BACKWARD,
     FORWARD,
     KEY_BITS,
     PROBABILITIES,
     VISIBLE_BITS,
+    KeyBitsInputs,
+    VisibleBitsInputs,
 )
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, VisibleBitsInputs
 from megatron_dsa.testing.comparison import Comparison
 from megatron_dsa.testing.lists import Lists
 from megatron_dsa.testing.masked_attention import MaskedReference, masked_case

@@ -24,9 +24,13 @@ from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.layers.required_ops import selected_attention
 from megatron_dsa.ops.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.ops.layout.layout import packed_layout
-from megatron_dsa.ops.masked_attention.bits import pack
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    MaskedAttentionInputs,
+    pack,
+)
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
 from megatron_dsa.testing.comparison import Comparison
 from megatron_dsa.testing.lists import Lists

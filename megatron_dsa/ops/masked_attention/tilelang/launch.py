@@ -12,15 +12,18 @@ import torch
 
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
-from megatron_dsa.ops.masked_attention.bits import GROUP
-from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import GROUP, ListedProbabilities, MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program
 from megatron_dsa.ops.masked_attention.tilelang import forward as forward_program
 from megatron_dsa.ops.masked_attention.tilelang import probabilities as probabilities_program
 from megatron_dsa.ops.masked_attention.tilelang import value_gradient as value_program
 from megatron_dsa.ops.masked_attention.tilelang.tiles import Dims
-from megatron_dsa.ops.masked_attention.triton.lists import listed_keys
-from megatron_dsa.ops.masked_attention.triton.numbers import keys_before, numbers, round_gradient
+from megatron_dsa.ops.masked_attention.triton.numbers import (
+    keys_before,
+    listed_keys,
+    numbers,
+    round_gradient,
+)
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles, tiles_for
 
 

@@ -1,8 +1,7 @@
-"""Which tiles of queries and keys are not empty, and the bits along queries; all on the device.
+"""Lists of the tiles of queries and keys that are not empty, and the bits along queries.
 
 The kernels walk over lists of tiles; those of the keys' gradient hold keys along the rows of an
 accumulator, so they read the bits of a key for many queries.
-:mod:`megatron_dsa.ops.masked_attention.reference` states what is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
+from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 #: Queries of a flag: two flags per group of queries.
 QUERY_BLOCK = 64
@@ -44,7 +43,7 @@ def tiles_for(bits: torch.Tensor, num_keys: int, with_queries: bool) -> Tiles:
     """Return the tiles of ``bits`` int32 ``[Sq, G, 4]``.
 
     Args:
-        bits: key bits (:mod:`megatron_dsa.ops.masked_attention.bits`).
+        bits: key bits (:mod:`megatron_dsa.ops.masked_attention.spec`).
         num_keys: number of keys.
         with_queries: also return what a backward reads: bits along queries, and lists of queries.
     """
