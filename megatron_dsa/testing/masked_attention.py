@@ -12,10 +12,8 @@ from megatron_dsa.ops.masked_attention.spec import (
     pack,
     reference,
 )
+from megatron_dsa.testing.cases import Lists, chunks, normal
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.layouts import chunks
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.sparse_attention import normal
 
 
 @dataclass(frozen=True)

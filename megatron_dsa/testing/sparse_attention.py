@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs, reference
+from megatron_dsa.testing.cases import Lists, Shape, chunks, normal
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.layouts import chunks
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -77,16 +74,6 @@ def attention_case(
         v_dim=shape.v_dim,
         softmax_scale=shape.qk_dim**-0.5 if softmax_scale is None else softmax_scale,
     )
-
-
-def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
-    """Return a function that draws fp32 normals ``(*size, scale=1.0)``."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*size, scale=1.0):
-        return torch.randn(*size, generator=generator, device=device).mul_(scale)
-
-    return draw
 
 
 @dataclass(frozen=True)

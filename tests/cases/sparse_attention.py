@@ -4,10 +4,9 @@ import torch
 
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.comparison import Comparison, by_figure
 from megatron_dsa.testing.sparse_attention import AttentionCase, AttentionReference
-from megatron_dsa.testing.tolerances import by_figure
 from tests.helpers import leaf
 
 SMALL = Policy(workspace_bytes=200_000)  # forces many chunks

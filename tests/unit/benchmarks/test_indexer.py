@@ -11,8 +11,7 @@ from benchmarks.settings import Settings, Work
 from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.testing.comparison import relative_error
-from megatron_dsa.testing.tolerances import MODEL_SHAPES
+from megatron_dsa.testing.comparison import MODEL_SHAPES, relative_error
 
 LIMIT = MODEL_SHAPES[torch.bfloat16]
 TORCH = Policy(fused=False)

@@ -16,7 +16,7 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS
 from megatron_dsa.ops.masked_attention.spec import ListedProbabilities
-from megatron_dsa.testing import layouts
+from megatron_dsa.testing import cases
 from megatron_dsa.testing.masked_attention import expected_masked
 from tests.helpers import relative_error
 
@@ -164,7 +164,7 @@ def test_rows_of_the_peer_say_that_it_has_no_mask(monkeypatch):
 
 def test_the_reference_is_the_same_by_parts(inputs, monkeypatch):
     """One head and one token at a time, as memory makes it for long sequences."""
-    monkeypatch.setattr(layouts, "BUDGET_BYTES", 1)
+    monkeypatch.setattr(cases, "BUDGET_BYTES", 1)
     whole, parts = inputs._reference.expected, expected_masked(inputs.case)
     for name, tensor in vars(whole).items():
         assert tensor.shape == getattr(parts, name).shape

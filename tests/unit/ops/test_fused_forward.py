@@ -10,7 +10,7 @@ import torch
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD
-from megatron_dsa.testing.tolerances import SPARSE_ATTENTION
+from megatron_dsa.testing.comparison import SPARSE_ATTENTION
 from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
 

@@ -26,8 +26,8 @@ from megatron_dsa.ops.masked_attention.spec import (
     KeyBitsInputs,
     VisibleBitsInputs,
 )
+from megatron_dsa.testing.cases import Lists
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.lists import Lists
 from megatron_dsa.testing.masked_attention import MaskedReference, masked_case
 from tests.cases.masked_attention import (
     DIMS,

@@ -32,10 +32,9 @@ from megatron_dsa.ops.masked_attention.spec import (
     pack,
 )
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.comparison import SPARSE_ATTENTION, Comparison, by_figure
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
-from megatron_dsa.testing.tolerances import SPARSE_ATTENTION, by_figure
 from tests.helpers import (
     deterministic,
     dynamic_shared_memory,

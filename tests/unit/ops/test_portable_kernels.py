@@ -18,7 +18,7 @@ from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
-from megatron_dsa.testing.tolerances import SPARSE_ATTENTION
+from megatron_dsa.testing.comparison import SPARSE_ATTENTION
 from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import (
     deterministic,

@@ -9,7 +9,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs, reference
-from megatron_dsa.testing.tolerances import SPARSE_ATTENTION
+from megatron_dsa.testing.comparison import SPARSE_ATTENTION
 from tests.cases.sparse_attention import SMALL, check, make_case
 from tests.helpers import double_leaf, leaf, relative_error
 

@@ -8,7 +8,7 @@ from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.masked_attention import api
 from megatron_dsa.ops.masked_attention import torch as unfused
 from megatron_dsa.ops.masked_attention.spec import VisibleBitsInputs, pack, unpack
-from megatron_dsa.testing.layouts import visible_keys
+from megatron_dsa.testing.cases import visible_keys
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 
 KERNEL = "megatron_dsa.ops.masked_attention.triton.bits"
