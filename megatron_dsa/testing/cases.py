@@ -182,7 +182,7 @@ class Lists:
 def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
     """Draw lists of visible keys in ascending order, some of them spoilt on purpose.
 
-    ``layout`` is that of the sampled tokens. Among the longest lists, one has length 0, one only
+    ``layout`` has the sampled tokens. Among the longest lists, one has length 0, one only
     -1, one a -1 in the middle, one an id equal to the number of keys and one of 2^31 - 1, and one
     stale (real) ids past its length.
     """

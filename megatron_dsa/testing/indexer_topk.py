@@ -154,7 +154,7 @@ class EngineCase(SelectionCase):
 
     def right_scores(self) -> torch.Tensor:
         x = self.inputs
-        per_token = 8 * 12 * len(x.k)  # eight sums, products, and what is made of them
+        per_token = 8 * 12 * len(x.k)  # eight sums, products, and intermediates
         return torch.cat([
             engine_scores(x.q[self.tokens[chunk]], x.k, x.weights[self.tokens[chunk]])
             for chunk in chunks(len(self.tokens), per_token)

@@ -18,7 +18,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Dims of a masked dense attention; those of V3.2, per rank, are the default.
+    """Dims of a masked dense attention; the defaults are V3.2's, per rank.
 
     Attributes:
         heads: query heads.
@@ -100,7 +100,7 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
     )
     lse, p_sum = out.new_zeros(queries, heads), out.new_zeros(queries, num_keys)
-    # A copy of the keys, their gradient, and what is added to it.
+    # A copy of the keys, their gradient, and an addend.
     for part in chunks(heads, 8 * 8 * max(1, num_keys) * case.kv.shape[2]):
         kv = case.kv[:, part].detach().double().requires_grad_()
         k_pe = case.k_pe.detach().double().requires_grad_()

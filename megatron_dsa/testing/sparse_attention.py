@@ -53,7 +53,7 @@ def attention_case(
 ) -> AttentionCase:
     """Draw queries and keys for ``lists``; keys that no query selects are NaN.
 
-    ``softmax_scale``: by default that of logits with standard deviation 1.
+    ``softmax_scale``: by default logits have standard deviation 1.
     """
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     # Logits of standard deviation 1: neither a plain mean of the values nor a single one, which

@@ -29,7 +29,7 @@ class Groups:
     A group's slot follows from its tokens, without a search. With ``row_step == 1``, group ``g`` of
     the sequence that starts at row ``o`` has the slot ``o // ratio + g``; a row ``r`` is then in
     the group of slot ``r // ratio``, of the slot before, or in none. With ``row_step > 1`` the
-    slots of one batch element follow those of the one before, equally many for each.
+    slots of the batch elements follow each other, equally many for each.
 
     Attributes:
         first_row: int32 ``[G]``, row of the group's first token; -1: the slot holds no group.

@@ -3,7 +3,7 @@
 Inside this package a selection lists rows of the key buffer. Outside (a rollout engine, a file, a
 run on other ranks) it lists *positions*: int32 ``[tokens, K]``, for every query token positions of
 keys within its sequence, from 0, in any order, ``-1`` for no key. Group ``g`` of compressed keys
-(ratio 4) is ``g``. Tokens are those of a layout, padding included.
+(ratio 4) is ``g``. Tokens of padding have a list as well.
 """
 
 from collections.abc import Iterator

@@ -252,7 +252,7 @@ def masked_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, no ``topk`` where it is needed or,
             on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer``
-            with a ``head_group`` beside ``group``.
+            with a ``head_group`` in addition to ``group``.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)

@@ -30,7 +30,6 @@ def groups(count: int) -> int:
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
-    """Return int32 ``[Sq, G, 4]``, the bits of a bool ``mask [Sq, Skv]``."""
     queries, keys = mask.shape
     count = groups(keys)
     padded = torch.nn.functional.pad(mask, (0, count * GROUP - keys))
@@ -41,7 +40,6 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(bits: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return the bool mask ``[Sq, num_keys]`` of ``bits [Sq, G, 4]``."""
     flags = (bits[..., None] >> _positions(bits)) & 1
     flags = flags.bool().unflatten(3, (16, 2)).transpose(2, 3)
     return flags.flatten(1)[:, :num_keys]
@@ -113,11 +111,9 @@ class MaskedAttentionInputs:
 
     @property
     def nope_dim(self) -> int:
-        """Dims of a key without rope, ``Dn``."""
         return self.kv.shape[2] - self.v_dim
 
     def of_queries(self, tokens: slice) -> MaskedAttentionInputs:
-        """Return the inputs of some queries."""
         return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
 
     def head_parts(self) -> list[slice]:

@@ -67,7 +67,6 @@ class Settings:
     length_in_range: bool = False
 
     def inputs(self, q, kv, sink, indices, length, want_p_sum: bool) -> SparseAttentionInputs:
-        """Return the inputs of an operation."""
         return SparseAttentionInputs(
             q=q,
             kv=kv,
@@ -353,14 +352,12 @@ def token_blocks(
 
 
 def _wave(heads: int, device: torch.device) -> int:
-    """Return the tokens of all thread blocks that run at once; 0 without a GPU."""
     if device.type == "cpu":
         return 0
     return processors(device) * _together(heads) // -(-heads // _ROWS)
 
 
 def _together(heads: int) -> int:
-    """Return the tokens of a thread block."""
     return max(1, min(_ROWS // heads, _TOGETHER))
 
 

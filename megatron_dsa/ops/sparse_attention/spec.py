@@ -47,7 +47,6 @@ class KeyGradientAccumulator:
             self._sum = dkv if self._sum is None else self._sum.add_(dkv)
 
     def result(self) -> torch.Tensor:
-        """Return the sum, after at least one call."""
         if self._finish is not None:
             self.add(self._finish(self._buffer))
             self._buffer = None

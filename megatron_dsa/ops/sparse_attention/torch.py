@@ -16,7 +16,6 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores: int):
-    """Yield slices of query rows whose temporaries fit the budget."""
     heads, width = inputs.q.shape[1], inputs.indices.shape[1]
     acc = accumulation_dtype(inputs.q.dtype).itemsize
     per_key = copies_of_keys * inputs.kv.shape[1] * acc + copies_of_scores * heads * acc + 16
@@ -71,7 +70,6 @@ def forward(
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return ``p_sum [Sq, K]``, the head sum of the probabilities, from a forward's ``lse``."""
     p_sum = inputs.q.new_empty(inputs.indices.shape, dtype=accumulation_dtype(inputs.q.dtype))
     table = _with_zero_row(inputs.kv)
     for rows in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):

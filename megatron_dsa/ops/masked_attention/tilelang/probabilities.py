@@ -4,7 +4,6 @@
 other.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -108,7 +107,6 @@ def build(nope: int, rope: int, v: int):
         PSum: T.Tensor([queries, wanted], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile that may be; arguments as :func:`build` describes."""
         with T.Kernel(blocks * width, threads=THREADS) as number:
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims), head_sums.barriers(dims)

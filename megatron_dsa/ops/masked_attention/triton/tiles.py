@@ -1,7 +1,7 @@
 """Lists of the tiles of queries and keys that are not empty, and the bits along queries.
 
-The kernels walk over lists of tiles; those of the keys' gradient hold keys along the rows of an
-accumulator, so they read the bits of a key for many queries.
+Kernels walk over lists of tiles. For the keys' gradient, keys are the rows of an accumulator, so
+these kernels read the bits of a key for many queries.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def _lists(like: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, t
 
 
 def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lists of key groups of ``bits``; one launch."""
     bits = bits.contiguous()
     queries, key_groups = bits.shape[:2]
     ids, count = _lists(bits, groups(queries), key_groups)

@@ -13,8 +13,7 @@ whole sum is at most
 and ``units`` puts twice that (the products come from bf16 roundings) below 2^62. The rounding error
 of a contribution is at most half an integer: for n contributions ``n / (2 units)``, or about
 ``sqrt(n / 12) / units``, since the errors are independent. With 2^18 rows of ordinary data the
-gradient differs from the fp32 sum by less than 1e-6 (relative norm), which is what fp32 itself
-loses.
+gradient differs from the fp32 sum by less than 1e-6 (relative norm), the error of fp32 itself.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ class Kernels:
     tiles: str | None
 
     def way(self, heads: int, fixed_point: bool) -> Way:
-        """Return the kernels of the backward."""
         if self.tiles is not None:
             return Way.PORTABLE
         return Way.TWO if heads > (32 if fixed_point else 64) else Way.ONE
@@ -62,11 +61,9 @@ class Kernels:
         return unions.compiled(*arguments, self.target)
 
     def forward_rows(self) -> int:
-        """Rows of a tile of the forward."""
         return self._rows("FORWARD")
 
     def backward_rows(self) -> int:
-        """Rows of a tile of the backward."""
         return self._rows("BACKWARD")
 
     def _compiled(self, part: str, arguments: tuple):
@@ -84,7 +81,6 @@ class Kernels:
 
 
 def target_of(device: torch.device) -> str:
-    """Return TileLang's target for ``device``."""
     if device.type != "cuda":
         return "sm_90a"
     return TARGETS[torch.cuda.get_device_capability(device)]

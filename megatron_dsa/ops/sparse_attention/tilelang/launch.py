@@ -102,7 +102,7 @@ class _KeyBuffer:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a backward runs.
+    """Kernels of a backward and their arguments.
 
     Attributes:
         group: queries of a tile.
@@ -145,7 +145,7 @@ class _Tensors:
     keys: _KeyBuffer
 
     def rows(self, part: slice) -> _Tensors:
-        """Return tensors ``[queries * heads, ...]`` of some queries, and those of keys."""
+        """Return tensors ``[queries * heads, ...]`` of some queries; tensors of keys stay."""
         per_query = ("q", "out", "dout", "total", "dq", "delta")
         return replace(
             self, **{name: getattr(self, name)[part].flatten(0, 1) for name in per_query}

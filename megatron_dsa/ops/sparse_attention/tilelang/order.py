@@ -1,4 +1,4 @@
-"""Head sums of probabilities, from the order of a kernel's lists to that of the caller's."""
+"""Head sums of probabilities: from the order of a kernel's lists to the caller's."""
 
 from __future__ import annotations
 
