@@ -60,7 +60,7 @@ def ptxas_of(name):
 @needs_compiler
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync, and every product that the algorithm has."""
+    """Not one mma.sync, and every product that the algorithm has."""
     # EVEN: S in halves, before the loop and in it, P0 V0 and P1 V1; ODD: S in halves, and those.
     # Each warpgroup's own P comes from its registers.
     assert products(name) == (2 * 2 + 2 + 2 + 2, 2)
@@ -69,7 +69,7 @@ def test_forward_compiles_to_warpgroup_instructions(name):
 @needs_compiler
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync, and every product that the algorithm has."""
+    """Not one mma.sync, and every product that the algorithm has."""
     dim = BACKWARD[name][2]
     slabs, tail = dim // 64, dim > 512
     # S and dP in two parts each, dQ in quarters (and a tail), dKV per slab of columns.
@@ -79,7 +79,7 @@ def test_backward_compiles_to_warpgroup_instructions(name):
 @needs_compiler
 @pytest.mark.parametrize("name", IN_TWO)
 def test_backward_in_two_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync, and every product that the algorithm has."""
+    """Not one mma.sync, and every product that the algorithm has."""
     module, heads, dim, *_ = IN_TWO[name]
     tail, tiles = dim > 512, -(-heads // 64)
     # S and dP in four parts each, dQ in quarters (and a tail); of both consumers: P dO and dS Q of
