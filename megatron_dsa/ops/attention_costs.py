@@ -55,12 +55,7 @@ class AttentionCosts:
     expansion: float = 0.0
 
     def masked_is_cheaper(self, length: int, topk: int) -> bool:
-        """Return whether masked dense attention is faster.
-
-        Args:
-            length: tokens of a sequence.
-            topk: keys that a query selects, if it sees as many.
-        """
+        """Return whether masked dense attention is faster for sequences of ``length`` tokens."""
         masked = self.masked * _pairs(length, length) + self.expansion * length
         return masked < self.sparse * _pairs(length, topk)
 
@@ -102,13 +97,9 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head for making key and value of a latent.
+    """Return picoseconds per token and head to expand a latent to key and value, without rope.
 
     Three products: one forward, and for the gradients of latent and weight.
-
-    Args:
-        latent: dims of the latent without rope.
-        key_and_value: dims of a head's key without rope and of its value together.
     """
     return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
@@ -124,6 +115,5 @@ def _sparse_ps(heads: int) -> float:
 
 
 def _pairs(length: int, limit: int) -> int:
-    """Return the pairs of a sequence whose queries have at most ``limit`` keys."""
     rising = min(length, limit)
     return rising * (rising + 1) // 2 + (length - rising) * rising

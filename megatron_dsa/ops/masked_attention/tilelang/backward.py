@@ -276,9 +276,6 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`) and not yet times scale; dKV
         like KV (with ``split`` its values' part is not written); dKpe bf16 ``[Skv, part, rope]``;
         scale, positive; together: heads at a time.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
     split, stages = dims.tiling.split, dims.tiling.stages

@@ -179,9 +179,6 @@ def build(nope: int, rope: int, v: int):
         ``[Sq, G, 4]``, key bits; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
         block of queries, and Count int32, how many; O ``[Sq, H, v]`` bf16; Lse ``[Sq, H]`` fp32,
         natural, ``-inf`` for queries without keys; scale, positive; together: heads at a time.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys

@@ -85,9 +85,6 @@ def build(nope: int, rope: int, v: int):
         keys of earlier groups; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
         block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which only
         entries of selected keys are written; scale, positive.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"

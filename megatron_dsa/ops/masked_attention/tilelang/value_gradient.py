@@ -117,9 +117,6 @@ def build(nope: int, rope: int, v: int):
         Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]``, dO
         ``[Sq, H, v]`` bf16; Numbers, BitsT, Tiles and Count as in :func:`.backward.build`; dKV like
         KV (only the values' part is written); scale, positive; together: heads at a time.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or whose gradients :mod:`.backward` gives.
     """
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:

@@ -15,14 +15,10 @@ _GROUPS = 8
 
 
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
-    """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, the row sums of ``out * dout``.
+    """Return fp32 ``[H, 2, N]``: ``lse [Sq, H]`` in base 2, and delta, ``(out * dout).sum(-1)``.
 
-    ``N`` is ``Sq`` rounded up to whole groups of queries. The lse of queries without keys and of
-    those past the last one is ``inf``, so that their probabilities are 0.
-
-    Args:
-        lse: fp32 ``[Sq, H]``, natural.
-        out, dout: ``[Sq, H, Dv]``; ``None``: delta is not written.
+    ``N`` is ``Sq`` rounded up to whole groups of queries. The lse of queries without keys and past
+    the last one is ``inf``: their probabilities are 0. Without ``out`` delta is not written.
     """
     queries, heads = lse.shape
     count = groups(queries) * GROUP
@@ -57,14 +53,7 @@ def _numbers(
 
 
 def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the keys that each query selects.
-
-    Args:
-        bits: int32 ``[Sq, G, 4]``, key bits.
-
-    Returns:
-        int32 ``[Sq, G]``, keys in the groups before each, and int32 ``[Sq]``, keys in all.
-    """
+    """Count selected keys: int32 ``[Sq, G]`` in the groups before each, and int32 ``[Sq]``."""
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
     if queries > 0:
@@ -98,10 +87,7 @@ def listed_keys(
 ) -> torch.Tensor:
     """Return int32 ``[Sq, width]``: the selected keys of every query, ascending, then -1.
 
-    Args:
-        bits: int32 ``[Sq, G, 4]``, key bits, contiguous.
-        before, length: of :func:`keys_before`.
-        width: entries of a list; keys beyond are left out.
+    ``before, length`` are the results of :func:`keys_before`; keys past ``width`` are left out.
     """
     queries, key_groups = bits.shape[:2]
     if key_groups == 0:
@@ -147,12 +133,7 @@ def _list_keys(
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
     """Write ``sums * scale`` to the heads of ``dq`` from ``first`` on, in column order.
 
-    Args:
-        dq: ``[Sq, H, D]``, contiguous; D a multiple of 16.
-        sums: fp32 ``[Sq, part, D]``, contiguous, in the order of fragments
-            (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`).
-        first: first head.
-        scale: factor.
+    ``sums`` is fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
     """
     queries, part, dims = sums.shape
     if sums.numel() > 0:

@@ -200,9 +200,6 @@ def build(
         integers are one (not read without them); Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; PSum
         ``[lists, group, W]`` fp32, zeroed by the caller, if ``p_sum``, else ``[1, 1, 1]``: sums of
         P over heads, of no meaning where an entry is no key; scale.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]

@@ -301,9 +301,6 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
         Length ``[lists]`` int32 within ``[0, W]``; Sink ``[heads]`` fp32 (``[1]`` and not read
         without a sink); O ``[Sq * H, v_dim]`` bf16; Lse ``[Sq * H]`` fp32, natural, without the
         sink, ``-inf`` for rows without keys; scale, positive.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     shape = Shape(heads, dim, v_dim, group)
     # P0 takes the place of K0's columns past the values, if there are any: only S0 needs them.

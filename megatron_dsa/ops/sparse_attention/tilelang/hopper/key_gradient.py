@@ -239,9 +239,6 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         (:func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
         order), zeroed by the caller; Units ``[1]`` fp32: how many of dKV's integers are one (not
         read without them).
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or more than 128 heads.
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles

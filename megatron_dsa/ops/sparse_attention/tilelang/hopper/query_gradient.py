@@ -207,9 +207,6 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
     within a query's Length are written: P and dS of 64 keys and a tile of 64 heads, ``[keys,
     rows]``, as they are in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
     They are finite wherever the inputs are.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]

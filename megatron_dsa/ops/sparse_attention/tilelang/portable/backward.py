@@ -134,9 +134,6 @@ def build(
 
     Its arguments are those of :func:`..hopper.backward.build`'s, but that dKV has its columns in
     their natural order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` it uses.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     tiling = tiling_of(BACKWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)

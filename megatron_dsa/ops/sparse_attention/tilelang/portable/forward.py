@@ -84,9 +84,6 @@ def build(
 
     Its arguments are those of :func:`..hopper.forward.build`'s; ``tiles`` names the target whose
     :data:`.tiles.FORWARD` it uses.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     tiling = tiling_of(FORWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
