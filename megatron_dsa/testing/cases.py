@@ -20,7 +20,7 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, pack
 MAX_TIMED_ROWS = 4096
 #: Temporary memory of float64 references.
 BUDGET_BYTES = 2**30
-#: Of this many keys one is selected by no query, as are the first and the last.
+#: Every so many keys one is selected by no query; the first and the last are not selected either.
 UNSELECTED_STEP = 11
 
 
