@@ -22,8 +22,8 @@ from megatron_dsa.ops.masked_attention.api import (
     MaskedAttentionOutput,
     key_bits,
     masked_attention,
+    visible_bits,
 )
-from megatron_dsa.ops.masked_attention.visible import visible_bits
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
 
 __all__ = [

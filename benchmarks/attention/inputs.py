@@ -12,9 +12,8 @@ from benchmarks.attention.shapes import OPERATIONS, PRESETS
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dispatch import Policy, describe_call
+from megatron_dsa.testing.cases import Lists, Shape
 from megatron_dsa.testing.comparison import Comparison, comparison_at_model_shapes
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.shapes import Shape
 from megatron_dsa.testing.sparse_attention import AttentionReference, attention_case
 
 

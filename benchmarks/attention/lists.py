@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.cases import Lists
 
 #: Every query selects this many keys right before it in a clustered list (fewer for a small K).
 RECENT = 64

@@ -8,7 +8,7 @@ around the kernel (see :mod:`megatron_dsa.ops.sparse_attention.flashmla`) is lef
 import torch
 
 from megatron_dsa.ops.sparse_attention import flashmla
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 #: The way of measuring, and the implementation that calls the same kernel.
 WAY, ADAPTER = "flashmla-raw", "flashmla"

@@ -16,8 +16,7 @@ from megatron_dsa.ops.hyper_connections.api import (
     read_streams,
     write_streams,
 )
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.tolerances import MODEL_SHAPES
+from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 
 DTYPE = torch.bfloat16
 STREAMS, EPS, ITERATIONS = 4, 1e-6, 20

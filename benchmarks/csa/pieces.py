@@ -20,8 +20,7 @@ from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.tolerances import MODEL_SHAPES
+from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 
 DTYPE = torch.bfloat16
 #: Rows that are compared with float64: enough for many programs, few enough to cost nothing.

@@ -32,8 +32,8 @@ from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dispatch import Policy, reset_report
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.testing.comparison import comparison_at_model_shapes
-from megatron_dsa.testing.engine_scores import EngineCase
+from megatron_dsa.testing.cases import Lists, Shape, layout_of_tokens, sampled_tokens
+from megatron_dsa.testing.comparison import LEAST_ENGINE_SHARE, comparison_at_model_shapes
 from megatron_dsa.testing.indexer_loss import (
     ExpectedLoss,
     expected_dense_loss,
@@ -41,13 +41,10 @@ from megatron_dsa.testing.indexer_loss import (
     random_teacher,
 )
 from megatron_dsa.testing.indexer_topk import (
+    EngineCase,
     SelectionCase,
     random_index_inputs,
 )
-from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.shapes import Shape
-from megatron_dsa.testing.tolerances import LEAST_ENGINE_SHARE
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True

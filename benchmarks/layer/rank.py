@@ -36,8 +36,8 @@ from benchmarks.ranks.traffic import replaced
 from megatron_dsa.layers.layers import ReplicatedLinear
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.masked_attention import torch as in_torch
-from megatron_dsa.ops.masked_attention.exchange import gather_tokens
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
+from megatron_dsa.ops.masked_attention.api import gather_tokens
+from megatron_dsa.ops.masked_attention.spec import KeyBitsInputs
 
 #: Way -> how its layer attends, and what ranks divide.
 WAYS: dict[str, dict[str, str]] = {
@@ -120,7 +120,7 @@ class KeyBits:
         )
 
     def gather(self, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """Stand in for :func:`~megatron_dsa.ops.masked_attention.exchange.gather_tokens`."""
+        """Stand in for :func:`~megatron_dsa.ops.masked_attention.api.gather_tokens`."""
         gathered = gather_tokens(x, group)  # counts what is sent, and takes its time and memory
         if group is None:  # kernels are compiled, when a layer is built
             return gathered

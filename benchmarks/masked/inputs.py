@@ -15,10 +15,9 @@ from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.masked_attention import torch as in_torch
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.testing.cases import Lists, sampled_tokens
 from megatron_dsa.testing.comparison import Comparison, comparison_at_model_shapes
-from megatron_dsa.testing.layouts import sampled_tokens
-from megatron_dsa.testing.lists import Lists
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
 
 #: Tokens of the peer that are compared with float64.

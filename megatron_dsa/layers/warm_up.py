@@ -30,8 +30,12 @@ from megatron_dsa.ops.dispatch import Policy, on_meta, uncounted
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    SparseAttentionInputs,
+)
 
 _DEVICE, _ROWS, _KEYS = "cuda", 64, 256
 _resolving = True

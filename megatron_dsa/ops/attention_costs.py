@@ -1,10 +1,8 @@
-"""What attention to selected keys costs, by sparse attention and by masked dense attention.
+"""Costs of sparse and of masked dense attention to selected keys.
 
-Sparse attention computes the pairs of a query and a key that are selected, masked dense attention
-all visible ones, each for less. So the sequence length decides which is the faster one.
-
-Under context parallelism both gather latents. Masked dense attention makes keys and values of all
-of them on every rank: what it computes besides for the tokens of other ranks counts as well.
+Sparse attention computes the selected pairs of a query and a key, masked dense attention all
+visible ones, each for less: the sequence length decides. Under context parallelism both gather
+latents, and masked dense attention expands all of them to keys and values on every rank.
 """
 
 import bisect
@@ -14,7 +12,7 @@ from itertools import pairwise
 
 #: Picoseconds per pair and head of forward, backward and teacher together, on one H200 with the
 #: dims of DeepSeek-V3.2, in bf16: ``docs/kernels/masked_attention.md``. Layers of 8k to 12k tokens
-#: are within 6 % of it; GLM-5's dims within 4 % of what it gives in proportion.
+#: are within 6 % of it; GLM-5's dims within 4 % of it in proportion.
 MASKED_PS = 5.3
 #: Likewise by heads: fewer than 64 do not fill the tiles of the kernels. With 16 it depends on how
 #: much lists overlap: 29 to 66, in layers with random lists 41 at 8k tokens, 54 at 16k, 63 at 32k.
@@ -37,7 +35,7 @@ class PairDims:
     sparse: int
 
 
-#: Those of DeepSeek-V3.2, of which the costs were measured.
+#: Dims of DeepSeek-V3.2, with which the costs were measured.
 MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 
@@ -57,12 +55,7 @@ class AttentionCosts:
     expansion: float = 0.0
 
     def masked_is_cheaper(self, length: int, topk: int) -> bool:
-        """Whether masked dense attention is the faster one.
-
-        Args:
-            length: tokens of a sequence.
-            topk: keys that a query selects, if it sees as many.
-        """
+        """Return whether masked dense attention is faster for sequences of ``length`` tokens."""
         masked = self.masked * _pairs(length, length) + self.expansion * length
         return masked < self.sparse * _pairs(length, topk)
 
@@ -92,8 +85,8 @@ def attention_costs(
     Args:
         heads: of a query on a rank. Between the entries of :data:`SPARSE_PS` the cost is
             interpolated, linear in the logarithm of the heads.
-        interleaved: sequences whose tokens alternate, as in unpacked batches of several. No tile of
-            masked dense attention holds one of them alone, so all are computed against all.
+        interleaved: sequences whose tokens alternate, as in unpacked batches of several. Every tile
+            of masked dense attention holds all of them, so all are computed against all.
         dims: of keys and values. Costs of others than those measured are taken to be proportional.
         expansion: see :class:`AttentionCosts`; with ``n`` context-parallel ranks ``n - 1`` times
             :func:`expansion_ps`.
@@ -104,13 +97,9 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head for making key and value of a latent.
+    """Return picoseconds per token and head to expand a latent to key and value, without rope.
 
     Three products: one forward, and for the gradients of latent and weight.
-
-    Args:
-        latent: dims of the latent without rope.
-        key_and_value: dims of a head's key without rope and of its value together.
     """
     return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
@@ -126,6 +115,5 @@ def _sparse_ps(heads: int) -> float:
 
 
 def _pairs(length: int, limit: int) -> int:
-    """Return the pairs of a sequence whose queries have at most ``limit`` keys."""
     rising = min(length, limit)
     return rising * (rising + 1) // 2 + (length - rising) * rising

@@ -52,7 +52,7 @@ def index_scores(q, k, weights) -> torch.Tensor:
 
 
 def indexer_topk(scores, visible, topk) -> torch.Tensor:
-    """Return which visible keys have the best ``scores [s, keys]``; masks are bool ``[s, keys]``.
+    """Select the visible keys with the best ``scores [s, keys]``; masks are bool ``[s, keys]``.
 
     Equal scores, such as the zeros that relu makes, go to the key that comes first.
     """
@@ -63,7 +63,7 @@ def indexer_topk(scores, visible, topk) -> torch.Tensor:
 def sparse_attention(
     q, kv, seen, softmax_scale, v_dim, attn_sink=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from ``q [s, H, d]`` to those of ``kv [keys, d]`` that are ``seen [s, keys]``, bool.
+    """Attend from ``q [s, H, d]`` to the ``kv [keys, d]`` that are ``seen``, bool ``[s, keys]``.
 
     The value is the first ``v_dim`` dims of the key; ``attn_sink [H]`` is a logit without a value.
     Returns ``out [s, H, v_dim]`` and ``p_sum [s, keys]``, the probabilities summed over heads.
@@ -135,7 +135,7 @@ def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") ->
 def csa_layer(
     x, w, rope, heads, topk, window, ratio, o_groups, stage="sparse"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """DeepSeek-V4: attend to a window and to compressed keys, of which a layer of ratio 4 selects.
+    """DeepSeek-V4: attend to a window and to compressed keys; layers of ratio 4 select among them.
 
     Returns the output ``[s, hidden]`` and the loss, None without an indexer. Ratio 0: the window
     only; ratios above 4, and the stages ``warmup`` and ``dense``: all compressed keys of the past.
@@ -160,7 +160,7 @@ def csa_layer(
         kv, seen = torch.cat([compressed, kv]), torch.cat([visible, seen], 1)
     sink = w["core_attention.attn_sink"]
     out, p_sum = sparse_attention(q, kv, seen, q.shape[2] ** -0.5, q.shape[2], sink)
-    # Values carry the rope of their position: rotating back leaves that of the distance.
+    # Values carry the rope of their position: rotating back leaves the rope of the distance.
     out = rotate(out, (rope[0], -rope[1])).reshape(len(x), o_groups, -1)
     o_weight = w["linear_o_group_proj.weight"].view(o_groups, -1, out.shape[2])
     out = torch.einsum("tgi,goi->tgo", out, o_weight).flatten(1)
@@ -179,8 +179,8 @@ def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") ->
 def compress(x, w, rope, ratio, name) -> torch.Tensor:
     """Pool every ``ratio`` positions of ``x [s, hidden]`` per channel: ``[s // ratio, d]``.
 
-    With ratio 4 a group pools the positions before it, too: their first ``d`` channels of ``2d``,
-    and the last ``d`` of its own.
+    With ratio 4 a group also pools the group before it: the first ``d`` channels of ``2d`` there,
+    the last ``d`` in its own positions.
     """
     groups = len(x) // ratio
     x = x[: groups * ratio].unflatten(0, (groups, ratio))  # the tail is not compressed
@@ -194,6 +194,6 @@ def compress(x, w, rope, ratio, name) -> torch.Tensor:
 
 def join_previous(x, nothing) -> torch.Tensor:
     """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` stands before group 0."""
-    previous, own = x.chunk(2, -1)
+    previous, current = x.chunk(2, -1)
     first = torch.full_like(previous[:1], nothing)
-    return torch.cat([torch.cat([first, previous[:-1]]), own], 1)
+    return torch.cat([torch.cat([first, previous[:-1]]), current], 1)

@@ -1,4 +1,4 @@
-"""What a comparison with float64 finds: relative errors, and rules that are broken."""
+"""Comparison with float64: relative errors, broken rules, and tolerances (largest errors)."""
 
 import math
 from collections.abc import Mapping
@@ -6,10 +6,37 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_dsa.testing.tolerances import MODEL_SHAPES, by_figure
-
+#: Results and gradients at the shapes of models: of the doctor and the benchmarks. Kernels in bf16
+#: land at 3e-3 and below (``rel_error`` in the CSVs of ``benchmarks/``).
+MODEL_SHAPES = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+#: Sparse attention at the small shapes of the tests, whose sums are short.
+SPARSE_ATTENTION = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-3}
+#: The indexer's losses and their gradients, likewise.
+INDEXER_LOSS = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-5,
+    torch.bfloat16: 5e-3,
+    torch.float16: 5e-3,
+}
+#: Results that are fp32 also for inputs in bf16 and fp16, by figure.
+FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
+#: Limit of ``SelectionCase.compare``. Among 131072 keys, fp8 candidates miss keys up to 6.4e-3 of
+#: the largest score.
+SCORE_INVERSION = 1e-2
+#: Least share of the float64 selection that a selection from fp32 scores must hold.
+LEAST_RECALL = 0.99
+#: Least share of the keys that the rule of :mod:`megatron_dsa.ops.indexer_topk.engine` selects, and
+#: largest error of its scores: tensor cores keep fewer bits of the products.
+LEAST_ENGINE_SHARE = 0.998
+ENGINE_SCORES = 5e-3
 #: A root mean square of float64 results that is nothing but rounding.
 ROUNDING = 1e-14
+
+
+def by_figure(tolerance: float) -> dict[str, float]:
+    """Return the tolerances of figures with another one than ``tolerance``."""
+    smaller = {figure: limit for figure, limit in FP32_RESULTS.items() if limit < tolerance}
+    return smaller | {"score inversion": SCORE_INVERSION, "engine scores": ENGINE_SCORES}
 
 
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,15 +1,22 @@
-"""Index selection: inputs of a call, float64 scores, and the comparison of a selection."""
+"""Index selection: inputs, float64 scores, comparison of a selection; the same for engines.
+
+The rule of inference engines (:mod:`megatron_dsa.ops.indexer_topk.engine`) fixes the rounding of
+every step. An implementation must follow it to the bit where its products are exact, and may differ
+elsewhere by the bits that tensor cores drop.
+"""
+
+from dataclasses import replace
 
 import torch
 
+from megatron_dsa.ops.indexer_topk import engine
+from megatron_dsa.ops.indexer_topk.fp8 import DTYPE
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.ops.layout.layout import Layout
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.layouts import chunks, visible_keys
-from megatron_dsa.testing.shapes import Shape
-from megatron_dsa.testing.sparse_attention import normal
-from megatron_dsa.testing.tolerances import LEAST_RECALL
+from megatron_dsa.ops.indexer_topk.reference import engine_scores, index_scores
+from megatron_dsa.ops.layout.layout import Block, Layout, Seen
+from megatron_dsa.ops.naive import indexer_topk
+from megatron_dsa.testing.cases import Shape, chunks, layout_of_tokens, normal, visible_keys
+from megatron_dsa.testing.comparison import LEAST_ENGINE_SHARE, LEAST_RECALL, Comparison
 
 
 def random_index_inputs(
@@ -55,30 +62,23 @@ def expected_scores(inputs: IndexerInputs, tokens: torch.Tensor) -> torch.Tensor
     ])  # fmt: skip
 
 
-def best_keys(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r, Skv]``: the ``topk`` best visible keys or fewer, ties to the smallest."""
-    hidden = scores.masked_fill(~visible, float("-inf"))
-    order = hidden.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-    return torch.zeros_like(visible).scatter_(1, order, True) & visible
-
-
 class SelectionCase:
-    """Inputs of one selection with what is right for some query tokens.
+    """Inputs of one selection with the right scores and keys for some query tokens.
 
     The layout's slots must be the rows of the key buffer.
     """
 
-    #: Share of the right keys that a selection from scores that round must hold.
+    #: Least share of the right keys in a selection from scores that round.
     least_recall = LEAST_RECALL
 
     def __init__(self, inputs: IndexerInputs, layout: Layout, tokens: torch.Tensor, topk: int):
         self.inputs, self.layout, self.tokens, self.topk = inputs, layout, tokens, topk
         self.scores = self.right_scores()
         self.visible = visible_keys(layout, tokens)
-        self.best = best_keys(self.scores, self.visible, topk)
+        self.best = indexer_topk(self.scores, self.visible, topk)
 
     def right_scores(self) -> torch.Tensor:
-        """Return what scores the selection is from, ``[len(tokens), Skv]``."""
+        """Return the scores ``[len(tokens), Skv]`` that the selection is made from."""
         return expected_scores(self.inputs, self.tokens)
 
     def selected(self, found: Comparison, indices, length) -> torch.Tensor:
@@ -89,8 +89,7 @@ class SelectionCase:
             indices, length: of all query tokens.
         """
         indices, length = indices[self.tokens].long(), length[self.tokens].long()
-        place = torch.arange(self.topk, device=indices.device)
-        listed = place < length[:, None]
+        listed = torch.arange(self.topk, device=indices.device) < length[:, None]
         wanted = self.visible.sum(-1).clamp_max(self.topk)
         found.require((length == wanted).all(), "wrong number of selected keys")
         found.require(
@@ -101,7 +100,7 @@ class SelectionCase:
         found.require(rising.all(), "keys are not distinct and ascending")
         in_range = (indices >= 0) & (indices < self.layout.num_keys)
         found.require(in_range[listed].all(), "a selected key does not exist")
-        # A spare column takes what is not listed.
+        # Entries that are not listed go to a spare column.
         spare = self.layout.num_keys
         chosen = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
         chosen.scatter_(1, torch.where(listed & in_range, indices, spare), True)
@@ -117,10 +116,9 @@ class SelectionCase:
     def compare(self, found: Comparison, indices, length) -> None:
         """Compare a selection from scores that round: the best keys but for near-ties.
 
-        The error ``score shortfall`` is by how much the worst selected key lies below the worst of
-        the best keys, relative to the root mean square of the query's visible scores, and ``score
-        inversion`` by how much the best rejected key beats the worst selected one, relative to the
-        query's largest score.
+        ``score shortfall``: the worst of the best keys minus the worst selected one, relative to
+        the root mean square of the query's visible scores. ``score inversion``: the best rejected
+        key minus the worst selected one, relative to the query's largest score.
         """
         chosen = self.selected(found, indices, length)
         missed = (self.best & ~chosen).sum() / self.best.sum().clamp_min(1)
@@ -141,3 +139,45 @@ class SelectionCase:
             # Scores that the relu cuts to 0 have no size, and no gap either.
             gaps = (gap / torch.where(unit > 0, unit, 1.0))[some].clamp_min(0)
             found.keep_worst(name, float(gaps.max()) if some.any() else 0.0)
+
+
+def exact_products(shape: Shape, tokens: int, device: torch.device) -> IndexerInputs:
+    """Draw queries and keys whose products are exact on tensor cores, and weights that round."""
+    whole = integer_index_inputs(shape, tokens, device, span=2)
+    return replace(whole, weights=normal(device, 7)(tokens, shape.index_heads).float())
+
+
+class EngineCase(SelectionCase):
+    """A selection by the rule of engines."""
+
+    least_recall = LEAST_ENGINE_SHARE
+
+    def right_scores(self) -> torch.Tensor:
+        x = self.inputs
+        per_token = 8 * 12 * len(x.k)  # eight sums, products, and intermediates
+        return torch.cat([
+            engine_scores(x.q[self.tokens[chunk]], x.k, x.weights[self.tokens[chunk]])
+            for chunk in chunks(len(self.tokens), per_token)
+        ])  # fmt: skip
+
+    def arguments(self) -> tuple[IndexerInputs, Block, torch.Tensor, Seen]:
+        """Return the arguments of ``indexer_engine_scores`` for the query tokens."""
+        x, layout = self.inputs, layout_of_tokens(self.layout, self.tokens)
+        q, weights = engine.quantized_queries(x.q[self.tokens], x.weights[self.tokens])
+        k, scales = engine.quantized(x.k)
+        assert q.dtype == DTYPE
+        (block,) = layout.blocks(lambda width: layout.num_queries)
+        return IndexerInputs(q, k, weights, key_scales=scales), block, k, layout.kept_seen(block)
+
+    def seen_scores(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores of a block, 0 for invisible keys: memory may hold anything."""
+        return torch.where(self.visible[:, : scores.shape[1]], scores, 0)
+
+    def compare_scores(self, found: Comparison, scores: torch.Tensor) -> None:
+        """Compare :meth:`seen_scores` that round in another way than the rule's."""
+        found.compare("engine scores", scores, self.seen_scores(self.scores))
+
+    def compare_bits(self, found: Comparison, scores: torch.Tensor) -> None:
+        """Compare :meth:`seen_scores` of exact products: the sums must be the rule's to the bit."""
+        same = (scores == self.seen_scores(self.scores)).all()
+        found.require(same, "exact products are not added up in the order of the rule")

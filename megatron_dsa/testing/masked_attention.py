@@ -6,18 +6,19 @@ from functools import cached_property
 import torch
 
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.ops.masked_attention import reference
-from megatron_dsa.ops.masked_attention.bits import pack
-from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import (
+    ListedProbabilities,
+    MaskedAttentionInputs,
+    pack,
+    reference,
+)
+from megatron_dsa.testing.cases import Lists, chunks, normal
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.layouts import chunks
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.sparse_attention import normal
 
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Dims of a masked dense attention; those of V3.2, per rank, are the default.
+    """Dims of a masked dense attention; the defaults are V3.2's, per rank.
 
     Attributes:
         heads: query heads.
@@ -99,14 +100,14 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
     )
     lse, p_sum = out.new_zeros(queries, heads), out.new_zeros(queries, num_keys)
-    # A copy of the keys, their gradient, and what is added to it.
+    # A copy of the keys, their gradient, and an addend.
     for part in chunks(heads, 8 * 8 * max(1, num_keys) * case.kv.shape[2]):
         kv = case.kv[:, part].detach().double().requires_grad_()
         k_pe = case.k_pe.detach().double().requires_grad_()
         # Several matrices of logits.
         for tokens in chunks(queries, 8 * 8 * max(1, num_keys) * kv.shape[1]):
             q = case.q[tokens, part].detach().double().requires_grad_()
-            found = reference.masked_attention(q, kv, k_pe, case.mask[tokens], case.softmax_scale)
+            found = reference(q, kv, k_pe, case.mask[tokens], case.softmax_scale)
             found[0].backward(case.dout[tokens, part].double())
             assert q.grad is not None
             out[tokens, part], lse[tokens, part] = (x.detach() for x in found[:2])
@@ -116,6 +117,13 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
             dkv[:, part] = kv.grad
             dk_pe += k_pe.grad
     return ExpectedMasked(out, lse, p_sum, dq, dkv, dk_pe)
+
+
+def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``[Sq, width]``: the entries of ``p_sum [Sq, Skv]`` where ``mask`` holds, then 0."""
+    column = torch.where(mask, mask.cumsum(1) - 1, width)
+    result = p_sum.new_zeros(len(p_sum), width + 1)
+    return result.scatter_(1, column, p_sum.where(mask, 0))[:, :width]
 
 
 class MaskedReference:
@@ -150,7 +158,7 @@ class MaskedReference:
     def compact_teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
         """Compare the head sum of the probabilities in ascending order of the keys."""
         mask, width = self.case.mask, p_sum.shape[1]
-        found.compare("p_sum", p_sum, reference.compact(self.expected.p_sum, mask, width))
+        found.compare("p_sum", p_sum, compact(self.expected.p_sum, mask, width))
         behind = torch.arange(width, device=mask.device) >= mask.sum(1, keepdim=True)
         found.require((p_sum[behind] == 0).all(), "p_sum behind the selected keys is not 0")
 
@@ -162,7 +170,7 @@ class MaskedReference:
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
         # 0 is no key here.
-        expected = reference.compact(torch.where(mask, keys, 0), mask, width) - 1
+        expected = compact(torch.where(mask, keys, 0), mask, width) - 1
         found.require(torch.equal(sums.indices, expected), "indices are not the ascending keys")
         length = mask.sum(1, dtype=torch.int32)
         found.require(torch.equal(sums.length, length), "length is not the number of keys")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
-from megatron_dsa.ops.sparse_attention.reference import sparse_attention
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs, reference
+from megatron_dsa.testing.cases import Lists, Shape, chunks, normal
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.layouts import chunks
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ def attention_case(
 ) -> AttentionCase:
     """Draw queries and keys for ``lists``; keys that no query selects are NaN.
 
-    ``softmax_scale``: by default that of logits with standard deviation 1.
+    ``softmax_scale``: by default logits have standard deviation 1.
     """
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     # Logits of standard deviation 1: neither a plain mean of the values nor a single one, which
@@ -78,16 +74,6 @@ def attention_case(
         v_dim=shape.v_dim,
         softmax_scale=shape.qk_dim**-0.5 if softmax_scale is None else softmax_scale,
     )
-
-
-def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
-    """Return a function that draws fp32 normals ``(*size, scale=1.0)``."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*size, scale=1.0):
-        return torch.randn(*size, generator=generator, device=device).mul_(scale)
-
-    return draw
 
 
 @dataclass(frozen=True)
@@ -112,27 +98,16 @@ def expected_attention(case: AttentionCase) -> ExpectedAttention:
     for chunk in chunks(tokens, 8 * width * (6 * dim + 8 * heads)):
         part = case.take(chunk)
         q = part.q.detach().double().requires_grad_()
-        out, lse = sparse_attention(
+        found = reference(
             q, kv, part.lists.indices, v_dim=case.v_dim, softmax_scale=case.softmax_scale,
             topk_length=part.lists.length, sink=sink,
         )  # fmt: skip
-        out.backward(part.dout.double())
+        found[0].backward(part.dout.double())
         assert q.grad is not None
-        with torch.no_grad():
-            results.append((out.detach(), lse.detach(), _p_sum(part, lse), q.grad))
+        results.append((*(x.detach() for x in found), q.grad))
     out, lse, p_sum, dq = (torch.cat(parts) for parts in zip(*results, strict=True))
     assert kv.grad is not None
     return ExpectedAttention(out, lse, p_sum, dq, kv.grad, None if sink is None else sink.grad)
-
-
-def _p_sum(case: AttentionCase, lse: torch.Tensor) -> torch.Tensor:
-    """Head sum of the probabilities ``[Sq, K]``; 0 where nothing is selected."""
-    valid = case.lists.valid
-    keys = case.kv[torch.where(valid, case.lists.indices, 0).long()].double()
-    logits = torch.einsum("qhd,qkd->qhk", case.q.double(), keys) * case.softmax_scale
-    if case.sink is not None:
-        lse = torch.logaddexp(lse, case.sink.double().expand_as(lse))
-    return torch.exp(logits - lse[..., None]).sum(1).masked_fill(~valid, 0.0)
 
 
 class AttentionReference:

@@ -7,9 +7,8 @@ import torch
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.testing.cases import Shape, visible_keys
 from megatron_dsa.testing.indexer_topk import expected_scores, integer_index_inputs
-from megatron_dsa.testing.layouts import visible_keys
-from megatron_dsa.testing.shapes import Shape
 
 
 def integer_inputs(tokens, *, device, relu=True):

@@ -4,10 +4,9 @@ import torch
 
 from megatron_dsa.dsa_kernels import key_bits, masked_attention
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.comparison import SPARSE_ATTENTION, Comparison, by_figure
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
-from megatron_dsa.testing.tolerances import SPARSE_ATTENTION, by_figure
 
 DIMS = MaskedDims(heads=3, nope=8, rope=4, v=6)
 #: Several blocks of queries and of keys.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dsa.ops import OPERATIONS, dispatch
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 from tests.helpers import MadeUp, skip_unless_it_runs
 
 

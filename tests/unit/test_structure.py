@@ -149,7 +149,7 @@ def test_operations_import_neither_megatron_nor_layers(part):
         # Kernels in the syntax of TileLang and Triton import these packages.
         if not {"tilelang", "triton"} & set(path.parts) and "triton" not in path.stem
     ]
-    assert len(names) > 10
+    assert len(names) > 5
     run_hiding(
         f"import importlib\nfor name in {names}: importlib.import_module(name)",
         "megatron", "megatron_dsa.layers", "megatron_dsa.config", "megatron_dsa.extras",

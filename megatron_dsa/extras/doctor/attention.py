@@ -7,9 +7,14 @@ from megatron_dsa.extras.doctor.session import Session, named
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
-from megatron_dsa.testing.lists import difficult_lists, full_lists, layout_of
-from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.cases import (
+    Shape,
+    difficult_lists,
+    full_lists,
+    layout_of,
+    layout_of_tokens,
+    sampled_tokens,
+)
 from megatron_dsa.testing.sparse_attention import (
     AttentionReference,
     attention_case,

@@ -15,7 +15,7 @@ from megatron_dsa.extras.doctor.session import Session
 from megatron_dsa.extras.doctor.shapes import shapes_from
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import choices_unlogged, uncounted
-from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.cases import Shape
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 #: Operations that get verdicts.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_dsa.testing.cases import Shape
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.shapes import Shape
 
 OK, WRONG, NOT_PROVEN = 0, 1, 2
 

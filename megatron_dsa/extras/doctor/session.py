@@ -19,8 +19,8 @@ from megatron_dsa.extras.doctor.results import NotChecked, Part, Report, Result
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Candidate, Policy
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.testing.shapes import Shape
-from megatron_dsa.testing.tolerances import MODEL_SHAPES, by_figure
+from megatron_dsa.testing.cases import Shape
+from megatron_dsa.testing.comparison import MODEL_SHAPES, by_figure
 
 #: Equal calls whose results are compared bit for bit.
 REPEATS = 3

@@ -6,7 +6,7 @@ from itertools import product
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.cases import Shape
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -5,7 +5,7 @@ import math
 
 from megatron_dsa.extras.doctor.results import NOT_PROVEN, WRONG, Part, Report, Result
 from megatron_dsa.ops.dispatch.support import short_dtype
-from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.cases import Shape
 
 #: Headings and the figures under them: the errors of the small comparison, then the rest.
 _ERRORS = {

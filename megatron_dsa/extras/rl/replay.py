@@ -36,7 +36,7 @@ from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.positions import (
     check_form,
-    own_rows,
+    local_rows,
     positions_to_rows,
     rows_to_positions,
 )
@@ -154,7 +154,7 @@ class IndexReplay:
         See :meth:`~megatron_dsa.layers.core.CoreAttention.given_selection`.
         """
         name = f"indices[{core.layer_number}]"
-        positions = own_rows(
+        positions = local_rows(
             self.take(core.layer_number, core.training), layout, ranks.queries, name
         )
         return positions_to_rows(

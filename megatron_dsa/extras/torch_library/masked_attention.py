@@ -14,10 +14,9 @@ from megatron_dsa.extras.torch_library.registration import (
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.masked_attention import api, visible
+from megatron_dsa.ops.masked_attention import api
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
-from megatron_dsa.ops.masked_attention.bits import WORDS, groups
-from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import WORDS, MaskedAttentionInputs, groups
 
 
 def key_bits(
@@ -69,7 +68,7 @@ def _visible_bits(
     policy: str = "",
 ) -> Tensor:
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
-    bits = visible.visible_bits(layout, policy_of(policy))
+    bits = api.visible_bits(layout, policy_of(policy))
     # The layout of one sequence is kept, and its bits with it.
     return bits.clone() if cu_seqlens is None else bits
 

@@ -92,8 +92,8 @@ def _backward(
     s = api.Settings(
         out.shape[2], softmax_scale, policy_of(policy), call, False, None, None, in_order
     )
-    arguments = s.arguments(q, kv, attn_sink, indices, topk_length, False)
-    dq, dkv, dsink, _ = s.run(api.BACKWARD, arguments, out, lse, dout.contiguous())
+    inputs = s.inputs(q, kv, attn_sink, indices, topk_length, False)
+    dq, dkv, dsink, _ = s.run(api.BACKWARD, inputs, out, lse, dout.contiguous())
     dsink = none_of(lse) if attn_sink is None else dsink.to(attn_sink.dtype)
     return dq, dkv.to(kv.dtype), dsink
 

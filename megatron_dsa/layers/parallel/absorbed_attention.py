@@ -3,7 +3,7 @@
 Attention runs in the space of the latents: ``W_uk`` is multiplied into the queries and ``W_uv``
 follows the output, so that all heads share one key. Queries and outputs are three to four times
 wider there. They and their gradients exist for one block of tokens at a time
-(:mod:`megatron_dsa.ops.sparse_attention.blocks`), forward and backward.
+(``token_blocks``), forward and backward.
 
 What is saved is the narrow ``q``, ``kv``, the index lists, ``lse``, the local weights and, unless
 it is recomputed, the latent output. Absorbed queries are formed again in the backward.
@@ -35,10 +35,14 @@ from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
-from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad
-from megatron_dsa.ops.sparse_attention.blocks import token_blocks
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad, token_blocks
+from megatron_dsa.ops.sparse_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    KeyGradientAccumulator,
+    SparseAttentionInputs,
+)
 
 
 class AbsorbedAttentionOutput(NamedTuple):
@@ -100,7 +104,7 @@ class _Blocks:
         write_head_products(q[..., : self.own], self.w_uk, absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.own :]
         length = None if self.length is None else self.length[tokens]
-        inputs = self.attention.arguments(
+        inputs = self.attention.inputs(
             absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
         )
         return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
@@ -184,7 +188,8 @@ class _Backward:
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
         # No method of this object: a cycle would keep all of it until Python collects garbage.
-        self.keys = KeyGradientSum(blocks.q.shape[:2].numel(), partial(_bounds, blocks, dout))
+        rows = blocks.q.shape[:2].numel()
+        self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
         self.wants_q, self.wants_weights = wants_q, wants_weights
         self.dq: torch.Tensor | None = None

@@ -186,7 +186,7 @@ def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -
         layout: of this rank's query tokens; topk: keys per query; ratio: positions per key.
         sharding: of the query tokens.
     """
-    if sharding.ranks == 1 or layout.real is not None:
+    if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None
     total = layout.all_tokens.num_queries // layout.key_ownership.batch

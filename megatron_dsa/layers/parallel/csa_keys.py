@@ -155,7 +155,7 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):
         ctx.halo, ctx.batch, ctx.group = halo, batch, group
-        shared, own = _rows(halo.shared, batch), _rows(halo.own, batch)
+        shared, own = _rows(halo.shared, batch), _rows(halo.local, batch)
         before, source = _rows(halo.before, batch), _rows(halo.source, batch)
         widths = [x.shape[1] for x in tensors]
         sent = torch.cat([x.index_select(0, shared) for x in tensors], 1)
@@ -171,7 +171,7 @@ class _Extend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         halo, batch, group = ctx.halo, ctx.batch, ctx.group
-        own = _rows(halo.own, batch)
+        own = _rows(halo.local, batch)
         before, source = _rows(halo.before, batch), _rows(halo.source, batch)
         count = halo.shared.numel() * batch * group.size()
         part = torch.cat([grad.index_select(0, before) for grad in grads], 1)

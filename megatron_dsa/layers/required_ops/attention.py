@@ -16,8 +16,8 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.layers.required_ops.calls import calls_of
 from megatron_dsa.ops.attention_costs import PairDims, attention_costs, expansion_ps
-from megatron_dsa.ops.masked_attention import declaration as masked
-from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
+from megatron_dsa.ops.masked_attention import spec as masked
+from megatron_dsa.ops.masked_attention.api import MOST_KEPT
 
 #: What masked dense attention calls.
 MASKED_OPERATIONS = (masked.KEY_BITS, masked.FORWARD, masked.BACKWARD, masked.PROBABILITIES)

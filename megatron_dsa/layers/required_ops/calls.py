@@ -8,8 +8,8 @@ import torch
 
 from megatron_dsa.ops.dispatch import Operation, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.masked_attention import declaration as masked
-from megatron_dsa.ops.masked_attention.visible import describe_visible_call
+from megatron_dsa.ops.masked_attention import spec as masked
+from megatron_dsa.ops.masked_attention.api import describe_visible_call
 
 
 @dataclass(frozen=True)

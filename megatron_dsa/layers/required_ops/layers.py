@@ -22,8 +22,8 @@ from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import selection_calls
-from megatron_dsa.ops.masked_attention import declaration as masked
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
+from megatron_dsa.ops.masked_attention import spec as masked
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teacher
 
 
 @dataclass(frozen=True, order=True)

@@ -1,4 +1,7 @@
-"""Compile TileLang programs, once per arguments and for any target, without a GPU."""
+"""Compile TileLang programs, once per arguments and for any target, without a GPU.
+
+Files with programs postpone no annotations: TileLang reads the shapes of tensors from them.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, 
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, Seen
 
 
 class TileFunctions(Protocol):

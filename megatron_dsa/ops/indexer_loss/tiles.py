@@ -10,8 +10,7 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
-from megatron_dsa.ops.layout.blocks import QueryRange
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
 HEADS_AT_ONCE = 8

@@ -11,8 +11,7 @@ from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teac
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, Seen
 
 _ALL = slice(None)
 

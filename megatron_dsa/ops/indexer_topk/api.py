@@ -24,8 +24,7 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     describe_index_call,
 )
 from megatron_dsa.ops.indexer_topk.listed import chosen, put
-from megatron_dsa.ops.layout.blocks import Block, Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 
 
 def indexer_topk(
@@ -275,7 +274,7 @@ def select_blocks(
 
     def rows_for_width(width: int) -> int:
         # A block of documents merges two selections (`_select_of_documents`).
-        lists = 0 if layout.real is None else 12 * topk
+        lists = 12 * topk if layout.packed else 0
         return rows_in_budget(workspace_bytes, select.bytes_per_row(width) + lists)
 
     # Queries that see no more keys than they select need no scores.
@@ -283,7 +282,7 @@ def select_blocks(
         seen = layout.kept_seen(block)
         slots = place = None
         if block.width > topk and block.bound > topk:  # else every query gets all that it sees
-            if layout.real is None:
+            if not layout.packed:
                 place = _place_for(indices, layout, block)
                 slots = select(block, seen, place)
             else:

@@ -28,7 +28,7 @@ from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE, LARGEST, converts
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Block, Seen
 
 #: Dims that share a scale in the engines; more would need several.
 LARGEST_DIM = 128

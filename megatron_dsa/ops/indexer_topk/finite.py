@@ -71,7 +71,7 @@ class _Unseen:
 
     @classmethod
     def of(cls, layout: Layout) -> _Unseen:
-        if layout.real is None:
+        if not layout.packed:
             return cls()
         return layout.derive("unseen queries and keys", lambda: cls._find(layout))
 

@@ -16,8 +16,7 @@ import torch
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.ops.dispatch import OpCall, describe_call
-from megatron_dsa.ops.layout.blocks import Block, Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None)
         qk_dim=inputs.q.shape[2],
         v_dim=0,
         topk=topk,
-        packed=layout.real is not None,
+        packed=layout.packed,
         relu=inputs.relu,
     )
 

@@ -5,7 +5,7 @@ import torch
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Seen
 
 
 def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:

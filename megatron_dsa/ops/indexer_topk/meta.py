@@ -6,7 +6,7 @@ import torch
 
 from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 

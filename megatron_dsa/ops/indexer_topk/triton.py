@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Seen
 
 #: Keys of a step, and the least heads that a product on the tensor cores has.
 BLOCK, LEAST_HEADS = 128, 16

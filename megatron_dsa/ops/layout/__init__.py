@@ -1,1 +1,1 @@
-"""Which keys a query sees, and which tokens a rank holds."""
+"""Visibility of keys per query, and sharding of tokens over ranks."""

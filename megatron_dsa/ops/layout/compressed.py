@@ -1,4 +1,4 @@
-"""Which groups of positions are compressed into a key, and which query token sees which of them.
+"""Compressed keys: groups of positions pooled into one key, and their visibility.
 
 DeepSeek-V4 pools ``ratio`` consecutive positions of a sequence into one compressed key. Group ``g``
 of a sequence holds its positions ``g * ratio ... (g + 1) * ratio - 1``; the tail of a sequence is
@@ -24,13 +24,12 @@ from megatron_dsa.ops.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Which rows each compressed slot pools.
+    """Rows that each compressed slot pools.
 
-    Where a group is found follows from its tokens, without a search. With
-    ``row_step == 1``, group ``g`` of the sequence that starts at row ``o`` has the slot
-    ``o // ratio + g``; a row ``r`` is then in the group of slot ``r // ratio``, of the slot before,
-    or in none. With ``row_step > 1`` the slots of one batch element follow those of the one before
-    it, and each batch element has the same number of slots.
+    A group's slot follows from its tokens, without a search. With ``row_step == 1``, group ``g`` of
+    the sequence that starts at row ``o`` has the slot ``o // ratio + g``; a row ``r`` is then in
+    the group of slot ``r // ratio``, of the slot before, or in none. With ``row_step > 1`` the
+    slots of the batch elements follow each other, equally many for each.
 
     Attributes:
         first_row: int32 ``[G]``, row of the group's first token; -1: the slot holds no group.
@@ -51,14 +50,12 @@ class CompressedKeys:
 
     Attributes:
         ratio: positions per key.
-        layout: visibility of compressed slots for the query tokens; slots are rows of the
-            compressed keys.
-        groups: the tokens that each group of this rank pools: of the microbatch, or of ``halo``'s
-            order if rows are sharded over ranks.
-        halo: the tokens of neighbours that belong to groups of this rank; ``None`` if one rank
-            holds all tokens.
-        rows: int64 ``[count]``, where the key of a slot lies when those of all ranks are put
-            together; behind the last if there is none. ``None`` like ``halo``.
+        layout: visibility of compressed slots for the query tokens.
+        groups: rows that each group of this rank pools: of the microbatch, or of the extended rows
+            of ``halo``.
+        halo: tokens of other ranks in groups of this rank; ``None`` if one rank holds all tokens.
+        rows: int64 ``[count]``, slot -> row of the compressed keys of all ranks together; behind
+            the last without a key. ``None`` like ``halo``.
     """
 
     ratio: int
@@ -83,8 +80,7 @@ class CompressedKeys:
 def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
     """Return the compressed keys of ``layout`` (of all its tokens) at ``ratio``.
 
-    ``overlap``: a group also pools the positions of the group before it. Without a host
-    synchronisation.
+    ``overlap``: a group also pools the positions of the group before it.
     """
     require(ratio >= 2, f"ratio must be at least 2, got {ratio}: pass the layer's ratio")
     key = ("compressed", ratio, overlap)
@@ -92,7 +88,7 @@ def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> Compre
 
 
 def visible_groups(layout: Layout, ratio: int) -> Layout:
-    """Return which compressed slots the query rows of ``layout`` see, as a layout of these."""
+    """Return the layout of compressed slots for the query tokens of ``layout``."""
     length = max(layout.all_tokens.max_length, 1)
     elements, per_element = _slot_counts(layout, ratio)
     first = _first_slots(layout, ratio)
@@ -121,7 +117,7 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
 def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
     """Return the number of batch elements (one, if packed) and of the compressed slots of each."""
     global_layout = layout.all_tokens
-    if layout.real is not None:  # packed
+    if layout.packed:
         return 1, global_layout.num_keys // ratio
     length = global_layout.max_length  # of every batch element
     # A batch without tokens says nothing of its elements.
@@ -131,7 +127,7 @@ def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
     """Return int64 ``[num_queries]``: the first compressed slot of each token's sequence."""
     start = layout.start.long()
-    if layout.real is not None:  # packed
+    if layout.packed:
         return start // ratio
     return start // max(layout.all_tokens.max_length, 1) * _slot_counts(layout, ratio)[1]
 
@@ -141,8 +137,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     elements, per_element = _slot_counts(layout, ratio)
     visibility = visible_groups(layout, ratio)
     completes = global_layout.position % ratio == ratio - 1  # the last position of a group
-    if layout.real is not None:  # packed
-        assert global_layout.real is not None
+    if global_layout.real is not None:  # not padding
         completes &= global_layout.real
     slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
     if layout.key_ownership is None:
@@ -155,50 +150,49 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     element = torch.arange(step, device=slots.device)
     rows_of = (keys.table[..., None] * step + element).flatten(1)  # [ranks, rows]
     per_element = halo.length // ratio
-    own = rows_of[mine]
+    local = rows_of[mine]
     # A group whose predecessor is another rank's reads the rows of that.
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
     groups = _groups(
-        (halo.own[:, None] * step + element).flatten(),
-        completes[own],
-        global_layout.position[own],
+        (halo.local[:, None] * step + element).flatten(),
+        completes[local],
+        global_layout.position[local],
         ratio,
         step,
         per_element,
-        before.repeat_interleave(step, output_size=own.numel()) if overlap else None,
+        before.repeat_interleave(step, output_size=local.numel()) if overlap else None,
     )
-    # Where each rank's pooling puts its groups, one rank behind the other.
+    # The row of each group, one rank behind the other.
     extended = torch.arange(keys.table.shape[1], device=slots.device) + reach * (halo.runs + 1)
-    place = (extended - (ratio - 1)).div(ratio, rounding_mode="floor")[..., None]
+    pooled = (extended - (ratio - 1)).div(ratio, rounding_mode="floor")[..., None]
     rank = torch.arange(keys.sharding.ranks, device=slots.device)[:, None, None]
-    place = (place + per_element * (element + step * rank)).flatten()
+    pooled = (pooled + per_element * (element + step * rank)).flatten()
     spare = keys.sharding.ranks * step * per_element
     of_slot = torch.full((visibility.num_keys + 1,), spare, device=slots.device)
     goal = torch.where(completes, slots, visibility.num_keys)[rows_of.flatten()]
-    of_slot.scatter_(0, goal, place)
+    of_slot.scatter_(0, goal, pooled)
     return CompressedKeys(ratio, visibility, groups, halo, of_slot[:-1])
 
 
 def _groups(
     rows, completes, position, ratio: int, step: int, per_element: int, alone=None
 ) -> Groups:
-    """Return the groups that rows complete, in the slots that :class:`Groups` asks for.
+    """Return the groups that ``rows`` complete, in the slots of :class:`Groups`.
 
-    ``alone``: bool, for which of them the previous group, if there is one, is another rank's. We
-    pool it here as well (as if nothing were before it) and discard the result: the backward needs a
-    slot for every group that shares these tokens.
+    ``alone``: bool, groups whose previous group, if there is one, is another rank's. That one is
+    pooled here as well and discarded: the backward needs a slot for every group of these tokens.
     """
     first = rows - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")
-    # Rows that complete no group are written to a spare place, which is cut off.
+    # Rows that complete no group are written behind the last slot, which is cut off.
     spare = step * per_element
     first_row = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
     begins = torch.zeros(spare + 1, dtype=torch.int64, device=rows.device)
     if alone is not None:
-        place = torch.where(completes & alone & (position >= 2 * ratio - 1), slot - 1, spare)
-        first_row.scatter_(0, place, (first - ratio * step).int())
-    place = torch.where(completes, slot, spare)
-    first_row.scatter_(0, place, first.int())
-    begins.scatter_(0, place, position - (ratio - 1))
+        goal = torch.where(completes & alone & (position >= 2 * ratio - 1), slot - 1, spare)
+        first_row.scatter_(0, goal, (first - ratio * step).int())
+    goal = torch.where(completes, slot, spare)
+    first_row.scatter_(0, goal, first.int())
+    begins.scatter_(0, goal, position - (ratio - 1))
     return Groups(first_row[:-1], begins[:-1], step)

@@ -1,8 +1,8 @@
-"""Rows that a rank needs of its neighbours: the last ones before each of its runs of rows.
+"""Halo: rows of other ranks just before each run of a rank's rows.
 
 A window looks back over a few positions, and a group of positions may begin on another rank. Ranks
-share the last ``reach`` rows of each of their runs (all-gathered: a few hundred rows), so that
-lengths on the device need no host synchronisation: how many runs there are at most is known.
+all-gather the last ``reach`` rows of each of their runs: a few hundred rows. The number of runs has
+a bound on the host, so lengths on the device need no host synchronisation.
 """
 
 from dataclasses import dataclass
@@ -15,42 +15,41 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """Tables of one rank for one reach; all but ``held`` count global_positions (``batch`` rows
-    each).
+    """Tables of one rank for one reach; all but ``held`` count positions (``batch`` rows each).
 
     *Extended* rows are ``[reach rows before the first run, first run, reach rows before the second,
     second run, ...]``.
 
     Attributes:
-        reach: how far before its tokens a rank needs others'.
-        shared: int64 ``[C]``, which of its tokens a rank shares, in order; unused entries are 0.
-        held: int64 ``[slots]``, where a slot's row lies in ``[own tokens, shared rows of rank 0, of
-            rank 1, ...]``; negative if it is not among them.
-        runs: int64 ``[ranks, rows]``, for every rank's token the number of its run.
-        own: int64 ``[tokens]``, which extended rows are this rank's own.
-        before: int64 ``[most runs * reach]``, the extended rows that are not own tokens.
-        source: int64 like ``before``: their global_positions among the shared rows of all ranks, -1
-            where nothing is before.
+        reach: positions before a run that the rank needs.
+        shared: int64 ``[C]``, local rows that the rank shares, in order; unused entries are 0.
+        held: int64 ``[slots]``, slot -> index in ``[local rows, shared rows of rank 0, of rank 1,
+            ...]``; negative if it is not among them.
+        runs: int64 ``[ranks, rows]``, number of the run of each rank's row.
+        local: int64 ``[rows]``, extended rows that are local ones.
+        before: int64 ``[most runs * reach]``, the other extended rows.
+        source: int64 like ``before``: their index in the shared rows of all ranks, -1 before the
+            sequence.
     """
 
     reach: int
     shared: torch.Tensor
     held: torch.Tensor
     runs: torch.Tensor
-    own: torch.Tensor
+    local: torch.Tensor
     before: torch.Tensor
     source: torch.Tensor
 
     @property
     def length(self) -> int:
         """Number of extended rows."""
-        return self.own.shape[0] + self.before.shape[0]
+        return self.local.shape[0] + self.before.shape[0]
 
 
 def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
-    """Return the halo of this rank of ``sharding``, formed once per layout.
+    """Return the halo of this rank, computed once per layout.
 
-    ``sharding`` is that of the keys (``layout.key_ownership``) or without its sequence parallelism.
+    ``sharding`` is the keys' (``layout.key_ownership``) or that without its sequence parallelism.
     """
     return layout.derive(("halo", sharding, reach), lambda: _halo(layout, sharding, reach))
 
@@ -68,22 +67,20 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     begins = torch.ones_like(global_positions, dtype=torch.bool)
     begins[:, 1:] = global_positions[:, 1:] != global_positions[:, :-1] + 1
     runs = begins.cumsum(1) - 1
-    # The last row of each token's run: the nearest one from here on that the next does not
-    # continue.
+    # The last row of each row's run: the nearest one from here on that the next does not continue.
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]
     last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)
 
     count = min(rows, most * reach)
     needed = last - row < reach
-    place_in_shared = torch.where(needed, needed.cumsum(1) - 1, count)
+    shared_index = torch.where(needed, needed.cumsum(1) - 1, count)
     shared = torch.zeros(ranks, count + 1, dtype=torch.int64, device=device)
-    shared.scatter_(1, place_in_shared, row.expand_as(global_positions))
+    shared.scatter_(1, shared_index, row.expand_as(global_positions))
 
-    place_count = global_layout.num_queries // keys.batch
-    spare = place_count
-    in_shared = torch.full((place_count + 1,), -1, device=device)
-    of_rank = count * torch.arange(ranks, device=device)[:, None] + place_in_shared
+    spare = global_layout.num_queries // keys.batch  # behind the last position
+    in_shared = torch.full((spare + 1,), -1, device=device)
+    of_rank = count * torch.arange(ranks, device=device)[:, None] + shared_index
     in_shared.scatter_(0, torch.where(needed, global_positions, spare).flatten(), of_rank.flatten())
     in_shared = in_shared[:-1]
     held = torch.where(in_shared < 0, -1, rows + in_shared)
@@ -93,18 +90,18 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
 
     # Runs that do not exist would begin behind the last row.
     first = torch.full((most + 1,), rows, device=device)
-    own = sharding.rank
+    rank = sharding.rank
     first.scatter_(
-        0, torch.where(begins[own], runs[own], most), torch.where(begins[own], row, rows)
+        0, torch.where(begins[rank], runs[rank], most), torch.where(begins[rank], row, rows)
     )
     first = first[:most, None]
     offset = torch.arange(reach, device=device)
     before = first + reach * torch.arange(most, device=device)[:, None] + offset
-    begin = global_positions[own, first.clamp_max(rows - 1)]
-    # Nothing is needed of before the sequence that a run begins in.
+    begin = global_positions[rank, first.clamp_max(rows - 1)]
+    # Positions before the sequence of a run's first row are not needed.
     floor = global_layout.start[begin * keys.batch].long()
-    place = begin - reach + offset
-    exists = (first < rows) & (place >= floor)
-    source = torch.where(exists, in_shared[place.clamp_min(0)], -1)
-    extended = row + reach * (runs[own] + 1)
-    return Halo(reach, shared[own, :-1], held, runs, extended, before.flatten(), source.flatten())
+    position = begin - reach + offset
+    exists = (first < rows) & (position >= floor)
+    source = torch.where(exists, in_shared[position.clamp_min(0)], -1)
+    extended = row + reach * (runs[rank] + 1)
+    return Halo(reach, shared[rank, :-1], held, runs, extended, before.flatten(), source.flatten())

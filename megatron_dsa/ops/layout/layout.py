@@ -1,25 +1,25 @@
-"""Which query token may see which key rows: one object for unpacked and packed batches.
+"""Causal visibility of keys per query, for packed and unpacked batches.
 
-Indexer, selection, sparse attention and losses know no batches, sequences or masks. They work on
-flattened rows, and this object says which tokens belong together. Dense attention also reads
-:attr:`Layout.sequences`, of which the ring builds the segments of every block of keys.
+Indexer, selection, sparse attention and losses have no batches, sequences or masks: they work on
+flattened tokens and read a :class:`Layout`. Dense attention also reads :attr:`Layout.sequences`.
 
 * a *row* is an index into the flattened ``[tokens, ...]`` query or key tensor. Megatron's
   ``[s, b, ...]`` flattens to rows ``s * B + b`` without a copy;
 * a *slot* is an index into the keys in sequence order, one sequence after the other. Every query
-  sees a contiguous range of slots ``[start, end)``, which is what makes masks unnecessary.
-  ``key_rows`` maps a slot to its row;
-* a *query range* is a run of query tokens whose visible slots are bounded by numbers that the host
-  knows, so that blocks above the diagonal are skipped without asking the device.
+  sees a contiguous range of slots ``[start, end)``, so no mask is needed. ``key_rows`` maps a slot
+  to its row;
+* a :class:`QueryRange` is a run of query tokens whose visible slots have bounds on the host, so
+  that blocks above the diagonal are skipped without a device synchronisation.
 
-Everything on the device is computed without a host synchronisation.
+Tensors are computed on the device without a host synchronisation.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,21 +27,146 @@ import torch
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.capture import capturing, tensor_cache
 from megatron_dsa.ops.common.checks import require_cu_seqlens, require_tensor, require_values
-from megatron_dsa.ops.layout.blocks import Block, QueryRange, Seen
 
 if TYPE_CHECKING:
     from megatron_dsa.ops.layout.sharding import KeyOwnership
 
 
+@dataclass(frozen=True)
+class QueryRange:
+    """Host-side bounds of the slots that a run of query tokens sees.
+
+    Query ``i`` has position ``p = place + i * step``, up to ``slack`` more or less, in a sequence
+    that begins at slot ``origin`` or later::
+
+        slots  0 ......... origin ....... lowest ========== highest ....... ceiling
+                           position 0            |<-lookback->|
+        lowest = origin + max(0, p + 1 - lookback)      highest = min(origin + p + 1, ceiling)
+
+    With ``ratio`` positions per slot (compressed keys) ``p`` and ``lookback`` still count
+    positions: ``lowest`` and ``highest`` use ``(...) // ratio``.
+
+    Attributes:
+        rows: slice of query tokens.
+        origin: lowest slot that any of them sees.
+        place: position of the first query.
+        lookback: upper bound of the sequence length.
+        ceiling: number of slots.
+        step: positions from one query to the next; more than 1 where ranks share a sequence.
+        slack: largest deviation of a position; not 0 where lengths are on the device only.
+        ratio: positions per slot.
+    """
+
+    rows: slice
+    origin: int
+    place: int
+    lookback: int
+    ceiling: int
+    step: int = 1
+    slack: int = 0
+    ratio: int = 1
+
+    def __len__(self) -> int:
+        return len(range(self.rows.start, self.rows.stop, self.rows.step))
+
+    def bound(self, query: int) -> int:
+        """Return an upper bound of the slots that query ``query`` sees; never falls.
+
+        Without ``slack`` it depends on the query's position only, on any rank.
+        """
+        position = self.place + query * self.step + self.slack
+        return min(position + 1, self.lookback) // self.ratio
+
+    def cut(self, bound: int) -> tuple[QueryRange, ...]:
+        """Return the queries with a smaller :meth:`bound` and the others, as two ranges."""
+        count = len(self)
+        first = bisect_left(range(count), bound, key=self.bound)
+        if first in (0, count):
+            return (self,)
+        step = self.rows.step
+        middle = self.rows.start + first * step
+        return (
+            replace(self, rows=slice(self.rows.start, middle, step)),
+            replace(self, rows=slice(middle, self.rows.stop, step),
+                    place=self.place + first * self.step),
+        )  # fmt: skip
+
+    def slots(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the slot range that covers everything queries ``[begin, end)`` may see."""
+        first = self.place + begin * self.step - self.slack
+        last = self.place + (end - 1) * self.step + self.slack
+        lowest = self.origin + max(0, (first + 1 - self.lookback) // self.ratio)
+        highest = min(self.origin + (last + 1) // self.ratio, self.ceiling)
+        return min(lowest, highest), highest
+
+    def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Return bool scalar: :meth:`slots` of each query covers its ``[start, end)``."""
+        start, end = start[self.rows], end[self.rows]
+        position = self.place + self.step * torch.arange(len(self), device=start.device)
+        reach = (position - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
+        lowest = self.origin + reach.clamp_min(0)
+        highest = self.origin + (position + self.slack + 1).div(self.ratio, rounding_mode="floor")
+        inside = (start >= lowest) & (end <= highest.clamp_max(self.ceiling))
+        return (inside | (start == end)).all()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query tokens of one query range, and the slots ``[lo, hi)`` that cover what they see.
+
+    Attributes:
+        ratio: positions per slot.
+        bound: upper bound of the slots that the first query sees.
+    """
+
+    rows: slice
+    lo: int
+    hi: int
+    ratio: int = 1
+    bound: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.hi - self.lo
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Identify the block among those of a layout."""
+        return self.rows.start, self.rows.stop, self.rows.step, self.lo, self.hi
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Visible columns of a block's queries: query ``i`` sees ``[start[i], end[i])``.
+
+    Attributes:
+        start, end: int32 ``[tokens]``, contiguous, ``start <= end``, both within ``[0, width]``.
+            A column is a slot, counted from the block's first.
+    """
+
+    start: torch.Tensor
+    end: torch.Tensor
+
+    def columns(self, width: int) -> torch.Tensor:
+        """Return bool ``[tokens, width]``: visible columns."""
+        columns = torch.arange(width, device=self.start.device)
+        return (columns >= self.start[:, None]) & (columns < self.end[:, None])
+
+    def first(self, count: int) -> torch.Tensor:
+        """Return int32 ``[tokens, count]``: the first columns that each query sees, then -1."""
+        offset = torch.arange(count, dtype=torch.int32, device=self.start.device)
+        columns = self.start[:, None] + offset
+        return torch.where(columns < self.end[:, None], columns, -1)
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The sequences of a microbatch as Megatron describes them, over all ranks.
+    """Sequences of a microbatch as Megatron describes them, over all ranks.
 
     Attributes:
         batch: micro-batch size; 1 for packed batches.
         cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
-            without and with padding (``None`` if there is none); both ``None`` for unpacked
-            batches.
+            without and with padding (``None`` without padding); both ``None`` for unpacked batches.
     """
 
     batch: int = 1
@@ -59,18 +184,17 @@ class Layout:
     """Visibility of keys for flattened query tokens.
 
     Attributes:
-        num_queries: rows of the query tensor.
+        num_queries: query tokens.
         num_keys: rows (and slots) of the key buffer.
-        start, end: int32 ``[num_queries]``; query row ``i`` sees the slots ``[start[i], end[i])``.
+        start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``.
             ``start == end`` for padding tokens.
-        position: int64 ``[num_queries]``, place of the row in its own sequence (for rope).
+        position: int64 ``[num_queries]``, position in the token's sequence (for rope).
         key_rows: int64 ``[num_keys]`` slot -> row of the key buffer, ``None`` for the identity.
-        real: bool ``[num_queries]``, ``False`` for padding tokens; ``None`` if there are none.
+        real: bool ``[num_queries]``, ``False`` for padding tokens; ``None`` if not :attr:`packed`.
         query_ranges: host-side bounds that cover every query token exactly once.
-        max_length: host-side upper bound of the number of slots that a row sees.
-        global_layout: layout of all query tokens, if they are sharded over ranks and these are
-            some.
-        key_ownership: who makes which keys, if they are sharded over ranks.
+        max_length: host-side upper bound of the number of slots that a query sees.
+        global_layout: layout of the query tokens of all ranks, on a rank that holds some.
+        key_ownership: the rank of each key, if keys are sharded over ranks.
         sequences: lengths of the sequences; ``None`` for ranges of slots that are not sequences.
 
     Raises:
@@ -91,14 +215,16 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Kept by :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
+    #: Results of :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Whether the tensors are made by a CUDA graph, anew in every replay.
+    #: Keys of ``derived`` that another layout may drop (:meth:`derive_large`), and keys that a CUDA
+    #: graph reads in every replay.
+    large: set = field(default_factory=set, init=False, repr=False, compare=False)
+    pinned: set = field(default_factory=set, init=False, repr=False, compare=False)
+    #: The tensors are written by a CUDA graph, anew in every replay.
     in_graph: bool = field(
         default_factory=lambda: capturing(), init=False, repr=False, compare=False
     )
-    #: Keys of what is large (:meth:`derive_large`), and whether it may be dropped.
-    large: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)
@@ -127,6 +253,11 @@ class Layout:
                 require_values({rule: query_range.covers(self.start, self.end)}, rule)
 
     @property
+    def packed(self) -> bool:
+        """Several sequences of any length, maybe with padding tokens between them."""
+        return self.real is not None
+
+    @property
     def all_tokens(self) -> Layout:
         """The layout of the query tokens of all ranks."""
         return self if self.global_layout is None else self.global_layout
@@ -137,38 +268,37 @@ class Layout:
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     def derive(self, key, make: Callable) -> Any:
-        """Return what ``make()`` makes, once per ``key``: the layers of a microbatch share it."""
+        """Return ``make()``, called once per ``key``: the layers of a microbatch share it."""
         if key in self.derived:
             return self.derived[key]
-        with torch.inference_mode(False):  # what evaluation forms is used in training, too
+        with torch.inference_mode(False):  # training also reads what evaluation computed
             made = make()
         if self.in_graph or not capturing():  # else it has no content before a replay
             self.derived[key] = made
         return made
 
     def derive_large(self, key, make: Callable) -> Any:
-        """Return :meth:`derive` of what takes much memory: only the last two layouts keep it.
+        """Return :meth:`derive` of large tensors, which only the last two layouts keep.
 
-        Layouts of unpacked batches are never dropped; a third one makes the first give it up.
+        Layouts of unpacked batches are cached for ever, and large tensors would be with them.
         """
-        if not _large or _large[-1]() is not self:
-            _large[:] = [*(one for one in _large if one() is not self), weakref.ref(self)]
-            for one in _large[:-_LARGE_KEPT]:
-                if (layout := one()) is not None:
-                    for old, droppable in layout.large.items():
-                        if droppable:
-                            layout.derived.pop(old, None)
-            del _large[:-_LARGE_KEPT]
-        # A captured graph reads it from now on.
-        self.large[key] = self.large.get(key, True) and not capturing()
+        others = [holder for holder in _holders if holder() is not self]
+        for holder in others[:-1]:
+            if (layout := holder()) is not None:
+                for old in layout.large - layout.pinned:
+                    layout.derived.pop(old, None)
+        _holders[:] = [*others[-1:], weakref.ref(self)]
+        self.large.add(key)
+        if capturing():
+            self.pinned.add(key)
         return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
-        """Number of query tokens on all ranks but padding: an int if there is none."""
-        rows = self.all_tokens
-        if (real := rows.real) is None:
-            return rows.num_queries
-        return rows.derive("real tokens", real.sum)
+        """Number of query tokens on all ranks without padding: an int if not :attr:`packed`."""
+        whole = self.all_tokens
+        if (real := whole.real) is None:
+            return whole.num_queries
+        return whole.derive("real tokens", real.sum)
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
         """Return ``keys [num_keys, ...]`` in slot order (without a copy if that is its order)."""
@@ -193,36 +323,30 @@ class Layout:
         return torch.where(slots < 0, slots, rows)
 
     def blocks(self, rows_for_width, cuts: tuple[int | None, ...] = ()) -> Iterator[Block]:
-        """Cut the query_ranges into blocks of queries, skipping what lies above the diagonal.
+        """Cut the query ranges into blocks of queries, without the slots above the diagonal.
 
         Args:
-            rows_for_width: ``rows_for_width(width)`` returns how many queries may be handled at
-                a time when their visible slots span ``width``; it is asked for the width at the end
-                of the block.
+            rows_for_width: ``rows_for_width(width)`` returns the most queries of a block whose
+                visible slots span ``width``.
             cuts: blocks also end where :meth:`QueryRange.bound` reaches one of these.
         """
-        for query_range in self._ranges_cut(cuts):
-            total, done = len(query_range), 0
+        query_ranges: Iterable[QueryRange] = self.query_ranges
+        for bound in cuts:
+            if bound is not None:
+                query_ranges = [part for whole in query_ranges for part in whole.cut(bound)]
+        for query_range in query_ranges:
+            total, done, step = len(query_range), 0, query_range.rows.step
             while done < total:
                 lo, hi = query_range.slots(done, done + 1)
                 rows = max(1, min(total - done, rows_for_width(hi - lo)))
-                # A longer block sees further, so the row count is settled at the block's own end.
+                # A longer block sees further: its own end decides.
                 lo, hi = query_range.slots(done, done + rows)
                 rows = max(1, min(rows, rows_for_width(hi - lo)))
                 lo, hi = query_range.slots(done, done + rows)
-                step = query_range.rows.step
                 first = query_range.rows.start + done * step
-                last = query_range.rows.start + (done + rows - 1) * step
-                rows_of_block = slice(first, last + 1, step)
-                yield Block(rows_of_block, lo, hi, query_range.ratio, query_range.bound(done))
+                some = slice(first, first + (rows - 1) * step + 1, step)
+                yield Block(some, lo, hi, query_range.ratio, query_range.bound(done))
                 done += rows
-
-    def _ranges_cut(self, bounds: tuple[int | None, ...]) -> Iterable[QueryRange]:
-        ranges: Iterable[QueryRange] = self.query_ranges
-        for bound in bounds:
-            if bound is not None:
-                ranges = [part for whole in ranges for part in whole.cut(bound)]
-        return ranges
 
     def widest(self, rows: slice) -> int:
         """Return an upper bound of the slots that any query of ``rows`` (step 1) sees."""
@@ -231,28 +355,27 @@ class Layout:
             first, step = query_range.rows.start, query_range.rows.step
             last = min(rows.stop, query_range.rows.stop) - 1
             if last >= max(first, rows.start):
-                place = (last - first) // step
-                lo, hi = query_range.slots(place, place + 1)
+                query = (last - first) // step
+                lo, hi = query_range.slots(query, query + 1)
                 bound = max(bound, hi - lo)
         return min(bound, self.max_length)
 
     def seen(self, block: Block) -> Seen:
-        """Return what each query of the block sees, in columns of the block."""
+        """Return the columns of ``block`` that each of its queries sees."""
         start, end = self.start[block.rows] - block.lo, self.end[block.rows] - block.lo
         return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
 
     def kept_seen(self, block: Block) -> Seen:
-        """Return :meth:`seen`, formed once for all layers. It must not be changed."""
+        """Return :meth:`seen`, computed once for all layers. It must not be changed."""
         return self.derive(("seen", *block.key), lambda: self.seen(block))
 
     def visible(self, block: Block) -> torch.Tensor:
-        """Return bool ``[tokens, width]``: which slots of the block each of its queries sees."""
+        """Return bool ``[tokens, width]``: the slots of the block that each of its queries sees."""
         return self.seen(block).columns(block.width)
 
 
-#: Layouts that keep something large, the latest last (:meth:`Layout.derive_large`).
-_large: list[weakref.ref[Layout]] = []
-_LARGE_KEPT = 2
+#: The last two layouts that hold something large, the latest last.
+_holders: list[weakref.ref[Layout]] = []
 
 
 @tensor_cache(16)

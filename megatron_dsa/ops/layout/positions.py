@@ -1,12 +1,9 @@
-"""Selections as positions: the form that does not depend on ranks, packing or key buffers.
+"""Selections as positions: a form independent of ranks, packing and key buffers.
 
 Inside this package a selection lists rows of the key buffer. Outside (a rollout engine, a file, a
 run on other ranks) it lists *positions*: int32 ``[tokens, K]``, for every query token positions of
-keys within its own sequence, from 0, in any order, ``-1`` for no key. Compressed keys (ratio 4) are
-counted the same way: group ``g`` of a sequence is ``g``.
-
-``rows`` are the query tokens of a layout: Megatron's ``[s, b]`` flattened to ``s * b``, or the
-packed tokens, padding included.
+keys within its sequence, from 0, in any order, ``-1`` for no key. Group ``g`` of compressed keys
+(ratio 4) is ``g``. Tokens of padding have a list as well.
 """
 
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 #: Stands behind every position in sorted lists.
 _NONE = torch.iinfo(torch.int32).max
-#: Temporary bytes per list entry: sorted values with their global_positions, masks, slots.
+#: Temporary bytes per list entry: sorted values with their order, masks, slots.
 _BYTES_PER_ENTRY = 64
 RULES = {
     "range": "entries must be -1 (no key) or positions from 0",
@@ -34,7 +31,7 @@ RULES = {
 
 
 def check_form(indices: torch.Tensor, name: str = "indices") -> None:
-    """Raise :class:`ConfigError` unless ``indices`` is int32 ``[tokens, K]`` with ``K > 0``."""
+    """Require int32 ``[tokens, K]`` with ``K > 0``."""
     require(
         isinstance(indices, torch.Tensor)
         and indices.dtype == torch.int32
@@ -61,18 +58,16 @@ def validate_indices(
     """Check positions against a layout; waits for the device.
 
     Args:
-        indices: positions, int32 ``[tokens, K]`` (see the module). Rows of padding are not read.
-        layout: of the query tokens:
-            :func:`~megatron_dsa.layers.from_megatron.layout_from_megatron`,
-            :func:`~megatron_dsa.ops.layout.layout.bshd_layout` or ``packed_layout``; for compressed
-            keys ``compressed_keys(layout, 4).layout``.
+        indices: positions, int32 ``[tokens, K]``. Lists of padding are not read.
+        layout: of the query tokens (``layout_from_megatron``, ``bshd_layout`` or
+            ``packed_layout``); for compressed keys ``compressed_keys(layout, 4).layout``.
         topk: the largest ``K``.
-        ascending: also ask for ascending lists with ``-1`` last. Replay does not need it.
+        ascending: also require ascending lists with ``-1`` last. Replay does not need it.
         name: of the argument, for the message.
         workspace_bytes: budget for temporary memory.
 
     Raises:
-        ConfigError: names the argument, the rule that is broken, the first place where, and the
+        ConfigError: names the argument, the broken rule, the first entry that breaks it, and the
             fix.
     """
     check_form(indices, name)
@@ -84,7 +79,7 @@ def validate_indices(
     require(
         topk is None or indices.shape[1] <= topk,
         f"{name} must list at most {topk} keys per query (--dsa-indexer-topk), got "
-        f"{indices.shape[1]}: select as many in both global_positions",
+        f"{indices.shape[1]}: select as many where the indices come from",
     )
     for rows in _blocks(indices, workspace_bytes):
         given, seen = _real(indices[rows], layout, rows)
@@ -131,7 +126,7 @@ def positions_to_rows(
     require(
         positions.shape[1] <= topk,
         f"{name} must list at most {topk} keys per query, got {positions.shape[1]}: select as many "
-        "in both global_positions",
+        "where they come from",
     )
     count, width = positions.shape
     indices = positions.new_full((count, topk), -1)
@@ -175,13 +170,14 @@ def rows_to_positions(
     return out
 
 
-def own_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
-    """Return the rows of this rank's queries, of indices for these or for those of all ranks.
+def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
+    """Return the lists of this rank's queries, given lists of these or of all ranks' queries.
 
     Args:
         indices: ``[tokens, K]``, moved to the layout's device.
-        layout: of this rank's query tokens; queries: how they are sharded.
-        name: what the message calls the indices.
+        layout: of this rank's query tokens.
+        queries: their sharding.
+        name: of the indices, for the message.
     """
     total = layout.all_tokens.num_queries
     device = layout.start.device
@@ -200,7 +196,7 @@ def own_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str
         element = torch.arange(step, device=device)
         return (keys.of(queries)[:, None] * step + element).flatten()
 
-    return indices.to(device, non_blocking=True)[layout.derive(("own rows", queries), rows)]
+    return indices.to(device, non_blocking=True)[layout.derive(("local rows", queries), rows)]
 
 
 def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
@@ -209,28 +205,28 @@ def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _real(given: torch.Tensor, layout: Layout, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions, -1 in rows of padding, and how many keys each token sees."""
+    """Return the positions, -1 for padding, and the number of keys that each token sees."""
     if layout.real is not None:
         given = torch.where(layout.real[rows, None].to(given.device), given, -1)
     return given, (layout.end[rows] - layout.start[rows]).to(given.device)
 
 
 def _ordered(given: torch.Tensor) -> torch.Tensor:
-    """Return every list in ascending order, what is negative behind."""
+    """Return every list in ascending order, negative entries last."""
     return torch.where(given < 0, _NONE, given).sort(dim=-1).values
 
 
 def _broken(
     given: torch.Tensor, ordered: torch.Tensor, seen: torch.Tensor, ascending: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield every rule, where it is broken (bool, a few columns of ``[r, K]``), and the lists."""
+    """Yield every rule, the entries that break it (bool), and the lists."""
     yield "range", given < -1, given
     yield "visible", given >= seen[:, None], given
     yield "once", (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NONE), ordered
     yield "some", (seen > 0)[:, None] & (ordered[:, :1] == _NONE), given
     if ascending:
-        global_positions = torch.where(given < 0, _NONE, given)
-        yield "ascending", global_positions[:, 1:] < global_positions[:, :-1], given
+        last = torch.where(given < 0, _NONE, given)
+        yield "ascending", last[:, 1:] < last[:, :-1], given
 
 
 def _around(row: torch.Tensor, column: int) -> str:

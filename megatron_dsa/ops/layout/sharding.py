@@ -1,10 +1,9 @@
-"""How the tokens of a microbatch are sharded over ranks, and what follows for those of one rank.
+"""Sharding of a microbatch's tokens over ranks, and the layout of one rank.
 
 Context parallelism cuts sequences into pieces; sequence parallelism cuts the piece of a
-context-parallel rank again. A *place* is an index into dim 0 of Megatron's ``[s, b, ...]`` as it
-would be on one rank. Everything else (who holds which key, what a query sees, which tokens a
-neighbour needs) follows from the table of global positions, on the device and without a host
-synchronisation.
+context-parallel rank again. A *global position* is an index into dim 0 of Megatron's
+``[s, b, ...]`` as it would be on one rank. The rank of a key, the keys of a query and the halo of a
+rank follow from the table of global positions, on the device, without a host synchronisation.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import torch
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.common.capture import tensor_cache
 from megatron_dsa.ops.common.checks import require_tensor
-from megatron_dsa.ops.layout.blocks import QueryRange
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
 #: packed batches; ``zigzag_rows``: of the packed tokens, whatever documents they belong to;
@@ -32,13 +30,13 @@ CP_LAYOUTS = get_args(CPLayout)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which part of the tokens a rank holds.
+    """Part of the tokens that a rank holds.
 
     Attributes:
-        cp, cp_rank: size of the context-parallel group and the place in it.
+        cp, cp_rank: size of the context-parallel group and rank in it.
         cp_layout: one of :data:`CP_LAYOUTS`.
-        sp, sp_rank: into how many equal parts (of neighbouring tokens) sequence parallelism cuts
-            the rows of a context-parallel rank, and which of them this is.
+        sp, sp_rank: equal parts (of neighbouring tokens) into which sequence parallelism cuts the
+            tokens of a context-parallel rank, and the index of this one.
 
     Raises:
         ConfigError: there is no such rank or ``cp_layout``.
@@ -72,7 +70,7 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """Place among them: the parts of a context-parallel rank are neighbours."""
+        """Index among them: the parts of a context-parallel rank are neighbours."""
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:
@@ -80,10 +78,10 @@ class Sharding:
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
-        """Return ``(first place, length)`` of this rank's tokens in unpacked batches.
+        """Return ``(first global position, length)`` of this rank's tokens in unpacked batches.
 
         Raises:
-            ConfigError: if ``total`` rows cannot be cut like this.
+            ConfigError: ``total`` positions cannot be cut like this.
         """
         pieces = self.cp if self.cp_layout == "contiguous" else 2 * self.cp if self.cp > 1 else 1
         if total % pieces or (total // self.cp) % self.sp:
@@ -96,22 +94,23 @@ class Sharding:
             parts = [(self.cp_rank * size, size)]
         else:
             parts = [(self.cp_rank * size, size), ((pieces - 1 - self.cp_rank) * size, size)]
-        local = total // self.ranks
-        own: list[tuple[int, int]] = []
-        skip = self.sp_rank * local
+        left = total // self.ranks
+        skip = self.sp_rank * left
+        local: list[tuple[int, int]] = []
         for first, length in parts:
             begin = min(skip, length)
-            take = min(length - begin, local - sum(n for _, n in own))
+            take = min(length - begin, left)
             if take:
-                own.append((first + begin, take))
+                local.append((first + begin, take))
+            left -= take
             skip -= begin
-        return own
+        return local
 
     def global_positions(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
         """Return int64 ``[ranks, total / ranks]``: the global positions of every rank's tokens.
 
         Args:
-            total: rows on all ranks.
+            total: positions on all ranks.
             offsets: int ``[n + 1]`` cumulative (padded) lengths of packed sequences, each a
                 multiple of ``2 * cp``; ``None`` for unpacked batches.
             device: where the table is wanted.
@@ -127,7 +126,7 @@ class Sharding:
         return rows.reshape(self.ranks, -1)
 
     def _global_positions_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
-        # What is behind the last sequence is cut like one more.
+        # Padding behind the last sequence is cut like one more.
         offsets = torch.cat([offsets, offsets.new_full((1,), total)])
         local = torch.arange(total // self.cp, device=offsets.device)
         document = torch.bucketize(local * self.cp, offsets[1:], right=True)
@@ -152,12 +151,12 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class KeyOwnership:
-    """Which rank makes the keys of which global positions.
+    """The rank that computes the keys of each global position.
 
     Attributes:
-        sharding: how rows are sharded over the ranks that make keys, and which of them this is.
+        sharding: of the ranks that compute keys.
         table: int64 ``[ranks, rows]``, see :meth:`Sharding.global_positions`.
-        batch: micro-batch size: every place is that many tokens.
+        batch: micro-batch size: tokens per position.
 
     Raises:
         ConfigError: the table is not one of the ranks of ``sharding``.
@@ -168,11 +167,8 @@ class KeyOwnership:
     batch: int
 
     def __post_init__(self):
-        shape, fix = (
-            (self.sharding.ranks, "rows"),
-            "pass Sharding.global_positions of the same sharding",
-        )
-        require_tensor("table", self.table, shape, (torch.int64,), fix=fix)
+        fix = "pass Sharding.global_positions of the same sharding"
+        require_tensor("table", self.table, (self.sharding.ranks, "rows"), (torch.int64,), fix=fix)
 
     def of(self, sharding: Sharding) -> torch.Tensor:
         """Return the global positions of a rank of ``sharding``, which differs in ``sp``."""
@@ -180,7 +176,7 @@ class KeyOwnership:
 
     @property
     def in_order(self) -> bool:
-        """Whether the key rows of a sequence ascend with its positions."""
+        """The key rows of a sequence ascend with its positions."""
         return self.sharding.cp == 1 or self.sharding.cp_layout == "contiguous"
 
 
@@ -189,8 +185,8 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
 
     Args:
         layout: of all tokens.
-        sharding: which query tokens are wanted; differs from ``keys.sharding`` at most in ``sp``.
-        keys: who makes which keys.
+        sharding: of the query tokens; differs from ``keys.sharding`` at most in ``sp``.
+        keys: ranks of the keys.
 
     Raises:
         ConfigError: the shardings do not belong together, or ``keys`` are of another batch.
@@ -198,25 +194,23 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
     require(
         sharding.whole() == keys.sharding.whole(),
         f"sharding must differ from that of keys in its sequence parallelism at most, got "
-        f"{sharding} "
-        f"and {keys.sharding}: take both from the same ranks",
+        f"{sharding} and {keys.sharding}: take both from the same ranks",
     )
     count = keys.table.numel() * keys.batch
     require(
         count == layout.num_queries == layout.num_keys,
-        f"keys must be of the {layout.num_queries} tokens of layout, got "
-        f"{count} (positions times "
+        f"keys must be of the {layout.num_queries} tokens of layout, got {count} (positions times "
         "batch): make both for the same batch",
     )
     if sharding.ranks == 1:
         return dataclasses.replace(layout, key_ownership=keys)
     global_positions, batch = keys.table, keys.batch
-    own = keys.of(sharding)
-    element = torch.arange(batch, device=own.device)
-    rows = (own[:, None] * batch + element).flatten()
-    key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=own.device)
+    local = keys.of(sharding)
+    element = torch.arange(batch, device=local.device)
+    rows = (local[:, None] * batch + element).flatten()
+    key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=local.device)
     slots = element * (layout.num_keys // batch) + global_positions.flatten()[:, None]
-    key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=own.device)
+    key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=local.device)
     return _some_rows(layout, rows, _query_ranges(layout, sharding, keys), key_rows, keys)
 
 
@@ -225,7 +219,7 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
 
     Args:
         layout: of the tokens of a rank, in an unpacked batch.
-        first, length: of the global positions; rows of any rank.
+        first, length: of the global positions, on any rank.
     """
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
@@ -235,7 +229,6 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
 
 
 def _some_rows(layout: Layout, rows: torch.Tensor | slice, query_ranges, key_rows, keys) -> Layout:
-    """Return the layout of some rows of ``layout``, which is that of all."""
     start = layout.start[rows]
     return dataclasses.replace(
         layout,
@@ -254,7 +247,7 @@ def _some_rows(layout: Layout, rows: torch.Tensor | slice, query_ranges, key_row
 def padded_bound(layout: Layout) -> int:
     """Return an upper bound of the padded length of a packed sequence.
 
-    Megatron's ``max_seqlen`` bounds real lengths; how much padding follows is on the device.
+    Megatron's ``max_seqlen`` bounds real lengths; padded lengths are on the device.
     """
     assert layout.sequences is not None
     padded = layout.sequences.cu_seqlens_padded is not None
@@ -262,10 +255,8 @@ def padded_bound(layout: Layout) -> int:
 
 
 def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
-    """Yield the bounds of this rank's tokens."""
-    packed = layout.real is not None
-    if packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
-        # Lengths are on the device. The rows of a rank are sharded evenly, up to half a sequence.
+    if layout.packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
+        # Lengths are on the device. A rank's tokens are spread evenly, up to half a sequence.
         rows, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
         yield QueryRange(
             slice(0, rows, 1), 0, sharding.sp_rank * rows * sharding.cp, layout.max_length,
@@ -277,7 +268,6 @@ def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Ite
 
 
 def _chunk_ranges(layout: Layout, chunks, batch: int) -> Iterator[QueryRange]:
-    """Yield the bounds of the rows of ``chunks``, see :meth:`Sharding.chunks`."""
     total = layout.num_queries // batch
     for e in range(batch):
         done = 0

@@ -1,1 +1,1 @@
-"""Masked dense attention: plain MLA over all keys, of which one bit mask for all heads tells."""
+"""Masked dense attention: plain MLA under one bit mask for all heads."""

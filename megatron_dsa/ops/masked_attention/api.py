@@ -1,8 +1,8 @@
-"""Masked dense attention as one differentiable function.
+"""Masked dense attention as one differentiable function, and its key bits.
 
-What is saved is ``q, kv, k_pe, bits, out, lse``: probabilities are formed again in the backward, as
-are the lists of keys that the indexer's loss reads. Ranks that share tokens keep the bits of their
-own and gather them again.
+The backward keeps ``q, kv, k_pe, bits, out, lse``: it recomputes probabilities, and the lists of
+keys that the indexer's loss reads. Ranks that share tokens keep the bits of their part of the
+tokens and gather them again.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,24 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
-from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
-from megatron_dsa.ops.masked_attention.declaration import (
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.masked_attention.spec import (
     BACKWARD,
     FORWARD,
+    GROUP,
     KEY_BITS,
     PROBABILITIES,
-)
-from megatron_dsa.ops.masked_attention.exchange import gather_tokens, sum_own_tokens
-from megatron_dsa.ops.masked_attention.inputs import (
+    VISIBLE_BITS,
+    WORDS,
     KeyBitsInputs,
     ListedProbabilities,
     MaskedAttentionInputs,
+    VisibleBitsInputs,
+    groups,
 )
+
+#: Most tokens of a microbatch whose layers share the bits of visible keys: 128 MiB.
+MOST_KEPT = 32 * 1024
 
 
 def key_bits(
@@ -39,17 +44,17 @@ def key_bits(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Return the bits of listed keys, which :func:`masked_attention` takes.
+    """Return the bits of listed keys, for :func:`masked_attention`.
 
     Args:
-        indices: int32 ``[Sq, K]``, key tokens in any order. Entries ``< 0`` or ``>= num_keys``
+        indices: int32 ``[Sq, K]``, keys in any order. Entries ``< 0`` or ``>= num_keys``
             select nothing.
         topk_length: int32 ``[Sq]`` or ``None``: entries of ``indices`` from there on are ignored.
         num_keys: number of keys, ``Skv``, at least 0.
         policy: which implementations may run.
 
     Returns:
-        int32 ``[Sq, ceil(Skv / 128), 4]`` (:mod:`megatron_dsa.ops.masked_attention.bits`).
+        int32 ``[Sq, ceil(Skv / 128), 4]`` (:mod:`megatron_dsa.ops.masked_attention.spec`).
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -62,22 +67,54 @@ def key_bits(
     return KEY_BITS.run(call, policy, arguments)
 
 
+def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
+    """Return the bits of the keys that each query of ``layout`` sees, in the order of key rows.
+
+    They take ``num_queries * num_keys / 8`` bytes: 8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for
+    128k. Up to :data:`MOST_KEPT` keys the layers of a microbatch share them, and the last two
+    layouts keep them; longer ones are computed in every call.
+
+    Args:
+        layout: of unpacked or packed batches, or any other ranges of slots.
+        policy: which implementations may run.
+
+    Returns:
+        int32 ``[num_queries, ceil(num_keys / 128), 4]``. No bit of a padding query is set.
+    """
+
+    def compute() -> torch.Tensor:
+        slots = None if layout.key_rows is None else layout.slots_of_key_rows().int()
+        inputs = VisibleBitsInputs(
+            layout.start, layout.end, slots, layout.num_keys, policy.workspace_bytes
+        )
+        return VISIBLE_BITS.run(describe_visible_call(layout.start.device), policy, inputs)
+
+    if layout.num_keys > MOST_KEPT:
+        return compute()
+    return layout.derive_large("visible bits", compute)
+
+
+def describe_visible_call(device: torch.device | str) -> OpCall:
+    """Describe the call of ``visible_bits``, which has neither heads nor dims."""
+    return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
+
+
 class MaskedAttentionOutput(NamedTuple):
-    """What :func:`masked_attention` returns."""
+    """Results of :func:`masked_attention`."""
 
     #: ``[Sq, H, Dv]`` in q's dtype; 0 for tokens that select nothing.
     out: torch.Tensor
     #: ``[Sq, H]`` fp32 (fp64 for fp64), natural log over the selected keys, ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[own tokens, topk]``, in the dtype of ``lse``: probabilities of the selected keys,
+    #: ``[tokens of bits, topk]``, in the dtype of ``lse``: probabilities of the selected keys,
     #: summed over all heads of the group (without one, over the heads of ``q``), in ascending order
-    #: of the keys, then 0; ``None`` unless it was asked for.
+    #: of the keys, then 0; ``None`` without ``want_p_sum``.
     p_sum: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What takes no part in autograd and holds no tensor."""
+    """Arguments of a call that are no tensors."""
 
     softmax_scale: float
     policy: Policy
@@ -87,40 +124,37 @@ class _Settings:
     group: Any
 
     def inputs(self, q, kv, k_pe, bits) -> MaskedAttentionInputs:
-        """Put the tensors of a call together."""
         bits = gather_tokens(bits, self.group)
         workspace, v_dim = self.policy.workspace_bytes, self.call.v_dim
         return MaskedAttentionInputs(q, kv, k_pe, bits, v_dim, self.softmax_scale, workspace)
 
     def listed(self, inputs: MaskedAttentionInputs, lse, tokens: slice) -> ListedProbabilities:
-        """Return the head sums of some of this rank's tokens, and their keys."""
+        """Return the head sums of ``tokens`` of this rank, and their keys."""
         width = self.call.topk
         assert width is not None
         if self.group is None:
             of_all = slice(0, tokens.stop - tokens.start)
-            if tokens != slice(0, len(inputs.q)):  # else with what is kept of the lse
+            if tokens != slice(0, len(inputs.q)):  # all tokens reuse what the backward kept
                 inputs, lse = inputs.of_queries(tokens), lse[tokens]
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, width, of_all)
-        return found._replace(p_sum=sum_own_tokens(found.p_sum, self.group))
+        return found._replace(p_sum=_sum_local_tokens(found.p_sum, self.group))
 
     def part_size(self, tokens: int) -> int:
-        """Return how many of so many tokens get their teacher together, at most.
+        """Return the most tokens whose teacher is computed at once.
 
-        Sums and lists take an eighth of the workspace, or a quarter for halves of the tokens and
-        less.
+        Sums and lists take an eighth of the workspace, or a quarter for half of the tokens.
         """
         if self.group is not None or self.call.topk is None:
             return tokens
-        # In whole groups, so that no tile is visited twice.
+        # Whole groups: no tile is read twice.
         budget, per_group = self.policy.workspace_bytes // 8, GROUP * self.call.topk * 8
         fewest, most = (GROUP * rows_in_budget(x, per_group) for x in (budget, 2 * budget))
         halves = -(-tokens // (2 * GROUP)) * GROUP
         return min(max(fewest, halves), most)
 
     def teachers(self, inputs: MaskedAttentionInputs, lse, tokens: int) -> Iterator[TeacherPart]:
-        """Yield the teacher, part by part; ranks of a group sum all at once."""
         for some in slices(tokens, self.part_size(tokens)) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
@@ -161,7 +195,7 @@ class _MaskedAttention(torch.autograd.Function):
                 parts = s.teachers(inputs, lse, len(bits))
                 index_grads = indexer.gradients(index_tensors, parts, s.policy)
 
-        # Several parts use nothing that the backward keeps, and dq and dkv need not exist yet.
+        # Several parts reuse nothing of the backward, so they run before dq and dkv take memory.
         before = s.part_size(len(bits)) < len(bits)
         train(s.indexer if before else None)
         dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
@@ -185,32 +219,29 @@ def masked_attention(
     group: Any = None,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend from every query token to keys of its own, by plain MLA under a bit mask.
+    """Attend from every query token to the keys of its bits, by plain MLA.
 
-    The result is that of :func:`sparse_attention` on absorbed queries and latent keys. Every key is
-    read, whether it is selected or not, with fewer dims than a latent: the fewer keys there are
-    besides those selected, the better.
+    The result equals :func:`sparse_attention` on absorbed queries and latent keys. Every key is
+    read, selected or not, with fewer dims than a latent: faster where most keys are selected.
 
     Ranks that attend for the same tokens with different heads may each select keys for some of the
-    tokens: with ``group``, bits are gathered over it; head sums are summed over it, and each rank
-    gets the sums of its tokens.
+    tokens: bits are gathered over ``group``, head sums reduce-scattered.
 
     Args:
         q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the dims without rope first.
-        kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value. It
-            must be finite, keys that no query selects included.
+        kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value, as
+            MLA's up projection returns it. Finite, keys that no query selects included.
         k_pe: ``[Skv, R]``, same dtype: the rope key of all heads; also finite.
         bits: int32 ``[Sq, ceil(Skv / 128), 4]``, the keys of each query, from :func:`key_bits`;
-            with ``group`` ``[Sq / ranks, ...]``, for this rank's share of the tokens, which are
-            divided evenly in the order of ranks. Masking is by bits only.
+            with ``group`` ``[Sq / ranks, ...]``, for this rank's part of the tokens, in the order
+            of ranks. Masking is by bits only.
         softmax_scale: factor on ``q . k`` before the softmax.
-        topk: no query has more keys; for ``want_p_sum`` and ``indexer``.
+        topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
         k_pe_grad: fp32 ``[Skv, R]``: if given, the gradient of ``k_pe`` is sent here, unrounded,
             instead of to ``k_pe`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        indexer: train the indexer on these probabilities in the backward pass (see
-            :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), for the query
-            tokens of ``bits``.
+        indexer: train the indexer on these probabilities in the backward, for the query tokens of
+            ``bits``.
         group: process group of ranks that have the same tokens and other heads each. All of them
             call together, forward and backward, with the same ``topk``.
         policy: which implementations may run.
@@ -221,11 +252,11 @@ def masked_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, no ``topk`` where it is needed or,
             on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer``
-            with a ``head_group`` beside ``group``.
+            with a ``head_group`` in addition to ``group``.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)
-    check_bits(bits, q, kv, _own_tokens(q, indexer, group))
+    check_bits(bits, q, kv, _local_tokens(q, indexer, group))
     if k_pe_grad is not None:
         wanted = accumulation_dtype(k_pe.dtype)
         fix = "pass the rope dims of the proxy that finish_gather (layers/parallel/gather.py) made"
@@ -240,14 +271,12 @@ def masked_attention(
 
 
 def check_lists(indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int) -> None:
-    """Raise :class:`ConfigError` unless these are arguments of :func:`key_bits`."""
     require_tensor("indices", indices, ("Sq", "K"), (torch.int32,), fix="give one list per query")
     require_lists(indices, indices, topk_length)
     require(num_keys >= 0, f"num_keys must not be negative, got {num_keys}: pass len(kv)")
 
 
 def check_topk(topk: int | None, wants_teacher: bool) -> None:
-    """Raise :class:`ConfigError` unless ``topk`` can be that of :func:`masked_attention`."""
     rule = "the most keys that a query has"
     require(
         topk is not None or not wants_teacher,
@@ -257,7 +286,6 @@ def check_topk(topk: int | None, wants_teacher: bool) -> None:
 
 
 def check_queries_and_keys(q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor) -> None:
-    """Raise :class:`ConfigError` unless these fit, as of :func:`masked_attention`."""
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     fix = "give it the H and dtype of q"
     require_tensor("kv", kv, ("Skv", q.shape[1], "Dn + Dv"), (q.dtype,), q, fix)
@@ -272,7 +300,6 @@ def check_queries_and_keys(q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor
 
 
 def check_bits(bits: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, queries: int) -> None:
-    """Raise :class:`ConfigError` unless there are bits of the keys for as many queries."""
     shape = (queries, groups(kv.shape[0]), WORDS)
     require_tensor("bits", bits, shape, (torch.int32,), q, "make them of lists with key_bits")
 
@@ -280,7 +307,6 @@ def check_bits(bits: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, queries: i
 def describe_attention(
     q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, topk: int | None
 ) -> OpCall:
-    """Describe a call to dispatch; no query has more than ``topk`` keys."""
     nope = q.shape[2] - k_pe.shape[1]
     return describe_call(
         q.device,
@@ -293,11 +319,11 @@ def describe_attention(
     )
 
 
-def _own_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> int:
-    """Return how many queries this rank selects keys for, after the checks of ``group``."""
+def _local_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> int:
+    """Check ``group``; return the number of queries that this rank selects keys for."""
     if group is None:
         return len(q)
-    own, rest = divmod(len(q), group.size())
+    local, rest = divmod(len(q), group.size())
     require(
         rest == 0,
         f"q must have equally many tokens for each of the {group.size()} ranks of group, got "
@@ -308,4 +334,22 @@ def _own_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) ->
         "indexer.head_group must be None with group, over which head sums are summed already: "
         "drop it",
     )
-    return own
+    return local
+
+
+def gather_tokens(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return ``x [tokens, ...]`` of all ranks, ``[tokens * ranks, ...]``."""
+    if group is None:
+        return x
+    gathered = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def _sum_local_tokens(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return this rank's tokens of the sum of ``x [tokens * ranks, ...]`` over ranks."""
+    if group is None:
+        return x
+    local = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    torch.distributed.reduce_scatter_tensor(local, x.contiguous(), group=group)
+    return local

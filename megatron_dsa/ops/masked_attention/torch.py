@@ -1,8 +1,7 @@
 """Masked dense attention in torch: any device, any dims, temporary memory bounded by a budget.
 
-Scores exist for a block of queries and a block of keys at a time. The backward forms them once for
-the gradient of the queries and once for that of the keys: each gradient is then summed in one
-place and rounded once.
+Scores exist for a block of queries and a block of keys at a time. The backward computes them twice,
+for the queries' and for the keys' gradient, so that each is summed in one tensor and rounded once.
 """
 
 from collections.abc import Iterator
@@ -17,21 +16,24 @@ from megatron_dsa.ops.common.arithmetic import (
     valid_entries,
 )
 from megatron_dsa.ops.common.checks import require_values
-from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups, pack, unpack
-from megatron_dsa.ops.masked_attention.inputs import (
+from megatron_dsa.ops.masked_attention.spec import (
+    GROUP,
+    WORDS,
     KeyBitsInputs,
     ListedProbabilities,
     MaskedAttentionInputs,
     VisibleBitsInputs,
+    groups,
+    pack,
+    unpack,
 )
 
-#: Temporary bytes per key of a query: of :func:`pack` beside the mask, and of :func:`unpack`.
+#: Temporary bytes per key of a query: of :func:`pack` without its mask, and of :func:`unpack`.
 _BYTES_PACK, _BYTES_UNPACK = 16, 16
 MORE_KEYS = "topk must be at least the number of keys of each query, got {}: raise it"
 
 
 def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
-    """Return int32 ``[Sq, G, 4]``, the bits of the listed keys (:mod:`.bits`)."""
     queries, width = inputs.indices.shape
     bits = inputs.indices.new_empty(queries, groups(inputs.num_keys), WORDS)
     per_query = bits.shape[1] * GROUP * (1 + _BYTES_PACK) + width * 16
@@ -47,7 +49,6 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
 
 
 def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
-    """Return int32 ``[Sq, G, 4]``, the bits of the visible keys (:mod:`.bits`)."""
     queries, slots = len(inputs.start), inputs.slots
     if slots is None:
         slots = torch.arange(inputs.num_keys, dtype=torch.int32, device=inputs.start.device)
@@ -61,7 +62,6 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
 
 
 def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out [Sq, H, v_dim]`` and ``lse [Sq, H]``."""
     q = inputs.q
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty(*q.shape[:2], inputs.v_dim)
@@ -161,7 +161,7 @@ def backward(
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
     """Return how many keys, in whole groups, take half of the workspace.
 
-    A copy in the dtype of the inputs, one in that of sums, and the gradients with an addend.
+    A copy in the dtype of the inputs, one in the dtype of sums, the gradients and an addend.
     """
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
@@ -190,7 +190,6 @@ def _heads_first(inputs: MaskedAttentionInputs, keys: slice) -> tuple[torch.Tens
 
 
 def _mask(inputs: MaskedAttentionInputs, tokens: slice, keys: slice) -> torch.Tensor:
-    """Return bool ``[q, k]``; a block of keys begins with a group."""
     first = keys.start // GROUP
     bits = inputs.bits[tokens, first : groups(keys.stop)]
     return unpack(bits, keys.stop - keys.start)
@@ -203,7 +202,6 @@ def _scores(inputs: MaskedAttentionInputs, tokens: slice, keys: slice, key) -> t
 
 
 def _probabilities(inputs, tokens: slice, keys: slice, key, lse: torch.Tensor) -> torch.Tensor:
-    """Return probabilities ``[H, q, k]`` from the log-sum-exp ``[Sq, H]`` of a forward."""
     scores = _scores(inputs, tokens, keys, key)
     return scores.sub_(_finite(lse[tokens]).t()[..., None]).exp_()
 

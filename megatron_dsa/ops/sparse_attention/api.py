@@ -1,8 +1,9 @@
 """Sparse attention as one differentiable function.
 
-Forward and backward are dispatched independently; they share only ``out`` and ``lse``. What is
-saved is ``q, kv, out, lse, indices``: no scores, no gathered keys, nothing of the indexer's loss.
-Lists of V4's attention (:mod:`megatron_dsa.ops.key_lists.api`) are written again in the backward.
+Forward and backward are dispatched apart; they share only ``out`` and ``lse``. The backward keeps
+``q, kv, sink, indices, length, out, lse`` and the indexer's inputs: no scores, no gathered keys.
+Both passes run once; with :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4) once per block of
+tokens, whose lists are written in the forward and again in the backward.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import (
     FLOATS,
@@ -23,31 +24,36 @@ from megatron_dsa.ops.common.checks import (
     require_values,
 )
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
+from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    SparseAttentionInputs,
+)
 
 
 class SparseAttentionOutput(NamedTuple):
-    """What :func:`sparse_attention` returns."""
+    """Results of :func:`sparse_attention`."""
 
     #: ``[Sq, H, v_dim]`` in q's dtype; 0 for tokens that select nothing.
     out: torch.Tensor
     #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
     lse: torch.Tensor
     #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities, 0 at invalid entries;
-    #: ``None`` unless it was asked for.
+    #: ``None`` without ``want_p_sum``.
     p_sum: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What takes no part in autograd; see :func:`megatron_dsa.dsa_kernels.sparse_attention`.
+    """Arguments of a call without a gradient, kept for the backward by the autograd function.
 
-    It lives as long as the graph, so it holds no tensor that autograd saves: neither the indexer's
-    nor the selection of ``lists``, which is passed as ``indices``.
+    They live as long as the graph, so they hold no tensor that autograd saves: neither the
+    indexer's nor the selection of ``lists``, which is passed as ``indices``.
     """
 
     v_dim: int
@@ -60,17 +66,14 @@ class Settings:
     in_order: bool = False
     length_in_range: bool = False
 
-    def arguments(
-        self, q, kv, sink, indices, topk_length, want_p_sum: bool
-    ) -> SparseAttentionInputs:
-        """Put the tensors of a call together."""
+    def inputs(self, q, kv, sink, indices, length, want_p_sum: bool) -> SparseAttentionInputs:
         return SparseAttentionInputs(
             q=q,
             kv=kv,
             indices=indices,
             v_dim=self.v_dim,
             softmax_scale=self.softmax_scale,
-            topk_length=topk_length,
+            topk_length=length,
             sink=sink,
             workspace_bytes=self.policy.workspace_bytes,
             want_p_sum=want_p_sum,
@@ -82,56 +85,51 @@ class Settings:
         """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
         return operation.run(replace(self.call, teacher=teacher), self.policy, *args)
 
-    def parts(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-        """Yield ``rows, indices, length``: everything at once, or lists as they are written."""
+    def blocks(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """Yield ``tokens, indices, length``: all tokens, or blocks for which lists are written."""
         if self.lists is None:
             yield slice(None), indices, length
         else:
             lists = replace(self.lists, selected=indices, selected_length=length)
             yield from lists.blocks(self.policy)
 
-    def teacher_columns(
-        self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice
-    ) -> torch.Tensor:
-        """Return the part of ``p_sum`` that the indexer is responsible for."""
+    def teacher_columns(self, p_sum, indices, tokens: slice) -> torch.Tensor:
+        """Return the columns of ``p_sum`` that belong to selected keys, without the window."""
         if self.lists is None:
             return p_sum
-        # Where fewer keys are selected than there is room for, the window follows at once.
-        valid = indices[rows] >= 0
+        # Behind a selection that is not full, the window follows at once.
+        valid = indices[tokens] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
 
-def _put(whole: torch.Tensor | None, part: torch.Tensor | None, rows: slice, total: int):
-    """Return ``whole`` with ``part`` as its rows ``rows``, or a part that is everything."""
+def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
+    """Write ``part`` to the ``tokens`` of ``whole``; a part with all tokens is returned itself."""
     if part is None or part.shape[0] == total:
         # A view would keep the padding behind it.
         return None if part is None else part.contiguous()
     if whole is None:
         whole = part.new_empty(total, *part.shape[1:])
-    whole[rows] = part
+    whole[tokens] = part
     return whole
 
 
-class SparseAttention(torch.autograd.Function):
+class _SparseAttention(torch.autograd.Function):
     """``q, kv, kv_grad, sink, ..., the indexer's tensors -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(
-        ctx, q, kv, kv_grad, sink, indices, length, s, *index_tensors
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
+    def forward(ctx, q, kv, kv_grad, sink, indices, length, s: Settings, *index_tensors):
         out: Any = None
         lse: Any = None
         p_sum = None
-        for rows, part_indices, part_length in s.parts(indices, length):
-            arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, s.want_p_sum)
-            part, part_lse, part_p_sum = s.run(FORWARD, arguments)
+        for tokens, listed, count in s.blocks(indices, length):
+            inputs = s.inputs(q[tokens], kv, sink, listed, count, s.want_p_sum)
+            part, part_lse, part_p_sum = s.run(FORWARD, inputs)
             if s.want_p_sum:
                 if part_p_sum is None:
-                    part_p_sum = s.run(PROBABILITIES, arguments, part_lse)
-                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, rows), rows, q.shape[0])
-            out = _put(out, part, rows, q.shape[0])
-            lse = _put(lse, part_lse, rows, q.shape[0])
+                    part_p_sum = s.run(PROBABILITIES, inputs, part_lse)
+                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, tokens), tokens, len(q))
+            out = _put(out, part, tokens, len(q))
+            lse = _put(lse, part_lse, tokens, len(q))
         ctx.save_for_backward(q, kv, sink, indices, length, out, lse, *index_tensors)
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
@@ -145,33 +143,30 @@ class SparseAttention(torch.autograd.Function):
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
         q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        trains = s.indexer is not None and any(ctx.needs_input_grad[7:])
-        wants_p_sum = trains and s.indexer is not None and not s.indexer.selected_only
+        dout = (torch.zeros_like(out) if dout is None else dout).contiguous()
+        indexer = s.indexer if any(ctx.needs_input_grad[7:]) else None
+        wants_p_sum = indexer is not None and not indexer.selected_only
         dq = dsink = teacher = None
         dkv: Any = None
-        dout = dout.contiguous()
-        for rows, part_indices, part_length in s.parts(indices, length):
-            arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, wants_p_sum)
+        for tokens, listed, count in s.blocks(indices, length):
+            inputs = s.inputs(q[tokens], kv, sink, listed, count, wants_p_sum)
             part_dq, part_dkv, part_dsink, p_sum = s.run(
-                BACKWARD, arguments, out[rows], lse[rows], dout[rows],
-                teacher=wants_p_sum,
-            )  # fmt: skip
-            dq = _put(dq, part_dq, rows, q.shape[0])
+                BACKWARD, inputs, out[tokens], lse[tokens], dout[tokens], teacher=wants_p_sum
+            )
+            dq = _put(dq, part_dq, tokens, len(q))
             dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
             if part_dsink is not None:
                 dsink = part_dsink if dsink is None else dsink + part_dsink
             if wants_p_sum:
                 if p_sum is None:
-                    p_sum = s.run(PROBABILITIES, arguments, lse[rows])
-                teacher = _put(teacher, s.teacher_columns(p_sum, indices, rows), rows, q.shape[0])
+                    p_sum = s.run(PROBABILITIES, inputs, lse[tokens])
+                teacher = _put(teacher, s.teacher_columns(p_sum, indices, tokens), tokens, len(q))
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
-        if trains:
+        if indexer is not None:
             if teacher is None:
                 teacher = _probabilities_among(s, q, kv, indices, length)
-            assert s.indexer is not None
             part = TeacherPart(slice(None), indices, length, teacher)
-            index_grads = s.indexer.gradients(index_tensors, [part], s.policy)
+            index_grads = indexer.gradients(index_tensors, [part], s.policy)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
@@ -179,11 +174,11 @@ class SparseAttention(torch.autograd.Function):
 
 
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
-    """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
+    """Return the head sum of a softmax over selected keys only: no window, no sink."""
     s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False))
-    arguments = s.arguments(q, kv, None, indices, length, True)
-    _, lse, p_sum = s.run(FORWARD, arguments)
-    return s.run(PROBABILITIES, arguments, lse) if p_sum is None else p_sum
+    inputs = s.inputs(q, kv, None, indices, length, True)
+    _, lse, p_sum = s.run(FORWARD, inputs)
+    return s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
 
 
 def sparse_attention(
@@ -201,16 +196,15 @@ def sparse_attention(
     indexer: IndexerTraining | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
-    """Attend from every query token to its own list of key rows (one key/value head).
+    """Attend from every query token to its own list of keys (one key/value head).
 
     Args:
         q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.
         kv: ``[Skv, D]``, same dtype; the value is its first ``v_dim`` columns, by construction of
-            absorbed MLA. There is no separate value argument.
-        indices: int32 ``[Sq, K]``, rows of ``kv``. Entries ``< 0`` or ``>= Skv`` select nothing.
-            A row must not be listed twice for one query. Masking is by indices only. Or
-            :class:`~megatron_dsa.ops.key_lists.api.KeyLists`, whose lists are written block by
-            block.
+            absorbed MLA.
+        indices: int32 ``[Sq, K]``, indices of keys. Entries ``< 0`` or ``>= Skv`` select nothing.
+            A query must not list a key twice. Masking is by indices only. Or
+            :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
         softmax_scale: factor on ``q . kv`` before the softmax.
         v_dim: number of leading columns of ``kv`` that are the value.
         topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
@@ -219,10 +213,9 @@ def sparse_attention(
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
             instead of to ``kv`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        in_order: the caller knows that all lists follow one order of the keys, as those of
-            :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.
-        indexer: train the indexer on these probabilities in the backward pass, where they are
-            recomputed anyway (see :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`).
+        in_order: all lists follow one order of the keys, as the results of ``indexer_topk`` and
+            ``KeyLists`` do: spares a backward from sorting them.
+        indexer: train the indexer on these probabilities in the backward, which recomputes them.
         policy: which implementations may run.
 
     Returns:
@@ -248,15 +241,13 @@ def sparse_attention(
     call = describe_attention(q, v_dim, width, attn_sink)
     indexer, trained = separate_tensors(indexer, q=q)
     settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
-    return SparseAttentionOutput(
-        *SparseAttention.apply(q, kv, kv_grad, attn_sink, selected, topk_length, settings, *trained)
-    )
+    tensors = (q, kv, kv_grad, attn_sink, selected, topk_length)
+    return SparseAttentionOutput(*_SparseAttention.apply(*tensors, settings, *trained))
 
 
 def check_queries_and_keys(
     q: torch.Tensor, kv: torch.Tensor, v_dim: int, attn_sink: torch.Tensor | None
 ) -> None:
-    """Raise :class:`ConfigError` unless these fit, as of :func:`sparse_attention`."""
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     require_tensor("kv", kv, ("Skv", q.shape[2]), (q.dtype,), q, "give it the D of q")
     require(
@@ -270,7 +261,6 @@ def check_queries_and_keys(
 def describe_attention(
     q: torch.Tensor, v_dim: int, width: int, attn_sink: torch.Tensor | None
 ) -> OpCall:
-    """Describe a call whose lists have ``width`` entries to dispatch."""
     return describe_call(
         q.device,
         dtype=q.dtype,
@@ -283,7 +273,6 @@ def describe_attention(
 
 
 def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
-    """Raise :class:`ConfigError` unless ``kv_grad``, if given, can stand for the gradient of kv."""
     if kv_grad is not None:
         fix = "pass the proxy that megatron_dsa.layers.parallel.gather.finish_gather returned"
         wanted = accumulation_dtype(kv.dtype)
@@ -301,7 +290,76 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
     if lists.selected is not None and lists.selected.numel() > 0:
-        # A larger slot would be the row of another kind of key.
+        # A larger slot would select a key of a position.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
         require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)
+
+
+#: Query tokens times heads, and tokens, of a kernel's thread block, at most.
+_ROWS, _TOGETHER = 64, 8
+#: Waves of thread blocks, at least: the last one of a launch leaves processors idle. And tokens, at
+#: least: the fp32 gradients of the weights are read and written once per block.
+_WAVES, _TOKENS = 8, 1024
+#: The same where a thread block has several tokens: a wave is long there, and takes much memory.
+_SHARED_WAVES, _SHARED_TOKENS = 4, 2048
+#: Blocks at most, where each backward returns a gradient of all keys.
+_KEY_GRADIENTS = 16
+
+
+def token_blocks(
+    tokens: int,
+    keys: int,
+    call: OpCall,
+    policy: Policy,
+    device: torch.device,
+    backward: bool = True,
+    kernel_heads: int = 0,
+) -> tuple[slice, ...]:
+    """Return the blocks of tokens in which absorbed attention runs: slices of equal length.
+
+    Absorbed queries, latent outputs and their gradients, and lists and head sums where tokens share
+    a thread block, fit the workspace, unless kernels would not fill the GPU then. A block has whole
+    waves of thread blocks.
+
+    Args:
+        tokens, keys: of the call.
+        call: of sparse attention, with the dims of latents.
+        policy: the workspace, and the choice of the backward.
+        device: of the tensors.
+        backward: a backward follows.
+        kernel_heads: heads of the forward's kernel, if more than the call's.
+    """
+    # The forward has queries and outputs, the backward their gradients as well.
+    per_token = max(2 * call.heads, kernel_heads)
+    per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
+    wave, fewest = _wave(call.heads, device), 1
+    if wave:
+        together = _together(call.heads)
+        waves, least = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
+        fewest = max(waves * wave, _up(least, wave))
+        if together > 1 and backward:
+            # Ids and members of the union, head sums, where they go (and a copy), the teacher.
+            per_token += (call.topk or 0) * (5 + 4 * together + 16 + 4)
+        if backward and not BACKWARD.choose(call, policy).candidate.support.adds_keys:
+            fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))
+    wave = wave or 1
+    most = max(fewest, policy.workspace_bytes // per_token // wave * wave)
+    # At most half as many tokens again as wanted, or a third less.
+    count = max(1, min(-(-tokens // most), round(tokens / fewest)))
+    size = tokens if count == 1 else _up(-(-tokens // count), wave)
+    return tuple(slices(tokens, size)) if tokens else (slice(0, 0),)
+
+
+def _wave(heads: int, device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    return processors(device) * _together(heads) // -(-heads // _ROWS)
+
+
+def _together(heads: int) -> int:
+    return max(1, min(_ROWS // heads, _TOGETHER))
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

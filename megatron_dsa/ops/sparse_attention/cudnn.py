@@ -1,10 +1,9 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
-Bridged here: the sink is required there (``-inf`` means none); rows without keys carry an lse of
+Bridged here: the sink is required there (``-inf`` means none); the lse of tokens without keys is
 ``+inf``; list widths come in buckets; lists are sorted where that keeps the key gradient in the
-cache. On Hopper the key gradient is accumulated in fp32 and
-rounded to the dtype of the keys on return; the contract wants it unrounded until it is summed over
-ranks, so the accumulator is read from the workspace (:func:`_accumulator`).
+cache. On Hopper the key gradient is accumulated in fp32 and rounded on return; ours stays unrounded
+until it is summed over ranks, so the accumulator is read from the workspace.
 """
 
 import logging
@@ -15,8 +14,8 @@ from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch.packages import CUDNN
 from megatron_dsa.ops.hopper.fragments import in_column_order
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def backward(
 
 
 def _workspace(DSA, arguments, length) -> torch.Tensor | None:
-    """Allocate the workspace ourselves where the fp32 key gradient can be read from it."""
+    """Allocate the workspace here if the fp32 key gradient can be read from it."""
     q = arguments[0]
     hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
     if not hopper or CUDNN.version() < _WORKSPACE_SINCE or _accumulator_fits is False:
@@ -83,7 +82,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
     wide = _accumulator(workspace, *dkv.shape)
     if _accumulator_fits is None:
         # Once per process, in its first call (which compiles anyway): the rounded accumulator has
-        # to be the gradient that was returned, or the layout is not the one we know.
+        # to be the gradient that was returned, or the layout has changed.
         _accumulator_fits = torch.equal(wide.to(dkv.dtype), dkv)
         if not _accumulator_fits:
             logger.warning(

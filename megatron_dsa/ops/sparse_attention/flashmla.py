@@ -2,12 +2,15 @@
 
 Differences from this package's contract that are bridged here: 64 or 128 heads only, widths in
 multiples of 128, no clamping of ``topk_length``, and ``+inf`` instead of ``-inf`` as the lse of
-rows without keys. Its lse is the natural log over the keys without the sink, as ours.
+tokens without keys. Its lse is the natural log over the keys without the sink, as ours.
 """
+
+from __future__ import annotations
 
 import inspect
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
@@ -16,17 +19,19 @@ from megatron_dsa.ops.dispatch import on_meta
 from megatron_dsa.ops.dispatch.packages import FLASH_MLA
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.padding import padded_heads, with_heads
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+
+if TYPE_CHECKING:  # spec.py reads HEADS and probe
+    from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 #: Widths of lists are multiples of it.
 WIDTH = 128
-#: Numbers of heads that it takes.
+#: Supported numbers of heads.
 HEADS = (64, 128)
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 
 
 def probe(call: OpCall) -> str | None:
-    """Return why the installed FlashMLA is not the one that this adapter was written for."""
+    """Return the reason against the installed FlashMLA, ``None`` without one."""
     import flash_mla
 
     function = getattr(flash_mla, "flash_mla_sparse_fwd", None)
@@ -57,9 +62,9 @@ def _signature_complaint(function) -> str | None:
 
 @lru_cache(maxsize=4)
 def _lse_complaint(function) -> str | None:
-    """Ask for the lse of equal logits: copies from before 2026 answer in base 2.
+    """Compare the lse of equal logits: copies from before 2026 return base 2.
 
-    A base-2 lse given to a backward that expects the natural log is silently wrong.
+    With it, a backward that expects the natural log is silently wrong.
     """
     q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device="cuda")
     kv = torch.zeros(WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
@@ -74,10 +79,7 @@ def _lse_complaint(function) -> str | None:
 
 
 def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q with as many heads, and lists as wide, as FlashMLA takes.
-
-    Nothing is copied where the caller wrote q into a tensor of so many heads.
-    """
+    """Return q and lists padded to supported heads and widths."""
     indices, heads = inputs.indices, padded_heads(inputs.q.shape[1], HEADS)
     if inputs.padded_q is not None and inputs.padded_q.shape[1] == heads:
         q = inputs.padded_q
@@ -89,7 +91,7 @@ def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities).
+    """Return ``out``, ``lse`` and ``None`` (no probabilities).
 
     ``out`` is a view of the heads that q has: the result of padding heads stays behind them.
     """

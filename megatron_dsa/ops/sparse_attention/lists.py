@@ -8,11 +8,11 @@ that part stays in the GPU's cache. It pays where the whole gradient does not.
 import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget, valid_entries
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def sorting_pays(inputs: SparseAttentionInputs) -> bool:
-    """Whether lists in any order meet a key gradient (fp32) of more than half of the cache."""
+    """Return whether lists have no order and the fp32 key gradient exceeds half of the cache."""
     if inputs.in_order:
         return False
     cache = torch.cuda.get_device_properties(inputs.kv.device).L2_cache_size
@@ -30,9 +30,8 @@ def ascending_lists(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return :func:`caller_lists` with every list in ascending order and without invalid entries.
 
-    What is past a list's length is no row of the keys. ``places`` (int32, like the indices) is
-    filled with where each of the caller's entries went. Temporary memory stays within
-    ``inputs.workspace_bytes``.
+    Entries past a list's length are no keys. ``places`` (int32, like the indices) is filled with
+    the new index of each of the caller's entries.
     """
     indices, length = caller_lists(inputs)
     queries, width = indices.shape

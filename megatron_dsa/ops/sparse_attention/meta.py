@@ -1,17 +1,16 @@
-"""Sparse attention on the meta device; our own adapters run as they are, around no kernels."""
+"""Fakes of sparse attention; our own adapters run as they are, around no kernels."""
 
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 from megatron_dsa.ops.sparse_attention import flashmla
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
 
 
 def forward(candidate: Candidate, inputs: SparseAttentionInputs):
-    """Meta function of ``sparse_attention_forward``; ``FORWARD.run`` calls it in a plan."""
     if candidate.name == "tilelang":
         return launch.forward(inputs, _no_op_kernels())
     (rows, heads), v_dim, p_sum = inputs.q.shape[:2], inputs.v_dim, None
@@ -28,7 +27,6 @@ def forward(candidate: Candidate, inputs: SparseAttentionInputs):
 
 
 def backward(candidate: Candidate, inputs: SparseAttentionInputs, out, lse, dout):
-    """Meta function of ``sparse_attention_backward``; ``BACKWARD.run`` calls it in a plan."""
     if candidate.name == "tilelang":
         return launch.backward(inputs, out, lse, dout, _no_op_kernels())
     q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
@@ -50,9 +48,6 @@ def backward(candidate: Candidate, inputs: SparseAttentionInputs, out, lse, dout
 
 
 def probabilities(candidate: Candidate, inputs: SparseAttentionInputs, lse) -> torch.Tensor:
-    """Meta function of ``sparse_attention_probabilities``; ``PROBABILITIES.run`` calls it in a
-    plan.
-    """
     if not candidate.fused:
         take_workspace(inputs.q, inputs.workspace_bytes)
         return empty_sums(inputs.q, *inputs.indices.shape)
@@ -69,7 +64,7 @@ def probabilities(candidate: Candidate, inputs: SparseAttentionInputs, lse) -> t
 
 
 class NoOpKernels(Kernels):
-    """Kernels that write nothing; what is around them allocates as it does on a GPU."""
+    """Kernels that write nothing, between the allocations of a GPU."""
 
     def _compiled(self, part, arguments):
         return _write_nothing
@@ -83,6 +78,5 @@ def _write_nothing(*_tensors):
 
 
 def _no_op_kernels() -> NoOpKernels:
-    """Return those of the GPU that is planned for: the one that torch.cuda tells of."""
-    found = kernels_for(torch.device("cuda"))
+    found = kernels_for(torch.device("cuda"))  # of the GPU that is planned for
     return NoOpKernels(found.target, found.tiles)

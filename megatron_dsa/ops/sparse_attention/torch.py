@@ -1,6 +1,6 @@
 """Sparse attention in torch: any device, any dims, temporary memory bounded by a budget.
 
-Queries are handled a few rows at a time; the gathered keys and the probabilities of a chunk are
+Queries run a chunk at a time; the gathered keys and the probabilities of a chunk are
 dropped before the next one, and the backward pass gathers and recomputes them again.
 """
 
@@ -12,17 +12,16 @@ from megatron_dsa.ops.common.arithmetic import (
     rows_in_budget,
     valid_entries,
 )
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores: int):
-    """Yield slices of query rows whose temporaries fit the budget."""
     heads, width = inputs.q.shape[1], inputs.indices.shape[1]
     acc = accumulation_dtype(inputs.q.dtype).itemsize
     per_key = copies_of_keys * inputs.kv.shape[1] * acc + copies_of_scores * heads * acc + 16
-    rows = rows_in_budget(inputs.workspace_bytes, width * per_key)
-    for first in range(0, inputs.q.shape[0], rows):
-        yield slice(first, first + rows)
+    tokens = rows_in_budget(inputs.workspace_bytes, width * per_key)
+    for first in range(0, inputs.q.shape[0], tokens):
+        yield slice(first, first + tokens)
 
 
 def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
@@ -30,17 +29,17 @@ def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
     return torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
 
 
-def _selected(inputs: SparseAttentionInputs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _selected(inputs: SparseAttentionInputs, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``index [r, K]`` int64 (invalid entries -> the zero row) and ``valid [r, K]``."""
-    index = inputs.indices[rows]
-    length = None if inputs.topk_length is None else inputs.topk_length[rows]
+    index = inputs.indices[tokens]
+    length = None if inputs.topk_length is None else inputs.topk_length[tokens]
     valid = valid_entries(index, length, inputs.kv.shape[0])
     return torch.where(valid, index, inputs.kv.shape[0]).long(), valid
 
 
-def _scores(inputs: SparseAttentionInputs, rows: slice, keys: torch.Tensor, valid: torch.Tensor):
+def _scores(inputs: SparseAttentionInputs, tokens: slice, keys: torch.Tensor, valid: torch.Tensor):
     """Scaled logits ``[r, H, K]`` in the accumulation dtype, ``-inf`` where nothing is selected."""
-    scores = bmm(inputs.q[rows], keys.transpose(1, 2)).mul_(inputs.softmax_scale)
+    scores = bmm(inputs.q[tokens], keys.transpose(1, 2)).mul_(inputs.softmax_scale)
     return scores.masked_fill_(~valid[:, None], float("-inf"))
 
 
@@ -57,33 +56,32 @@ def forward(
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None
     table = _with_zero_row(inputs.kv)
-    for rows in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
-        index, valid = _selected(inputs, rows)
+    for tokens in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
+        index, valid = _selected(inputs, tokens)
         keys = table[index]
-        scores = _scores(inputs, rows, keys, valid)
+        scores = _scores(inputs, tokens, keys, valid)
         chunk_lse = torch.logsumexp(scores, dim=-1)
         probs = scores.sub_(denominator(inputs, chunk_lse)[..., None]).exp_()
-        out[rows] = bmm(probs.to(q.dtype), keys[..., :v_dim])
-        lse[rows] = chunk_lse
+        out[tokens] = bmm(probs.to(q.dtype), keys[..., :v_dim])
+        lse[tokens] = chunk_lse
         if p_sum is not None:
-            torch.sum(probs, dim=1, out=p_sum[rows])
+            torch.sum(probs, dim=1, out=p_sum[tokens])
     return out, lse, p_sum
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return ``p_sum [Sq, K]``, the head sum of the probabilities, from a forward's ``lse``."""
     p_sum = inputs.q.new_empty(inputs.indices.shape, dtype=accumulation_dtype(inputs.q.dtype))
     table = _with_zero_row(inputs.kv)
-    for rows in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
-        index, valid = _selected(inputs, rows)
-        scores = _scores(inputs, rows, table[index], valid)
-        probs = scores.sub_(denominator(inputs, lse[rows])[..., None]).exp_()
-        torch.sum(probs, dim=1, out=p_sum[rows])
+    for tokens in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
+        index, valid = _selected(inputs, tokens)
+        scores = _scores(inputs, tokens, table[index], valid)
+        probs = scores.sub_(denominator(inputs, lse[tokens])[..., None]).exp_()
+        torch.sum(probs, dim=1, out=p_sum[tokens])
     return p_sum
 
 
 def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Log of the softmax denominator, sink included; 0 for rows without any mass."""
+    """Log of the softmax denominator, sink included; 0 for tokens without any mass."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return torch.where(lse == float("-inf"), 0.0, lse)
@@ -106,20 +104,20 @@ def backward(
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None
-    for rows in _chunks(inputs, copies_of_keys=4, copies_of_scores=4):
-        index, valid = _selected(inputs, rows)
+    for tokens in _chunks(inputs, copies_of_keys=4, copies_of_scores=4):
+        index, valid = _selected(inputs, tokens)
         keys = table[index]
-        chunk_dout = dout[rows].to(q.dtype)
-        delta = (chunk_dout.to(acc) * out[rows].to(acc)).sum(-1)
-        total = denominator(inputs, lse[rows])
-        probs = _scores(inputs, rows, keys, valid).sub_(total[..., None]).exp_()
+        chunk_dout = dout[tokens].to(q.dtype)
+        delta = (chunk_dout.to(acc) * out[tokens].to(acc)).sum(-1)
+        total = denominator(inputs, lse[tokens])
+        probs = _scores(inputs, tokens, keys, valid).sub_(total[..., None]).exp_()
         if p_sum is not None:
-            torch.sum(probs, dim=1, out=p_sum[rows])
+            torch.sum(probs, dim=1, out=p_sum[tokens])
         dscores = bmm(chunk_dout, keys[..., :v_dim].transpose(1, 2))
         dscores.sub_(delta[..., None]).mul_(probs)
         dscores = dscores.mul_(scale).to(q.dtype)
-        dq[rows] = bmm(dscores, keys)
-        dkeys = bmm(dscores.transpose(1, 2), q[rows])
+        dq[tokens] = bmm(dscores, keys)
+        dkeys = bmm(dscores.transpose(1, 2), q[tokens])
         dkeys[..., :v_dim] += bmm(probs.to(q.dtype).transpose(1, 2), chunk_dout)
         dkv.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
         if dsink is not None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
 #: Entries of a thread block, dims of a step, and the least and most rows of a product.
@@ -58,7 +58,6 @@ def head_sums(
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return ``p_sum [Sq, K]`` fp32, the head sum of the probabilities, 0 at invalid entries."""
     q, kv = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs.q, inputs.kv))
     indices, (queries, width) = inputs.indices.contiguous(), inputs.indices.shape
     length = None if inputs.topk_length is None else inputs.topk_length.contiguous()

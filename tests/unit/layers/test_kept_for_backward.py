@@ -15,7 +15,7 @@ from megatron.core import tensor_parallel
 
 from megatron_dsa.config.model import DSAOptions, is_indexer_parameter
 from megatron_dsa.config.presets import PRESETS
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/design/kept_for_backward.md"

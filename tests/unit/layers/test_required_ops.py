@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.ops.dispatch import Operation
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 #: Fields of the small configurations that are no part of a model's structure.

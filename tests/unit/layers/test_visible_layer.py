@@ -6,8 +6,8 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.ops.dispatch import report, reset_report
-from megatron_dsa.ops.masked_attention import visible
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+from megatron_dsa.ops.masked_attention.api import MOST_KEPT
+from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.steps import RECOMPUTED, STEPS, TOKENS, Step, check_same, selective, train
 from tests.host import attention_module, hidden_like, packed, small_config, start
@@ -118,6 +118,6 @@ def test_delayed_weight_gradients(all_fused):
 
 
 def test_long_batches_stay_with_dense_attention(all_fused):
-    options = DSAOptions(stage="dense", sequence_length=visible.MOST_KEPT + 1)
+    options = DSAOptions(stage="dense", sequence_length=MOST_KEPT + 1)
     module = attention_module(small_config(options=options))
     assert not module.masked

@@ -300,7 +300,7 @@ def _hopper(**changes):
 
 
 def test_dims_are_compared_before_anything_is_padded():
-    """Trap: padding values first makes 192/192 of 192/128, which native kernels do not take."""
+    """Padding values first makes 192/192 of 192/128, which native kernels do not take."""
     order = list(DECLARED)
     assert order.index("torch-cudnn") < order.index("flash2") < order.index("torch-flash")
     assert order[-1] == "torch"

@@ -1,7 +1,7 @@
 """cuDNN's backward and indexer operations through the contract, against float64 on a GPU.
 
-Every difference that the adapters bridge has its test; numbers in names are rows of the list of
-bugs that other systems shipped (heads that are no multiple of 64, invalid ids, empty rows, widths).
+Every difference that the adapters bridge has its test: heads that are no multiple of 64, invalid
+ids, empty lists, widths.
 """
 
 import dataclasses
@@ -22,8 +22,12 @@ from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    SparseAttentionInputs,
+)
 from tests.cases.sparse_attention import CASE, make_case, ragged_case
 from tests.helpers import double_leaf, leaf, relative_error
 
@@ -147,7 +151,7 @@ def test_selection(name, heads, workspace):
 @needs_cudnn
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.0])
 def test_selection_of_equal_scores(value):
-    """17, 18: ties to the smallest key, exactly K, 20 repeats bitwise equal."""
+    """Ties to the smallest key, exactly K, 20 repeats bitwise equal."""
     rows = 3000
     inputs = IndexerInputs(
         torch.full((rows, 64, 128), abs(value), device="cuda", dtype=torch.bfloat16),
@@ -162,7 +166,7 @@ def test_selection_of_equal_scores(value):
 
 @needs_cudnn
 def test_selection_with_two_distinct_values():
-    """18, and relus that are all closed: -0 and +0 are one score."""
+    """Ties, and relus that are all closed: -0 and +0 are one score."""
     inputs = index_inputs(2500, integers=True)
     inputs.weights.copy_(torch.where(inputs.weights > 0, 1.0, -1.0))
     inputs.q[:, 1:] = 0
@@ -224,7 +228,7 @@ def test_sparse_loss_pulls_at_underflowed_students():
 
 @needs_cudnn
 def test_no_host_synchronisation():
-    """24, after the first call, which compiles."""
+    """After the first call, which compiles."""
     q, kv, indices, length, _ = ragged_case(16)
     inputs = index_inputs(600, 64)
     for x in (inputs.q, inputs.k, inputs.weights):

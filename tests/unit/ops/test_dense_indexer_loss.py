@@ -15,9 +15,9 @@ from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
+from megatron_dsa.testing.cases import visible_keys
+from megatron_dsa.testing.comparison import INDEXER_LOSS
 from megatron_dsa.testing.indexer_loss import expected_dense_loss
-from megatron_dsa.testing.layouts import visible_keys
-from megatron_dsa.testing.tolerances import INDEXER_LOSS
 from tests.cases.indexer_loss import check
 from tests.helpers import leaf, peak_bytes, relative_error
 from tests.processes import run_ranks

@@ -17,9 +17,8 @@ from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES
 from megatron_dsa.ops.indexer_topk.reference import engine_scores
-from megatron_dsa.ops.layout.blocks import Block, QueryRange, Seen
 from megatron_dsa.ops.layout.compressed import compressed_keys
-from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import Block, QueryRange, Seen, bshd_layout
 from megatron_dsa.ops.rope.api import rotate_index
 from tests.cases.indexer_topk import LAYOUTS
 from tests.cases.triton_kernels import Recorder, assembly

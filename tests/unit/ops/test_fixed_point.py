@@ -8,8 +8,11 @@ import torch
 
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
-from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import (
+    BACKWARD,
+    KeyGradientAccumulator,
+    SparseAttentionInputs,
+)
 from megatron_dsa.ops.sparse_attention.tilelang import launch
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels
@@ -96,7 +99,7 @@ def test_calls_that_share_a_sum_add_to_one_accumulator(fixed, monkeypatch):
         return inputs.q.abs().max().float(), dout.abs().max().float()
 
     def run(outputs):
-        shared = replace(inputs, key_sum=KeyGradientSum(3 * inputs.q.shape[0] * 64, bounds))
+        shared = replace(inputs, key_sum=KeyGradientAccumulator(3 * inputs.q.shape[0] * 64, bounds))
         for each in outputs:
             assert launch.backward(shared, each, lse, dout, kernels)[1] is None
         return shared.key_sum.result()
@@ -118,7 +121,7 @@ def test_units_of_a_shared_sum_leave_room_for_all_calls():
     rows = inputs.q.shape[:2].numel()
     alone = units_per_one(inputs, out, dout)
     for calls in (1, 8):
-        total = KeyGradientSum(calls * rows, lambda: (queries, gradient))
+        total = KeyGradientAccumulator(calls * rows, lambda: (queries, gradient))
         units = units_per_one(replace(inputs, key_sum=total), out, dout)
         # Outputs are taken to be as large as values, which halves them at most.
         assert alone / calls / 2 <= units <= alone / calls

@@ -1,6 +1,6 @@
 """What is particular about FlashMLA: what its adapter bridges, its probe, its messages.
 
-Its values against float64 are in ``test_fused_forward.py``.
+Its values against float64 are in ``test_fused_attention.py``.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from megatron_dsa.ops.dispatch.packages import Package
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.declaration import FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import FORWARD, SparseAttentionInputs
 from tests.cases.sparse_attention import make_case
 from tests.helpers import leaf
 
@@ -158,7 +157,7 @@ def test_upstream_signature_is_accepted_and_others_are_named(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("base", "message"), [(2.0, "natural log is 4.852"), (math.e, None)])
 def test_a_base_2_lse_is_noticed(base, message):
-    """Trap 5: a copy that answers in base 2 would give silently wrong gradients."""
+    """A copy that answers in base 2 would give silently wrong gradients."""
 
     def forward(q, kv, indices, sm_scale):
         lse = torch.full((1, 64), math.log(128) / math.log(base), device="cuda")

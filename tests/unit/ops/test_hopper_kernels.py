@@ -1,4 +1,4 @@
-"""Our Hopper kernels without a GPU: they compile for it, and to what they are meant to."""
+"""Our Hopper kernels without a GPU: they compile for it, to the intended instructions."""
 
 import functools
 import importlib
@@ -9,27 +9,23 @@ import pytest
 import torch
 
 from megatron_dsa.ops.hopper.fragments import in_column_order, in_column_order_transposed
-from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, Way
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas
 
 #: Module and arguments: heads, dim, v_dim, group, with_sink; of unions the group.
-FORWARD = {
+KERNELS = {
     "forward of 64 heads": ("forward", 64, 576, 512, 1, False),
     "forward of 4 x 16 heads": ("forward", 16, 576, 512, 4, False),
     "forward of 2 x 32 heads and a sink": ("forward", 32, 512, 512, 2, True),
-}
-BACKWARD = {
     "backward of 64 heads": ("backward", 64, 576, 512, 1),
     "backward of 2 x 24 heads": ("backward", 24, 512, 512, 2),
     "backward of 4 x 16 heads": ("backward", 16, 576, 512, 4),
-}
-IN_TWO = {
     "queries' half of 128 heads": ("query_gradient", 128, 576, 512),
     "queries' half of 96 heads, with sums": ("query_gradient", 96, 512, 512, True),
     "keys' half of 128 heads": ("key_gradient", 128, 576, 512),
     "keys' half of 64 heads, in fixed point": ("key_gradient", 64, 512, 512, True),
+    "unions of 4": ("unions", 4),
 }
-KERNELS = {**FORWARD, **BACKWARD, **IN_TWO, "unions of 4": ("unions", 4)}
 #: Bytes of shared memory that a thread block can have.
 SHARED = 227 * 1024
 
@@ -45,47 +41,33 @@ def kernel(name):
     return hopper(module).compiled(*arguments)
 
 
-def products(name):
-    """How many wgmma products the source has: all, and those with P from registers."""
-    source = kernel(name).get_kernel_source()
-    assert "mma_sync" not in source and "mma.sync" not in source
-    return len(re.findall(r"tl::wgmma_", source)), len(re.findall(r"tl::wgmma_rs", source))
-
-
 def ptxas_of(name):
-    """What ptxas says about the kernel."""
     return ptxas(kernel(name).get_kernel_source(), "sm_90a")
 
 
-@needs_compiler
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync, and every product that the algorithm has."""
-    # EVEN: S in halves, before the loop and in it, P0 V0 and P1 V1; ODD: S in halves, and those.
-    # Each warpgroup's own P comes from its registers.
-    assert products(name) == (2 * 2 + 2 + 2 + 2, 2)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", BACKWARD)
-def test_backward_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync, and every product that the algorithm has."""
-    dim = BACKWARD[name][2]
-    slabs, tail = dim // 64, dim > 512
-    # S and dP in two parts each, dQ in quarters (and a tail), dKV per slab of columns.
-    assert products(name) == (4 + 4 + tail + slabs + 8, 0)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", IN_TWO)
-def test_backward_in_two_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync, and every product that the algorithm has."""
-    module, heads, dim, *_ = IN_TWO[name]
+def products(module, heads, dim, *_):
+    """The wgmma products of the algorithm, and those with P from registers."""
     tail, tiles = dim > 512, -(-heads // 64)
-    # S and dP in four parts each, dQ in quarters (and a tail); of both consumers: P dO and dS Q of
-    # two accumulators (and dS Q of a tail) per tile.
-    expected = 4 + 4 + 4 + tail if module == "query_gradient" else 2 * tiles * (4 + tail)
-    assert products(name) == (expected, 0)
+    return {
+        # EVEN: S in halves, before the loop and in it, P0 V0 and P1 V1; ODD: S in halves, and
+        # those. Each warpgroup's own P comes from its registers.
+        "forward": (2 * 2 + 2 + 2 + 2, 2),
+        # S and dP in two parts each, dQ in quarters (and a tail), dKV per slab of columns.
+        "backward": (4 + 4 + tail + dim // 64 + 8, 0),
+        # S and dP in four parts each, dQ in quarters (and a tail).
+        "query_gradient": (4 + 4 + 4 + tail, 0),
+        # Of both consumers: P dO and dS Q of two accumulators (and dS Q of a tail) per tile.
+        "key_gradient": (2 * tiles * (4 + tail), 0),
+    }[module]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [name for name in KERNELS if not name.startswith("unions")])
+def test_products_are_wgmma(name):
+    source = kernel(name).get_kernel_source()
+    assert "mma_sync" not in source and "mma.sync" not in source
+    found = (len(re.findall(rf"tl::{each}", source)) for each in ("wgmma_", "wgmma_rs"))
+    assert tuple(found) == products(*KERNELS[name])
 
 
 @needs_compiler
@@ -167,9 +149,10 @@ def test_column_order_transposed(dim):
     assert torch.equal(in_column_order_transposed(columns[:, held], 512), columns)
 
 
-def test_which_backward_is_in_two():
-    """More heads than a tile has; in fixed point, more than what groups of queries share a tile."""
+@pytest.mark.parametrize(("fixed", "heads"), [(False, (65, 128)), (True, (33, 64, 65, 128))])
+def test_heads_whose_backward_is_two_kernels(fixed, heads):
     hopper_kernels, portable = Kernels("sm_90a", None), Kernels("sm_90a", "sm_90a")
-    assert [h for h in (32, 33, 64, 65, 128) if hopper_kernels.in_two(h, False)] == [65, 128]
-    assert [h for h in (32, 33, 64, 65, 128) if hopper_kernels.in_two(h, True)] == [33, 64, 65, 128]
-    assert not portable.in_two(128, True)
+    for each in (32, 33, 64, 65, 128):
+        expected = Way.TWO if each in heads else Way.ONE
+        assert hopper_kernels.way(each, fixed) is expected
+        assert portable.way(each, fixed) is Way.PORTABLE

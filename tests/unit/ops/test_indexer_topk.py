@@ -7,8 +7,7 @@ from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_topk.torch import Scores, Selection
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.layout import Seen, bshd_layout, packed_layout
 from tests.cases.indexer_topk import LAYOUTS, expected, integer_inputs
 from tests.helpers import leaf
 

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from megatron_dsa.ops.masked_attention import reference
 from megatron_dsa.ops.masked_attention import torch as unfused
-from megatron_dsa.ops.masked_attention.bits import pack, unpack
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
+from megatron_dsa.ops.masked_attention.spec import GROUP, KeyBitsInputs, groups, pack, unpack
 from tests.cases.masked_attention import ascending_lists, mixed_lists
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 
@@ -18,6 +16,24 @@ TILES = "megatron_dsa.ops.masked_attention.triton.tiles"
 def masked(queries, keys, density=0.3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(queries, keys, generator=generator) < density
+
+
+def transposed(bits, num_keys):
+    """Return the bits of queries per key, and flags of the tiles of 64 queries by 128 keys."""
+    queries = groups(len(bits)) * GROUP
+    mask = bits.new_zeros(queries, groups(num_keys) * GROUP, dtype=torch.bool)
+    mask[: len(bits), :num_keys] = unpack(bits, num_keys)
+    tiles = mask.unflatten(0, (queries // 64, 64)).unflatten(2, (groups(num_keys), GROUP))
+    return pack(mask.t()), tiles.any(3).any(1).to(torch.uint8)
+
+
+def tile_lists(flags):
+    """Return per row the columns whose flag is set, ascending, then 0, and their number."""
+    ids = torch.zeros(flags.shape, dtype=torch.int32, device=flags.device)
+    for row, entries in enumerate(flags):
+        columns = entries.nonzero().flatten()
+        ids[row, : len(columns)] = columns.int()
+    return ids, (flags != 0).sum(1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("keys", [0, *SIZES])
@@ -76,11 +92,11 @@ def test_the_transposed_bits_by_hand():
     """One pair: query 128 + 8 * 3 + 2 * 2 + 1 selects key 5."""
     mask = torch.zeros(200, 130, dtype=torch.bool)
     mask[157, 5] = True
-    bits_t, flags = reference.transpose(pack(mask), 130)
+    bits_t, flags = transposed(pack(mask), 130)
     assert bits_t.shape == (256, 2, 4) and flags.shape == (4, 2)
     assert bits_t.nonzero().tolist() == [[5, 1, 2]] and bits_t[5, 1, 2] == 1 << 7
     assert flags.nonzero().tolist() == [[2, 0]]
-    ids, count = reference.tile_lists(flags)
+    ids, count = tile_lists(flags)
     assert count.tolist() == [0, 0, 1, 0] and ids[2, 0] == 0
 
 
@@ -91,7 +107,7 @@ def check_tiles(tiles, queries, keys, density):
     mask[:, 128:256] &= torch.arange(queries)[:, None] % 128 == 3
     bits = pack(mask)
     bits_t, flags = tiles.transpose(bits, keys)
-    expected_bits, expected_flags = reference.transpose(bits, keys)
+    expected_bits, expected_flags = transposed(bits, keys)
     assert bits_t.dtype == torch.int32 and torch.equal(bits_t, expected_bits)
     assert flags.dtype == torch.uint8 and torch.equal(flags, expected_flags)
     key_flags = expected_flags[0::2] | expected_flags[1::2]
@@ -104,14 +120,14 @@ def check_tiles(tiles, queries, keys, density):
             same_lists((found.query_blocks, found.query_block_count), expected_flags.t())
 
 
-def check_listed_keys(lists, numbers, queries, keys, density, width):
+def check_listed_keys(numbers, queries, keys, density, width):
     """Compare the lists of bits with the columns of the mask."""
     mask = masked(queries, keys, density)
     mask[2::3] = False
     bits = pack(mask)
     before, length = numbers.keys_before(bits)
     assert length.tolist() == mask.sum(1).tolist()
-    found = lists.listed_keys(bits, before, length, width)
+    found = numbers.listed_keys(bits, before, length, width)
     assert found.dtype == torch.int32 and found.shape == (queries, width)
     for own, selected in zip(found, mask, strict=True):
         expected = selected.nonzero()[:width, 0]
@@ -121,7 +137,7 @@ def check_listed_keys(lists, numbers, queries, keys, density, width):
 
 def same_lists(found, flags):
     """Compare lists up to their counts."""
-    (ids, count), (expected, expected_count) = found, reference.tile_lists(flags)
+    (ids, count), (expected, expected_count) = found, tile_lists(flags)
     assert ids.dtype == count.dtype == torch.int32 and ids.shape == expected.shape
     assert torch.equal(count, expected_count)
     for row, some in enumerate(count.tolist()):
@@ -134,8 +150,7 @@ def test_triton_interpreted():
 
 
 def main():
-    """What runs in the interpreter."""
-    from megatron_dsa.ops.masked_attention.triton import bits, lists, numbers, tiles
+    from megatron_dsa.ops.masked_attention.triton import bits, numbers, tiles
 
     prepare_interpreter()
     check_all_bits(bits.key_bits)
@@ -144,8 +159,8 @@ def main():
             check_tiles(tiles, queries, keys, 0.3 if queries > 1 else 0.01)
     for keys in (1, 128, 1000, 1024, 1025, 3000):
         for width in (1, 100, 3000):
-            check_listed_keys(lists, numbers, 7, keys, 0.3, width)
-    check_listed_keys(lists, numbers, 0, 130, 0.3, 5)
+            check_listed_keys(numbers, 7, keys, 0.3, width)
+    check_listed_keys(numbers, 0, 130, 0.3, 5)
     check_tiles(tiles, 0, 130, 0.3)
     check_tiles(tiles, 300, 300, 0.0)
     for rows, columns in ((2, 511), (4, 512), (6, 513), (2, 1025), (512, 3), (514, 1), (8, 0)):
@@ -193,14 +208,14 @@ def test_triton_on_the_gpu(queries, keys, width):
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = bits.key_bits(given)
-        transposed, flags = tiles.transpose(found, keys)
+        by_key, flags = tiles.transpose(found, keys)
         bundle = tiles.tiles_for(found, keys, True)
         forward = tiles.tiles_for(found, keys, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)
-    expected_bits, expected_flags = reference.transpose(expected, keys)
-    assert torch.equal(transposed, expected_bits) and torch.equal(flags, expected_flags)
+    expected_bits, expected_flags = transposed(expected, keys)
+    assert torch.equal(by_key, expected_bits) and torch.equal(flags, expected_flags)
     same_lists((bundle.key_groups, bundle.key_group_count), flags[0::2] | flags[1::2])
     same_lists((forward.key_groups, forward.key_group_count), flags[0::2] | flags[1::2])
     same_lists((bundle.query_blocks, bundle.query_block_count), flags.t())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.launch import key_lists
 from megatron_dsa.ops.sparse_attention.tilelang.order import to_callers_lists

@@ -17,16 +17,17 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.masked_attention import torch as unfused
-from megatron_dsa.ops.masked_attention.declaration import (
+from megatron_dsa.ops.masked_attention.spec import (
     BACKWARD,
     FORWARD,
     KEY_BITS,
     PROBABILITIES,
     VISIBLE_BITS,
+    KeyBitsInputs,
+    VisibleBitsInputs,
 )
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, VisibleBitsInputs
+from megatron_dsa.testing.cases import Lists
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.lists import Lists
 from megatron_dsa.testing.masked_attention import MaskedReference, masked_case
 from tests.cases.masked_attention import (
     DIMS,
@@ -294,54 +295,3 @@ def to_meta(x):
         fields = {field.name: to_meta(getattr(x, field.name)) for field in dataclasses.fields(x)}
         return dataclasses.replace(x, **fields)
     return x
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.zeros(4, 8)}, "q must be"),
-        ({"q": torch.zeros(4, 2, 3)}, "q must have more than the 3 dims of k_pe"),
-        ({"q": torch.zeros(4, 2, 13)}, "q must have more than .* fewer beyond them than the 10"),
-        ({"kv": torch.zeros(9, 3, 10)}, "kv must be"),
-        ({"kv": torch.zeros(9, 2, 10, dtype=torch.float64)}, "kv must have dtype"),
-        ({"k_pe": torch.zeros(8, 3)}, "k_pe must be"),
-        ({"k_pe": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe must have dtype"),
-        ({"k_pe_grad": torch.zeros(9, 2)}, "k_pe_grad must be"),
-        ({"k_pe_grad": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe_grad must have dtype"),
-        ({"bits": torch.zeros(4, 1, 4, dtype=torch.int64)}, "bits must have dtype int32"),
-        ({"bits": torch.zeros(4, 2, 4, dtype=torch.int32)}, "bits must be"),
-        ({"topk": -2}, "topk must not be negative, got -2"),
-        ({"want_p_sum": True}, "topk must be given with want_p_sum or indexer"),
-        ({"indexer": IndexerTraining(
-            IndexerInputs(torch.zeros(4, 1, 2), torch.zeros(4, 2), torch.zeros(4, 1)),
-            bshd_layout(5, 1, torch.device("cpu")), lambda: 1.0), "topk": 3}, "the 5 query tokens"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_named(change, message):
-    arguments = {
-        "q": torch.zeros(4, 2, 8),
-        "kv": torch.zeros(9, 2, 10),
-        "k_pe": torch.zeros(9, 3),
-        "bits": torch.zeros(4, 1, 4, dtype=torch.int32),
-        "softmax_scale": 1.0,
-    }
-    with pytest.raises(ConfigError, match=message):
-        masked_attention(**arguments | change)
-
-
-@pytest.mark.parametrize(
-    ("indices", "length", "message"),
-    [
-        (torch.zeros(4, 3, dtype=torch.int64), None, "indices must have dtype int32"),
-        (torch.zeros(4, dtype=torch.int32), None, "indices must be"),
-        (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(3).int(), "topk_length must be"),
-    ],
-)
-def test_wrong_lists_are_named(indices, length, message):
-    with pytest.raises(ConfigError, match=message):
-        key_bits(indices, length, 9)
-
-
-def test_a_negative_number_of_keys_is_named():
-    with pytest.raises(ConfigError, match="num_keys must not be negative, got -1"):
-        key_bits(torch.zeros(4, 3, dtype=torch.int32), None, -1)

@@ -1,7 +1,4 @@
-"""Masked dense attention's own kernels: compiled without a GPU, run on one against float64.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Masked dense attention's own kernels: compiled without a GPU, run on one against float64."""
 
 import dataclasses
 import functools
@@ -24,14 +21,17 @@ from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.layers.required_ops import selected_attention
 from megatron_dsa.ops.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.ops.layout.layout import packed_layout
-from megatron_dsa.ops.masked_attention.bits import pack
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import (
+    BACKWARD,
+    FORWARD,
+    PROBABILITIES,
+    MaskedAttentionInputs,
+    pack,
+)
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.comparison import SPARSE_ATTENTION, Comparison, by_figure
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
-from megatron_dsa.testing.tolerances import SPARSE_ATTENTION, by_figure
 from tests.helpers import (
     deterministic,
     dynamic_shared_memory,
@@ -105,7 +105,7 @@ def kernels(dims=V3_2):
 @needs_compiler
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_for_hopper(name):
-    """23: products are wgmma; accumulators fit in the registers, tiles in shared memory."""
+    """Products are wgmma; accumulators fit in the registers, tiles in shared memory."""
     source = kernel(name).get_kernel_source()
     assert "mma_sync" not in source and "mma.sync" not in source
     products = len(re.findall(r"tl::wgmma_", source)), len(re.findall(r"tl::wgmma_rs", source))
@@ -215,7 +215,6 @@ def check(case):
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 300, 777])
 @both_dims
 def test_lengths_that_no_tile_divides(dims, tokens, heads):
-    """1."""
     check(masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100)))
 
 
@@ -223,7 +222,7 @@ def test_lengths_that_no_tile_divides(dims, tokens, heads):
 @pytest.mark.parametrize("topk", [1, 63, 64, 100, 640, 2048])
 @both_dims
 def test_widths(dims, topk):
-    """4: also more keys selected than there are."""
+    """Also more keys selected than there are."""
     check(masked_case(MaskedDims(8, *dims), random_lists(700, topk, causal=False, keys=900)))
 
 
@@ -238,7 +237,7 @@ def test_other_numbers_of_queries_and_keys(dims, tokens, keys):
 @pytest.mark.gpu
 @both_dims
 def test_queries_and_keys_that_select_nothing(dims):
-    """2, 3: whole tiles of queries and of keys as well; -1 and ids past the keys in the middle."""
+    """Whole tiles of queries and of keys as well; -1 and ids past the keys in the middle."""
     lists = random_lists(900, 100)
     indices = lists.indices.clone()
     indices[5] = -1
@@ -363,7 +362,7 @@ def test_scores_far_from_zero(dims, shift):
 @pytest.mark.gpu
 @both_dims
 def test_results_do_not_depend_on_memory_or_order(dims):
-    """6: fresh memory is NaN, and a second call gives the same forward."""
+    """Fresh memory is NaN, and a second call gives the same forward."""
     case = masked_case(MaskedDims(8, *dims), random_lists(900, 200))
     first = run(case)
     poison = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(2)]
@@ -449,7 +448,6 @@ def test_memory_of_the_backward(dims, parts):
 @pytest.mark.gpu
 @both_dims
 def test_nothing_waits_for_the_gpu(dims):
-    """24."""
     case = masked_case(MaskedDims(4, *dims), random_lists(700, 300))
     run(case)
     torch.cuda.synchronize()
@@ -468,7 +466,7 @@ def test_nothing_waits_for_the_gpu(dims):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """25: offsets past 32 bits, and many blocks of queries, against a part of the heads."""
+    """Offsets past 32 bits, and many blocks of queries, against a part of the heads."""
     tokens, heads = 90_000, 128
     forward, backward, _ = kernels()
     generator = torch.Generator("cuda").manual_seed(0)

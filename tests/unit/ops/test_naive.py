@@ -87,7 +87,7 @@ def test_dsa_layer(stage, losses):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ratio", [0, 4, 6, 128])
 def test_csa_layer(ratio, stage, losses):
-    """QueryRange only, CSA, and HCA with many compressed keys (ratio 6) and with one."""
+    """Window only, CSA, and HCA with many compressed keys (ratio 6) and with one."""
     sparse_loss = stage == "sparse"
     config = small_csa_config(
         ratio,

@@ -18,6 +18,7 @@ from megatron_dsa.ops.rope.api import norm_rope, rotate
 
 TOKENS, HEADS, DIM, TOPK = 16, 2, 8, 5
 CPU = torch.device("cpu")
+INT, COMPLEX, FLOAT64 = torch.int32, torch.complex64, torch.float64
 SETTINGS = {"softmax_scale": 0.3}
 
 
@@ -50,6 +51,21 @@ def call_sparse(**changes):
         "v_dim": 6,
     }
     return ops.sparse_attention(**arguments | SETTINGS | changes)
+
+
+def call_masked(**changes):
+    arguments = {
+        "q": normal(4, 2, 8),
+        "kv": normal(9, 2, 10),
+        "k_pe": normal(9, 3),
+        "bits": torch.zeros(4, 1, 4, dtype=INT),
+    }
+    return ops.masked_attention(**arguments | SETTINGS | changes)
+
+
+def call_key_bits(**changes):
+    arguments = {"indices": numbers(4, 3), "topk_length": None, "num_keys": 9}
+    return ops.key_bits(**arguments | changes)
 
 
 def call_topk(layout=None, **changes):
@@ -151,7 +167,6 @@ CALLS = {
     for name, value in list(globals().items())
     if name.startswith("call_")
 }
-INT, COMPLEX = torch.int32, torch.complex64
 
 
 def cast(*names, dtype):
@@ -233,6 +248,37 @@ REFUSED = [
     ("sparse", {"kv_grad": normal(9, DIM)}, r"kv_grad must be \[16, 8\], got shape \(9, 8\)"),
     ("sparse", {"kv_grad": normal(TOKENS, DIM, dtype=torch.bfloat16)}, "kv_grad must have dtype"),
     ("sparse", {"kv": [1.0]}, "kv must be a tensor .*, got list"),
+    ("sparse", {"q": normal(TOKENS, HEADS)}, "q must be"),
+    ("sparse", {"kv": normal(TOKENS, 9)}, "kv must be"),
+    ("sparse", {"kv": normal(TOKENS, DIM, dtype=FLOAT64)}, "kv must have dtype"),
+    ("sparse", {"indices": numbers(TOKENS, TOPK).long()}, "indices must have dtype int32"),
+    ("sparse", {"v_dim": 9}, "v_dim must be in"),
+    ("sparse", {"topk_length": numbers(3)}, "topk_length must be"),
+    ("sparse", {"attn_sink": torch.zeros(3)}, "attn_sink must be"),
+    *(
+        ("masked", changes, message)
+        for changes, message in (
+            ({"q": normal(4, 8)}, "q must be"),
+            ({"q": normal(4, 2, 3)}, "q must have more than the 3 dims of k_pe"),
+            ({"q": normal(4, 2, 13)}, "q must have more .* fewer beyond them than the 10"),
+            ({"kv": normal(9, 3, 10)}, "kv must be"),
+            ({"kv": normal(9, 2, 10, dtype=FLOAT64)}, "kv must have dtype"),
+            ({"k_pe": normal(8, 3)}, "k_pe must be"),
+            ({"k_pe": normal(9, 3, dtype=torch.bfloat16)}, "k_pe must have dtype"),
+            ({"k_pe_grad": normal(9, 2)}, "k_pe_grad must be"),
+            ({"k_pe_grad": normal(9, 3, dtype=torch.bfloat16)}, "k_pe_grad must have dtype"),
+            ({"bits": torch.zeros(4, 1, 4, dtype=torch.int64)}, "bits must have dtype int32"),
+            ({"bits": torch.zeros(4, 2, 4, dtype=INT)}, "bits must be"),
+            ({"topk": -2}, "topk must not be negative, got -2"),
+            ({"want_p_sum": True}, "topk must be given with want_p_sum or indexer"),
+            ({"indexer": ops.IndexerTraining(inputs(), layout_of(), lambda: 1.0), "topk": 3},
+             "the 16 query tokens"),
+        )
+    ),
+    ("key_bits", {"indices": numbers(4, 3).long()}, "indices must have dtype int32"),
+    ("key_bits", {"indices": numbers(4)}, "indices must be"),
+    ("key_bits", {"topk_length": numbers(3)}, "topk_length must be"),
+    ("key_bits", {"num_keys": -1}, "num_keys must not be negative, got -1"),
     ("dense", {"v": normal(TOKENS, HEADS, DIM, dtype=torch.float64)}, "v must have dtype"),
     ("ring", {"q": numbers(8, HEADS, DIM)}, "q must have dtype"),
     ("ring", {"v": normal(8, DIM)}, r"v must be \[8, 2, Dv\]"),

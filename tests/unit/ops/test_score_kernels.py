@@ -16,9 +16,8 @@ from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_repor
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.declaration import SCORES
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
-from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.compressed import compressed_keys
-from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.layout import Seen, bshd_layout, packed_layout
 from tests.cases.indexer_topk import op_call
 from tests.helpers import (
     dynamic_shared_memory,

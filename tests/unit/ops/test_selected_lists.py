@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.ops.indexer_topk import listed
-from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Seen
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 
 KERNELS = "megatron_dsa.ops.indexer_topk.triton"

@@ -13,7 +13,7 @@ from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.declaration import TOPK
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
-from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Seen
 from tests.cases.indexer_topk import op_call
 from tests.helpers import needs_compiler, ptxas
 

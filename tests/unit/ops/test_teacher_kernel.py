@@ -1,13 +1,9 @@
-"""Our kernel of the sparse teacher: interpreted on the CPU, compiled, and run on a GPU.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Our kernel of the sparse teacher: interpreted on the CPU, compiled, and run on a GPU."""
 
 import pytest
 import torch
 
-from megatron_dsa.ops.sparse_attention import reference
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs, reference
 from tests.cases.triton_kernels import (
     assembly,
     interpret,
@@ -62,7 +58,7 @@ def expected(inputs):
     indices, length = inputs.indices.cpu(), inputs.topk_length.cpu()
     sink = None if inputs.sink is None else inputs.sink.cpu().double()
     scale = inputs.softmax_scale
-    _, lse = reference.sparse_attention(
+    _, lse, _ = reference(
         q, kv, indices, v_dim=inputs.v_dim, softmax_scale=scale, topk_length=length, sink=sink
     )
     total = lse if sink is None else torch.logaddexp(lse, sink.expand_as(lse))
@@ -92,7 +88,7 @@ def test_interpreted():
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("case", [(16, 576, 2048), (128, 576, 2048), (64, 512, 640)])
 def test_compiles(monkeypatch, case, capability):
-    """23: products on tensor cores, vector loads, no spills that matter, room on every GPU."""
+    """Products on tensor cores, vector loads, no spills that matter, room on every GPU."""
     module = pytest.importorskip(MODULE)
     (recorder,) = recorded(monkeypatch, module, ["head_sums"])
     heads, dim, entries = case
@@ -121,7 +117,7 @@ def test_on_a_gpu(case):
 
 @pytest.mark.gpu
 def test_repeatable_without_a_synchronisation():
-    """18, 24: equal inputs give equal bits, and the host does not wait."""
+    """Equal inputs give equal bits, and the host does not wait."""
     module = pytest.importorskip(MODULE)
     inputs = make(128, 576, 2048, False, torch.bfloat16, "cuda", rows=300, keys=4000)
     lse = expected(inputs)[0].float().cuda()

@@ -1,18 +1,17 @@
-"""Bits of visible keys: torch and Triton against masks, and what the layers of a batch share."""
+"""Bits of visible keys: torch and Triton against masks; layers of a batch share them."""
 
 import pytest
 import torch
 
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
-from megatron_dsa.ops.masked_attention import reference, visible
+from megatron_dsa.ops.masked_attention import api
 from megatron_dsa.ops.masked_attention import torch as unfused
-from megatron_dsa.ops.masked_attention.bits import pack, unpack
-from megatron_dsa.ops.masked_attention.inputs import VisibleBitsInputs
-from megatron_dsa.testing.layouts import visible_keys
+from megatron_dsa.ops.masked_attention.spec import VisibleBitsInputs, pack, unpack
+from megatron_dsa.testing.cases import visible_keys
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 
-KERNEL = "megatron_dsa.ops.masked_attention.triton.visible"
+KERNEL = "megatron_dsa.ops.masked_attention.triton.bits"
 SIZES = (1, 63, 64, 127, 128, 129, 300, 777)
 
 
@@ -43,7 +42,12 @@ def ranges(queries, keys, shuffled, seed=0):
 
 
 def check(build, inputs):
-    mask = reference.visible(inputs.start, inputs.end, inputs.slots, inputs.num_keys)
+    slots = range(inputs.num_keys) if inputs.slots is None else inputs.slots.tolist()
+    mask = torch.zeros(len(inputs.start), inputs.num_keys, dtype=torch.bool)
+    bounds = zip(inputs.start.tolist(), inputs.end.tolist(), strict=True)
+    for query, (first, last) in enumerate(bounds):
+        for key, slot in enumerate(slots):
+            mask[query, key] = first <= slot < last
     bits = build(inputs)
     assert bits.dtype == torch.int32 and torch.equal(bits, pack(mask))
 
@@ -72,8 +76,7 @@ def test_triton_interpreted():
 
 
 def main():
-    """What runs in the interpreter."""
-    from megatron_dsa.ops.masked_attention.triton.visible import visible_bits
+    from megatron_dsa.ops.masked_attention.triton.bits import visible_bits
 
     prepare_interpreter()
     check_all(visible_bits)
@@ -102,26 +105,26 @@ def test_bits_of_layouts(name):
     for workspace in (1, 2**20):
         layout = LAYOUTS[name](torch.device("cpu"))
         layout.derived.clear()  # unpacked ones are cached
-        bits = visible.visible_bits(layout, Policy(workspace_bytes=workspace))
+        bits = api.visible_bits(layout, Policy(workspace_bytes=workspace))
         assert torch.equal(unpack(bits, layout.num_keys), visible_keys(layout))
         if layout.real is not None:
             assert not bits[~layout.real].any()
 
 
 def test_layers_share_the_bits(monkeypatch):
-    """Up to a number of keys, and then no longer; also what evaluation formed first."""
+    """Up to a number of keys; also those that evaluation computed first."""
     layout = packed(torch.device("cpu"))
     reset_report()
     with torch.inference_mode():
-        first = visible.visible_bits(layout)
+        first = api.visible_bits(layout)
     assert not first.is_inference()
-    assert visible.visible_bits(layout) is first
+    assert api.visible_bits(layout) is first
     assert report()["visible_bits"] == {"torch": 1}
-    monkeypatch.setattr(visible, "MOST_KEPT", layout.num_keys - 1)
-    again = visible.visible_bits(packed(torch.device("cpu")))
+    monkeypatch.setattr(api, "MOST_KEPT", layout.num_keys - 1)
+    again = api.visible_bits(packed(torch.device("cpu")))
     assert torch.equal(again, first)
     other = packed(torch.device("cpu"))
-    visible.visible_bits(other)
+    api.visible_bits(other)
     assert "visible bits" not in other.derived
 
 
@@ -149,14 +152,14 @@ def test_triton_on_the_gpu(queries, keys, shuffled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_synchronisation(name):
-    """24: also the slots of interleaved batches are made on the device."""
+    """Also the slots of interleaved batches are computed on the device."""
     device = torch.device("cuda")
-    visible.visible_bits(LAYOUTS[name](device))
+    api.visible_bits(LAYOUTS[name](device))
     layout = LAYOUTS[name](device)
     layout.derived.clear()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        visible.visible_bits(layout)
+        api.visible_bits(layout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.testing.cases import Shape, full_lists, sampled_tokens
 from megatron_dsa.testing.comparison import (
     Comparison,
     comparison_at_model_shapes,
     relative_error,
 )
 from megatron_dsa.testing.indexer_topk import SelectionCase, random_index_inputs
-from megatron_dsa.testing.layouts import sampled_tokens
-from megatron_dsa.testing.lists import full_lists
-from megatron_dsa.testing.shapes import Shape
 from megatron_dsa.testing.sparse_attention import attention_case, expected_attention
 
 CPU = torch.device("cpu")

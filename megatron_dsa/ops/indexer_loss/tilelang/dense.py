@@ -20,7 +20,7 @@ from megatron_dsa.ops.indexer_loss.inputs import (
 )
 from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
 from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
-from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Seen
 
 #: Dims of a key's rope, and of its query by dims of the key without rope.
 ROPE = 64

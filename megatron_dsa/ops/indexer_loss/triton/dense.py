@@ -23,8 +23,7 @@ from megatron_dsa.ops.indexer_loss.inputs import (
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape, gathered_bytes
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, Seen
 
 #: Teachers and gradients on scores have multiples of so many rows and columns.
 BLOCK = 128

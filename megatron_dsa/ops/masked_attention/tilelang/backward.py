@@ -10,10 +10,9 @@ Where dK and dV do not fit in the registers together, dV takes a program of its 
 (:mod:`.value_gradient`), and a tile of queries is in shared memory once.
 
 Gradients of queries are added in fp32. In order (``ordered``), a thread block adds to a tile after
-those of later keys: then equal inputs give equal sums.
+thread blocks of later keys: then equal inputs give equal sums.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -45,7 +44,6 @@ NUMBERS = 4 * QUERIES
 
 @T.macro
 def fetch_keys(KV, Kpe, m, done, at, dims):
-    """Fetch the keys."""
     last = at.first + KEYS
     fetch(KV[at.first : last, at.head, 0 : dims.nope], m.k[:, 0 : dims.nope], done.k[0])
     fetch(Kpe[at.first : last, :], m.k[:, dims.nope : dims.qk], done.k[0])
@@ -53,7 +51,6 @@ def fetch_keys(KV, Kpe, m, done, at, dims):
 
 @T.macro
 def fetch_queries(Q, Numbers, m, done, query, slot, at):
-    """Fetch a tile of queries, and its numbers."""
     fetch(Q[query : query + QUERIES, at.head, :], m.q[slot, :, :], done.q[slot])
     numbers = Numbers[at.head, 0:2, query : query + QUERIES]
     fetch(numbers, m.numbers[slot, :, :], done.q[slot])
@@ -62,7 +59,6 @@ def fetch_queries(Q, Numbers, m, done, query, slot, at):
 
 @T.macro
 def fetch_gradients(dO, m, done, query, slot, at):
-    """Fetch the gradients of a tile's output."""
     fetch(dO[query : query + QUERIES, at.head, :], m.do[slot, :, :], done.do[slot])
     T.barrier_arrive(done.do[slot])
 
@@ -79,7 +75,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
         query = Tiles[at.block, i] * QUERIES
         slot = i % stages
         if dims.tiling.split:
-            # The slot of dO is free before that of the queries.
+            # The slot of dO is free before the queries' slot.
             T.barrier_wait(done.do_free[slot], (i // stages & 1) ^ 1)
             fetch_gradients(dO, m, done, query, slot, at)
             T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)
@@ -92,7 +88,6 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
 
 @T.macro
 def read_bits(BitsT, words, tile, at, tx):
-    """Read the words of the thread's keys for the queries of a tile."""
     key = at.first + own_row(tx)
     half = T.cast(tile % 2 * 16, "uint32")
     for r in tuple(range(2)):
@@ -130,7 +125,7 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
 
 @T.macro
 def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
-    """P, then ``dV += P dO`` is under way, then dS in place of dP."""
+    """Compute P, issue ``dV += P dO``, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.wait_wgmma(0)
@@ -145,7 +140,7 @@ def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
 
 @T.macro
 def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
-    """dS in place of dP, whose product is under way while P is formed."""
+    """Issue dP, compute P meanwhile, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.barrier_wait(done.do[slot], parity)
@@ -160,7 +155,7 @@ def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
 
 
 def probabilities(s, lse, words, scale):
-    """P in place of the scores."""
+    """Overwrite the scores with P."""
     return call(
         "dsa_probabilities", s.data, lse, words[0], words[1], scale * LOG2_E, of=(QUERIES // 8,)
     )
@@ -281,9 +276,6 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`) and not yet times scale; dKV
         like KV (with ``split`` its values' part is not written); dKpe bf16 ``[Skv, part, rope]``;
         scale, positive; together: heads at a time.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
     split, stages = dims.tiling.split, dims.tiling.stages
@@ -311,7 +303,6 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         scale: T.float32,
         together: T.int32,
     ):
-        """One thread block per group of keys and head; arguments as :func:`build` describes."""
         with T.Kernel(blocks * part, threads=THREADS) as number:
             T.import_source(SOURCE + (FORMED if split else "") + PLACE)
             m = SimpleNamespace(

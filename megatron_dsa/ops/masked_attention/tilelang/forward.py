@@ -7,7 +7,6 @@
 Only tiles of keys of which a query of the block selects any are visited.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -87,7 +86,6 @@ def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
 
 @T.macro
 def multiply_keys(m, s, slot):
-    """Start ``S = Q K^T``."""
     for part in tuple(range(len(m.q))):
         T.wgmma_gemm(
             m.q[part], m.k[part][slot, :, :], s, transpose_B=True, clear_accum=part == 0,
@@ -97,7 +95,7 @@ def multiply_keys(m, s, slot):
 
 @T.macro
 def softmax(s, words, top, total, decay, keys, scale):
-    """P in place of the scores; ``decay``: what is left of the sums until now."""
+    """Overwrite the scores with P; ``decay``: factor on the sums until now."""
     call("dsa_select", s.data, words[0], words[1], of=(keys // 8,))
     call("dsa_softmax", s.data, top.data, total.data, decay.data, scale * LOG2_E, of=(keys // 8,))
 
@@ -181,9 +179,6 @@ def build(nope: int, rope: int, v: int):
         ``[Sq, G, 4]``, key bits; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
         block of queries, and Count int32, how many; O ``[Sq, H, v]`` bf16; Lse ``[Sq, H]`` fp32,
         natural, ``-inf`` for queries without keys; scale, positive; together: heads at a time.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys
@@ -206,7 +201,6 @@ def build(nope: int, rope: int, v: int):
         scale: T.float32,
         together: T.int32,
     ):
-        """One thread block per block of queries and head; arguments as :func:`build` describes."""
         with T.Kernel(blocks * heads, threads=THREADS) as number:
             T.import_source(SOURCE + PLACE)
             m = SimpleNamespace(

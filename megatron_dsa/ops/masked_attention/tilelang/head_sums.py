@@ -1,6 +1,6 @@
 """Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
 
-Two programs share this code and differ in what they write: :mod:`.probabilities` and
+Two programs share this code and differ in their results: :mod:`.probabilities` and
 :mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
 
 * ``CONSUME``: two warpgroups of 64 queries each add up the probabilities of all heads in their
@@ -10,7 +10,6 @@ Two programs share this code and differ in what they write: :mod:`.probabilities
   64 dims.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -43,7 +42,7 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 
 
 def shared(dims: Dims, rope_per_head: bool = False):
-    """Return the shared memory: queries, keys and lse of what is streamed, and the rope key.
+    """Return the shared memory: streamed queries, keys and lse, and the rope key.
 
     Args:
         dims: of the keys.
@@ -67,7 +66,7 @@ def shared(dims: Dims, rope_per_head: bool = False):
 
 
 def barriers(dims: Dims):
-    """Return the barriers of what is fetched, and of what the consumers have read."""
+    """Return the barriers of fetched and of consumed buffers."""
     stages = dims.tiling.slots or STAGES
     return SimpleNamespace(
         k_rope=T.alloc_barrier(arrive_count=[32]),
@@ -132,19 +131,16 @@ def produce(Q, K, Kpe, Lse, m, done, at, dims):
 
 @T.macro
 def read_lse(m, lse, slot, tx):
-    """Read the lse of the thread's queries."""
     for r in tuple(range(2)):
         lse[r] = m.lse[slot, 0, own_row(tx) + 8 * r]
 
 
 def rope_key(m, slot):
-    """Return the rope key of the head that is in ``slot``."""
     return m.k_rope[slot, :, :] if m.rope_per_head else m.k_rope
 
 
 @T.macro
 def multiply_head(m, done, s, lse, h, tx):
-    """``S = Q K^T`` of a head."""
     slot = h % STAGES
     T.barrier_wait(done.full[slot], h // STAGES & 1)
     T.wgmma_gemm(

@@ -12,20 +12,22 @@ import torch
 
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
-from megatron_dsa.ops.masked_attention.bits import GROUP
-from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.spec import GROUP, ListedProbabilities, MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program
 from megatron_dsa.ops.masked_attention.tilelang import forward as forward_program
 from megatron_dsa.ops.masked_attention.tilelang import probabilities as probabilities_program
 from megatron_dsa.ops.masked_attention.tilelang import value_gradient as value_program
 from megatron_dsa.ops.masked_attention.tilelang.tiles import Dims
-from megatron_dsa.ops.masked_attention.triton.lists import listed_keys
-from megatron_dsa.ops.masked_attention.triton.numbers import keys_before, numbers, round_gradient
+from megatron_dsa.ops.masked_attention.triton.numbers import (
+    keys_before,
+    listed_keys,
+    numbers,
+    round_gradient,
+)
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles, tiles_for
 
 
 def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out`` (dtype of q) and ``lse`` fp32."""
     call = _Call.of(inputs)
     queries, heads = call.q.shape[:2]
     out = call.q.new_empty(queries, heads, inputs.v_dim)
@@ -77,7 +79,7 @@ def backward(
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         total = dk_rope.sum(1, dtype=torch.float32)
         dk_pe = total if dk_pe is None else dk_pe.add_(total)
-        del sums, dk_rope, total  # or they would live beside those of the next part
+        del sums, dk_rope, total  # or two parts would be alive
     # The head sums after it read no bits along queries, which are as many as the bits of keys.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
     inputs.kept["numbers"] = lse, per_query
@@ -128,7 +130,7 @@ class _Call:
 
 
 def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
-    """Return the tiles of the inputs; those of a backward serve the head sums after it."""
+    """Return the tiles of the inputs; the head sums reuse the backward's."""
     found = inputs.kept.get("tiles")
     if found is None or (with_queries and found.bits_t is None):
         found = inputs.kept["tiles"] = tiles_for(inputs.bits, len(inputs.kv), with_queries)

@@ -4,7 +4,6 @@
 other.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -86,9 +85,6 @@ def build(nope: int, rope: int, v: int):
         keys of earlier groups; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
         block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which only
         entries of selected keys are written; scale, positive.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
@@ -108,7 +104,6 @@ def build(nope: int, rope: int, v: int):
         PSum: T.Tensor([queries, wanted], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile that may be; arguments as :func:`build` describes."""
         with T.Kernel(blocks * width, threads=THREADS) as number:
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims), head_sums.barriers(dims)

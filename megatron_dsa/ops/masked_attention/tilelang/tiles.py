@@ -1,10 +1,9 @@
-"""What the kernels share: tiles, the call's tensors, a thread block's place, products.
+"""Shared by the kernels: tiles, dims, a thread block's place, products.
 
 In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory, ``done`` its
 barriers, ``tx`` the thread. All that is shared is handed over at barriers of our own.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from megatron_dsa.ops.hopper.tiles import GROUP
 
 #: Keys of a tile: a group of key bits.
 KEYS = 128
-#: Tiles of what is streamed that are in shared memory at a time.
+#: Streamed tiles in shared memory at a time.
 STAGES = 2
 #: Registers per thread of the consumers and the producer; 504 is all there is.
 REGISTERS = (240, 24)
@@ -45,7 +44,7 @@ __device__ __forceinline__ void dsa_place(int* place, const int* count, int numb
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the programs for some dims divide their work, so that accumulators fit in the registers.
+    """Division of the work for some dims, so that accumulators fit in the registers.
 
     Attributes:
         forward_keys: keys of a tile of the forward: a group of key bits, or half of one.
@@ -91,7 +90,6 @@ class Dims:
 
     @property
     def qk(self) -> int:
-        """Dims of a query."""
         return self.nope + self.rope
 
     @classmethod
@@ -112,7 +110,6 @@ class Dims:
 
     @property
     def tiling(self) -> Tiling:
-        """How programs divide their work."""
         return TILINGS[self.nope, self.rope, self.v]
 
 

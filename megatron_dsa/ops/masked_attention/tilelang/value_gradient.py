@@ -8,7 +8,6 @@ A thread block has 128 keys of one head.
   output.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -56,14 +55,12 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
 
 @T.macro
 def multiply_keys(m, done, s, i):
-    """Start ``S = K Q^T`` of tile ``i``."""
     T.barrier_wait(done.q[i % STAGES], i // STAGES & 1)
     T.wgmma_gemm(m.k, m.q[i % STAGES, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
 
 
 @T.macro
 def multiply_gradients(m, done, p, dv, i):
-    """Start ``dV += P dO`` of tile ``i``."""
     T.barrier_wait(done.do[i % STAGES], i // STAGES & 1)
     T.wgmma_gemm(p, m.do[i % STAGES, :, :], dv, policy=BY_ROWS)
 
@@ -119,10 +116,7 @@ def build(nope: int, rope: int, v: int):
     Its arguments (all contiguous; sizes are dynamic):
         Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]``, dO
         ``[Sq, H, v]`` bf16; Numbers, BitsT, Tiles and Count as in :func:`.backward.build`; dKV like
-        KV, of which the values' part is written; scale, positive; together: heads at a time.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or whose gradients :mod:`.backward` gives.
+        KV (only the values' part is written); scale, positive; together: heads at a time.
     """
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:
@@ -147,7 +141,6 @@ def build(nope: int, rope: int, v: int):
         scale: T.float32,
         together: T.int32,
     ):
-        """One thread block per group of keys and head; arguments as :func:`build` describes."""
         with T.Kernel(blocks * heads, threads=THREADS) as number:
             T.import_source(SOURCE + FORMED + PLACE)
             m = SimpleNamespace(

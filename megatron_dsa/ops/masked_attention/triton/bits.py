@@ -1,4 +1,4 @@
-"""Bits of listed keys in Triton: one atomic operation per listed key."""
+"""Key bits in Triton: of listed keys by one atomic operation each, of visible keys by word."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.masked_attention.bits import WORDS, groups
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
+from megatron_dsa.ops.masked_attention.spec import (
+    WORDS,
+    KeyBitsInputs,
+    VisibleBitsInputs,
+    groups,
+)
 
-_BLOCK = 1024
+#: Entries of a list, and words of bits, of a program.
+_ENTRIES, _WORDS = 1024, 128
 
 
-# What follows the batch must not compile the kernel again.
+# Arguments that follow the batch must not compile the kernel again.
 @triton.jit(do_not_specialize=["indices", "length", "bits", "num_keys", "topk", "stride", "words"])
 def _set_bits(
     indices, length, bits, num_keys, topk, stride, words, BLOCK: tl.constexpr
@@ -32,14 +37,42 @@ def _set_bits(
 
 
 def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
-    """Return int32 ``[Sq, G, 4]``, the bits of the listed keys."""
     indices = inputs.indices if inputs.indices.stride(-1) == 1 else inputs.indices.contiguous()
     queries, width = indices.shape
     bits = indices.new_zeros(queries, groups(inputs.num_keys), WORDS)
     if bits.numel() > 0 and width > 0:
         length = None if inputs.topk_length is None else inputs.topk_length.contiguous()
-        _set_bits[(queries, triton.cdiv(width, _BLOCK))](
+        _set_bits[(queries, triton.cdiv(width, _ENTRIES))](
             indices, length, bits, inputs.num_keys, width, indices.stride(0),
-            bits.shape[1] * WORDS, BLOCK=_BLOCK,
+            bits.shape[1] * WORDS, BLOCK=_ENTRIES,
         )  # fmt: skip
+    return bits
+
+
+@triton.jit(do_not_specialize=["num_keys", "words"])
+def _visible_bits(start, end, slots, bits, num_keys, words, BLOCK: tl.constexpr):
+    """One program per query and ``BLOCK`` words; ``words`` is the number of int32 of a query."""
+    query = tl.program_id(0).to(tl.int64)
+    first, last = tl.load(start + query), tl.load(end + query)
+    word, bit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
+    in_group = bit[None, :] // 2 * 8 + word[:, None] % 4 * 2 + bit[None, :] % 2
+    key = word[:, None] // 4 * 128 + in_group
+    exists = key < num_keys
+    slot = key
+    if slots is not None:
+        slot = tl.load(slots + key, mask=exists, other=-1)
+    seen = exists & (slot >= first) & (slot < last)
+    # Bits are disjoint, so their sum is the word.
+    value = tl.sum(seen.to(tl.int32) << bit[None, :], 1)
+    tl.store(bits + query * words + word, value, mask=word < words)
+
+
+def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
+    start, end = inputs.start.contiguous(), inputs.end.contiguous()
+    bits = start.new_empty(len(start), groups(inputs.num_keys), WORDS)
+    words = bits.shape[1] * WORDS
+    if bits.numel() > 0:
+        _visible_bits[(len(start), triton.cdiv(words, _WORDS))](
+            start, end, inputs.slots, bits, inputs.num_keys, words, BLOCK=_WORDS
+        )
     return bits

@@ -1,4 +1,4 @@
-"""What the TileLang kernels need beside the tiles: numbers per query and head, counts, rounding."""
+"""Around the TileLang kernels: numbers per query and head, counts and lists of keys, rounding."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.masked_attention.bits import GROUP, groups
+from megatron_dsa.ops.masked_attention.spec import GROUP, groups
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 64
+#: Groups of 128 keys of a program that lists keys.
+_GROUPS = 8
 
 
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
-    """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, the row sums of ``out * dout``.
+    """Return fp32 ``[H, 2, N]``: ``lse [Sq, H]`` in base 2, and delta, ``(out * dout).sum(-1)``.
 
-    ``N`` is ``Sq`` rounded up to whole groups of queries. The lse of queries without keys and of
-    those past the last one is ``inf``, so that their probabilities are 0.
-
-    Args:
-        lse: fp32 ``[Sq, H]``, natural.
-        out, dout: ``[Sq, H, Dv]``; ``None``: delta is not written.
+    ``N`` is ``Sq`` rounded up to whole groups of queries. The lse of queries without keys and past
+    the last one is ``inf``: their probabilities are 0. Without ``out`` delta is not written.
     """
     queries, heads = lse.shape
     count = groups(queries) * GROUP
@@ -55,14 +53,7 @@ def _numbers(
 
 
 def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the keys that each query selects.
-
-    Args:
-        bits: int32 ``[Sq, G, 4]``, key bits.
-
-    Returns:
-        int32 ``[Sq, G]``, keys in the groups before each, and int32 ``[Sq]``, keys in all.
-    """
+    """Count selected keys: int32 ``[Sq, G]`` in the groups before each, and int32 ``[Sq]``."""
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
     if queries > 0:
@@ -91,15 +82,58 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
     tl.store(total + tl.program_id(0), found)
 
 
+def listed_keys(
+    bits: torch.Tensor, before: torch.Tensor, length: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Return int32 ``[Sq, width]``: the selected keys of every query, ascending, then -1.
+
+    ``before, length`` are the results of :func:`keys_before`; keys past ``width`` are left out.
+    """
+    queries, key_groups = bits.shape[:2]
+    if key_groups == 0:
+        return bits.new_full((queries, width), -1)
+    indices = bits.new_empty(queries, width)
+    if queries > 0 and width > 0:
+        grid = (queries, triton.cdiv(key_groups, _GROUPS))
+        _list_keys[grid](
+            bits, before, length, indices, key_groups, width, GROUPS=_GROUPS, BLOCK=256
+        )
+    return indices
+
+
+# Sizes follow the batch and must not compile kernels again.
+@triton.jit(do_not_specialize=["key_groups", "width"])
+def _list_keys(
+    bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per query and ``GROUPS`` groups of keys; each fills a share of the rest."""
+    query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
+    total = tl.load(length + query)
+    share = tl.cdiv(width, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    for start in range(0, share, BLOCK):
+        entry = begin + start + tl.arange(0, BLOCK)
+        rest = (entry >= total) & (entry < tl.minimum(begin + share, width))
+        tl.store(indices + query * width + entry, -1, mask=rest)
+    at = before + query * key_groups + first
+    found = tl.load(at)
+    end = total
+    if first + GROUPS < key_groups:
+        end = tl.load(at + GROUPS)
+    if found < end:  # most programs behind the diagonal have nothing to list
+        key = tl.arange(0, GROUPS * 128)
+        word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2
+        x = tl.load(bits + word, mask=first + key // 128 < key_groups, other=0)
+        flag = (x >> (key % 128 // 8 * 2 + key % 2)) & 1
+        place = found + tl.cumsum(flag, 0) - 1
+        target = indices + query * width + place
+        tl.store(target, first * 128 + key, mask=(flag != 0) & (place < width))
+
+
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
     """Write ``sums * scale`` to the heads of ``dq`` from ``first`` on, in column order.
 
-    Args:
-        dq: ``[Sq, H, D]``, contiguous; D a multiple of 16.
-        sums: fp32 ``[Sq, part, D]``, contiguous, in the order of fragments
-            (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`).
-        first: first head.
-        scale: factor.
+    ``sums`` is fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
     """
     queries, part, dims = sums.shape
     if sums.numel() > 0:

@@ -1,8 +1,7 @@
-"""Which tiles of queries and keys are not empty, and the bits along queries; all on the device.
+"""Lists of the tiles of queries and keys that are not empty, and the bits along queries.
 
-The kernels walk over lists of tiles; those of the keys' gradient hold keys along the rows of an
-accumulator, so they read the bits of a key for many queries.
-:mod:`megatron_dsa.ops.masked_attention.reference` states what is computed.
+Kernels walk over lists of tiles. For the keys' gradient, keys are the rows of an accumulator, so
+these kernels read the bits of a key for many queries.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
+from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 #: Queries of a flag: two flags per group of queries.
 QUERY_BLOCK = 64
@@ -41,13 +40,7 @@ class Tiles:
 
 
 def tiles_for(bits: torch.Tensor, num_keys: int, with_queries: bool) -> Tiles:
-    """Return the tiles of ``bits`` int32 ``[Sq, G, 4]``.
-
-    Args:
-        bits: key bits (:mod:`megatron_dsa.ops.masked_attention.bits`).
-        num_keys: number of keys.
-        with_queries: also return what a backward reads: bits along queries, and lists of queries.
-    """
+    """Return the tiles of key bits; ``with_queries`` also the fields that a backward reads."""
     if not with_queries:
         return Tiles(*_key_groups(bits))
     bits_t, flags = transpose(bits, num_keys)
@@ -59,12 +52,8 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
     """Return ``bits_t`` int32 ``[128 G, Gq, 4]`` and ``flags`` uint8 ``[2 Gq, G]``.
 
     Word ``l`` of a key and a group of queries ``g`` has the queries ``128 g + 8 n + 2 l + e`` at
-    bit ``2 n + e``; ``flags[i, g]`` says whether any of the queries from ``64 i`` up to
-    ``64 i + 63`` selects any key of group ``g``.
-
-    Args:
-        bits: int32 ``[Sq, G, 4]``, key bits.
-        num_keys: number of keys.
+    bit ``2 n + e``; ``flags[i, g]``: any of the queries ``64 i`` to ``64 i + 63`` selects any key
+    of group ``g``.
     """
     bits = bits.contiguous()
     (queries, key_groups), query_groups = bits.shape[:2], groups(len(bits))
@@ -78,11 +67,7 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
 
 
 def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the four lists of :class:`Tiles`, without the bits between them; one launch.
-
-    Args:
-        flags: uint8 ``[2 Gq, G]``, as :func:`transpose` returns them.
-    """
+    """Return the four lists of :class:`Tiles`, given the flags of :func:`transpose`; one launch."""
     blocks, key_groups = flags.shape
     query_groups = blocks // 2
     of_queries, of_keys = _lists(flags, query_groups, key_groups), _lists(flags, key_groups, blocks)
@@ -99,7 +84,6 @@ def _lists(like: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, t
 
 
 def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lists of key groups of ``bits``; one launch."""
     bits = bits.contiguous()
     queries, key_groups = bits.shape[:2]
     ids, count = _lists(bits, groups(queries), key_groups)

@@ -13,8 +13,7 @@ whole sum is at most
 and ``units`` puts twice that (the products come from bf16 roundings) below 2^62. The rounding error
 of a contribution is at most half an integer: for n contributions ``n / (2 units)``, or about
 ``sqrt(n / 12) / units``, since the errors are independent. With 2^18 rows of ordinary data the
-gradient differs from the fp32 sum by less than 1e-6 (relative norm), which is what fp32 itself
-loses.
+gradient differs from the fp32 sum by less than 1e-6 (relative norm), the error of fp32 itself.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.ops.hopper.fixed_point import largest, units_for
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def units_per_one(
     inputs: SparseAttentionInputs, out: torch.Tensor, dout: torch.Tensor
 ) -> torch.Tensor:
-    """Return how many integers are one: fp32 ``[1]``, a power of two, without synchronisation.
+    """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
 
-    It is NaN or 0 where an input is not finite, and so are all gradients then. Rows of keys that
-    are not finite do not count: a query that selected one has such an output. With
-    ``inputs.key_sum`` it is for all calls that add to that sum, and ``out`` is not looked at.
+    It is NaN or 0 where an input is not finite, and so are all gradients then. Keys that are not
+    finite do not count: a query that selected one has such an output. With ``inputs.key_sum`` it
+    holds for all calls that add to that sum, and ``out`` is not read.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
@@ -47,7 +46,7 @@ def units_per_one(
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Return fp32 ``[rows, dim]`` in column order of what a kernel has added up as integers.
+    """Return integers ``[rows, dim]`` of Hopper's one kernel as fp32 in column order.
 
     It stores 16 columns as ``[2 halves, 2, 4 threads]`` instead of ``[2 halves, 4 threads, 2]``.
     """

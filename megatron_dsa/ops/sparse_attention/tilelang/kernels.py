@@ -1,63 +1,69 @@
-"""Which of our own kernels a GPU runs: Hopper's (wgmma) there, the portable ones elsewhere."""
+"""Choice among our own kernels: Hopper's (wgmma) on Hopper, the portable ones elsewhere."""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
-#: What TileLang compiles for, per compute capability.
+#: TileLang's targets, per compute capability.
 TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
+
+
+class Way(Enum):
+    """Kernels of a backward. They determine the column order of the key gradient in its buffer."""
+
+    #: One kernel, columns in order.
+    PORTABLE = "portable"
+    #: One kernel for Hopper, columns in the order of fragments.
+    ONE = "one kernel"
+    #: Two kernels for Hopper: dQ with P and dS, then dKV from these. More heads than a tile has
+    #: add to dKV once instead of once per tile. Columns in the order of transposed fragments;
+    #: integers in order, so that neighbouring threads add to neighbours.
+    TWO = "two kernels"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for one GPU, compiled when they are first asked for.
+    """The kernels for one GPU, compiled at first use, with the arguments of their ``build``.
 
     Attributes:
-        target: what they are compiled for.
+        target: of the compilation.
         tiles: target whose tiling the portable kernels have; ``None``: the kernels are Hopper's.
     """
 
     target: str
     tiles: str | None
 
+    def way(self, heads: int, fixed_point: bool) -> Way:
+        if self.tiles is not None:
+            return Way.PORTABLE
+        return Way.TWO if heads > (32 if fixed_point else 64) else Way.ONE
+
     def forward(self, *arguments):
-        """Return the forward compiled for what :func:`.hopper.forward.build` takes."""
         return self._compiled("forward", arguments)
 
     def backward(self, *arguments):
-        """Return the backward compiled for what :func:`.hopper.backward.build` takes."""
         return self._compiled("backward", arguments)
 
-    def in_two(self, heads: int, fixed_point: bool) -> bool:
-        """Whether the backward is two kernels: dQ with P and dS, then dKV from these.
-
-        More heads than a tile has then add to dKV once instead of once per tile; and 64-bit
-        integers are added so that neighbouring threads add to neighbours.
-        """
-        return self.tiles is None and heads > (32 if fixed_point else 64)
-
     def query_gradient(self, *arguments):
-        """Return the first of the two compiled for :func:`.hopper.query_gradient.build`'s."""
+        """Return the first kernel of :attr:`Way.TWO`."""
         return self._compiled("query_gradient", arguments)
 
     def key_gradient(self, *arguments):
-        """Return the second of the two compiled for :func:`.hopper.key_gradient.build`'s."""
+        """Return the second kernel of :attr:`Way.TWO`."""
         return self._compiled("key_gradient", arguments)
 
     def unions(self, *arguments):
-        """Return what :func:`.hopper.unions.build` describes, compiled for its arguments."""
         unions = importlib.import_module(f"{__package__}.hopper.unions")
         return unions.compiled(*arguments, self.target)
 
     def forward_rows(self) -> int:
-        """Rows of a tile of the forward."""
         return self._rows("FORWARD")
 
     def backward_rows(self) -> int:
-        """Rows of a tile of the backward."""
         return self._rows("BACKWARD")
 
     def _compiled(self, part: str, arguments: tuple):
@@ -75,16 +81,15 @@ class Kernels:
 
 
 def target_of(device: torch.device) -> str:
-    """Return what TileLang compiles for on ``device``."""
     if device.type != "cuda":
         return "sm_90a"
     return TARGETS[torch.cuda.get_device_capability(device)]
 
 
 def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
-    """Return what runs on ``device``; ``tiles`` asks for the portable kernels with that tiling.
+    """Return the kernels for ``device``; with ``tiles`` the portable ones with that tiling.
 
-    The tiles of a GPU with less shared memory also run on one with more, so that tests reach them.
+    The tiles of a GPU with less shared memory also run on one with more, for tests.
     """
     target = target_of(device)
     return Kernels(target, tiles if tiles or target == "sm_90a" else target)

@@ -1,9 +1,9 @@
-"""Sparse attention through this package's own kernels (bf16), of which Hopper has its own.
+"""Sparse attention through our own kernels (bf16).
 
-Any width, ragged lengths, a sink, and any number of heads up to 128 need no padding and no other
-kernel; one kernel is compiled per head count and dim, when it is first called. Up to 32 heads, a
-tile of rows holds several adjacent queries and reads the union of their lists; a key that is not
-finite then spoils all queries of the tile, not only the one that selects it.
+Any width, ragged lengths, a sink, and any number of heads up to 128 need no padding; a kernel is
+compiled per head count and dim at its first call. Up to 32 heads, a tile holds several adjacent
+queries and reads the union of their lists; a key that is not finite then spoils all queries of the
+tile, not only the one that selects it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hopper.fixed_point import largest
-from megatron_dsa.ops.hopper.fragments import (
-    in_column_order,
-    in_column_order_transposed,
-)
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.hopper.fragments import in_column_order, in_column_order_transposed
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
+from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
-from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, Way, kernels_for
 from megatron_dsa.ops.sparse_attention.tilelang.order import to_callers_lists
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities).
 
-    Tests name ``kernels`` other than those of the GPU.
+    ``kernels`` defaults to the GPU's; tests pass others.
     """
     from megatron_dsa.ops.hopper.tiles import queries_per_tile
 
@@ -59,12 +56,12 @@ def backward(
 
     ``dkv`` is ``None`` with ``inputs.key_sum``, to which the kernels add. In torch's deterministic
     mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`), unless a query lists a key
-    twice. Tests name ``kernels`` other than those of the GPU.
+    twice.
     """
     sink = inputs.sink
     plan = _plan(inputs, kernels or kernels_for(inputs.q.device))
     work = _backward_tensors(plan, inputs, out, lse, dout)
-    launch = _two_kernels if plan.in_two else _one_kernel
+    launch = _two_kernels if plan.way is Way.TWO else _one_kernel
     p_sum, unused = None, torch.empty(1, 1, 1, device=out.device)
     if plan.sums_heads:
         p_sum = torch.empty_like(inputs.indices, dtype=torch.float32)
@@ -86,16 +83,16 @@ def backward(
         del sums  # before the next part takes memory
     dsink = None
     if sink is not None:
-        # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
+        # A head without keys and with a sink of -inf has no probability: 0, not NaN.
         total = torch.where(work.total == float("-inf"), float("inf"), work.total)
         dsink = -(torch.exp(sink.float() - total) * work.delta).sum(0)
-    dkv = None if inputs.key_sum is not None else _key_gradient(plan, inputs.v_dim, work.sums)
+    dkv = None if inputs.key_sum is not None else _key_gradient(plan, inputs.v_dim, work.keys)
     return work.dq, dkv, dsink, p_sum
 
 
 @dataclass
-class _KeySums:
-    """What kernels add the key gradient to, and how many integers of it are one."""
+class _KeyBuffer:
+    """Accumulator of the key gradient; ``units`` is the fixed-point scale."""
 
     dkv: torch.Tensor
     units: torch.Tensor
@@ -105,13 +102,19 @@ class _KeySums:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a backward runs: queries per tile, and what its kernels were compiled with."""
+    """Kernels of a backward and their arguments.
+
+    Attributes:
+        group: queries of a tile.
+        fixed_point: key gradients are 64-bit integers.
+        sums_heads: the kernels also return ``p_sum``.
+    """
 
     kernels: Kernels
+    way: Way
     group: int
     fixed_point: bool
     sums_heads: bool
-    in_two: bool
 
 
 def _plan(inputs: SparseAttentionInputs, kernels: Kernels) -> _Plan:
@@ -119,18 +122,18 @@ def _plan(inputs: SparseAttentionInputs, kernels: Kernels) -> _Plan:
 
     heads, fixed, tile = inputs.q.shape[1], deterministic_mode(), kernels.backward_rows()
     return _Plan(
-        kernels,
-        queries_per_tile(heads, tile),
-        fixed,
+        kernels=kernels,
+        way=kernels.way(heads, fixed),
+        group=queries_per_tile(heads, tile),
+        fixed_point=fixed,
         # The tiles of a query add in fp32: any order gives the same sum of two, not of more.
-        inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2),
-        kernels.in_two(heads, fixed),
+        sums_heads=inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2),
     )
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Inputs and results of a backward as kernels take them; ``total`` is lse with the sink."""
+    """Inputs and results of a backward for the kernels; ``total`` is lse with the sink."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -139,10 +142,10 @@ class _Tensors:
     total: torch.Tensor
     dq: torch.Tensor
     delta: torch.Tensor
-    sums: _KeySums
+    keys: _KeyBuffer
 
     def rows(self, part: slice) -> _Tensors:
-        """Return the rows ``[queries * heads, ...]`` of some queries; what is per key stays."""
+        """Return tensors ``[queries * heads, ...]`` of some queries; tensors of keys stay."""
         per_query = ("q", "out", "dout", "total", "dq", "delta")
         return replace(
             self, **{name: getattr(self, name)[part].flatten(0, 1) for name in per_query}
@@ -163,30 +166,30 @@ def _backward_tensors(plan: _Plan, inputs: SparseAttentionInputs, out, lse, dout
         total=total.contiguous(),
         dq=torch.empty_like(q),
         delta=torch.empty_like(lse, memory_format=torch.contiguous_format),
-        sums=_key_sums(plan, inputs, out, dout),
+        keys=_key_buffer(plan, inputs, out, dout),
     )
 
 
-def _key_sums(plan: _Plan, inputs: SparseAttentionInputs, out, dout) -> _KeySums:
-    """Return what the kernels add to: new zeros, or what the call before has added to."""
+def _key_buffer(plan: _Plan, inputs: SparseAttentionInputs, out, dout) -> _KeyBuffer:
+    """Return zeros, or the buffer that the previous call added to."""
     fixed, shared = plan.fixed_point, inputs.key_sum
 
-    def new() -> _KeySums:
+    def new() -> _KeyBuffer:
         dkv = torch.zeros_like(
             inputs.kv,
             dtype=torch.int64 if fixed else torch.float32,
             memory_format=torch.contiguous_format,
         )
         units = units_per_one(inputs, out, dout) if fixed else torch.empty(1, device=out.device)
-        return _KeySums(dkv, units)
+        return _KeyBuffer(dkv, units)
 
     if shared is None:
         return new()
     v_dim = inputs.v_dim
-    sums = shared.accumulator(new, lambda sums: _key_gradient(plan, v_dim, sums))
+    keys = shared.buffer(new, lambda keys: _key_gradient(plan, v_dim, keys))
     if fixed:
-        sums.poison = sums.poison + 0.0 * largest(out)
-    return sums
+        keys.poison = keys.poison + 0.0 * largest(out)
+    return keys
 
 
 def _one_kernel(
@@ -198,7 +201,7 @@ def _one_kernel(
     )
     x, scale = work.rows(part), inputs.softmax_scale
     kernel(
-        x.q, x.kv, x.out, x.dout, x.total, *lists, x.dq, x.sums.dkv, x.sums.units, x.delta, sums,
+        x.q, x.kv, x.out, x.dout, x.total, *lists, x.dq, x.keys.dkv, x.keys.units, x.delta, sums,
         scale,
     )  # fmt: skip
 
@@ -206,7 +209,7 @@ def _one_kernel(
 def _two_kernels(
     plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors, part: slice, lists, sums
 ):
-    """All queries (``part``), as many at a time as their P and dS fit in the workspace."""
+    """Run all queries (``part``), as many at a time as their P and dS fit the workspace."""
     from megatron_dsa.ops.hopper.tiles import TILE, head_tiles
 
     heads, dim = work.q.shape[1:]
@@ -218,16 +221,17 @@ def _two_kernels(
     second_half = plan.kernels.key_gradient(heads, dim, inputs.v_dim, plan.fixed_point)
     for first in range(0, ids.shape[0], step):
         some = slice(first, first + step)
-        x, own, n, scale = work.rows(some), ids[some], length[some], inputs.softmax_scale
-        own_pds, own_sums = pds[: n.shape[0]], sums[some] if plan.sums_heads else sums
+        x, listed, n = work.rows(some), ids[some], length[some]
+        some_pds, some_sums = pds[: n.shape[0]], sums[some] if plan.sums_heads else sums
         first_half(
-            x.q, x.kv, x.out, x.dout, x.total, own, n, x.dq, own_pds, x.delta, own_sums, scale
-        )
-        second_half(x.q, x.dout, own, n, own_pds, x.sums.dkv, x.sums.units)
+            x.q, x.kv, x.out, x.dout, x.total, listed, n, x.dq, some_pds, x.delta, some_sums,
+            inputs.softmax_scale,
+        )  # fmt: skip
+        second_half(x.q, x.dout, listed, n, some_pds, x.keys.dkv, x.keys.units)
 
 
 def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
-    """Return how many queries, of ``tiles`` thread blocks each, fit in the workspace at a time."""
+    """Return the queries, of ``tiles`` thread blocks each, that fit the workspace."""
     queries = inputs.indices.shape[0]
     step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
     if step < queries:
@@ -237,16 +241,19 @@ def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query:
     return min(step, queries)
 
 
-def _key_gradient(plan: _Plan, v_dim: int, sums: _KeySums) -> torch.Tensor:
-    """Bring what the kernels have added up to fp32 in column order."""
-    dkv = sums.dkv
+def _key_gradient(plan: _Plan, v_dim: int, keys: _KeyBuffer) -> torch.Tensor:
+    """Return the accumulated gradient in fp32 and in column order."""
+    dkv = keys.dkv
     if plan.fixed_point:
-        units = sums.units + sums.poison
-        in_order = plan.in_two or plan.kernels.tiles
-        return dkv.float().div_(units) if in_order else to_float(dkv, units)
-    if plan.in_two:
-        return in_column_order_transposed(dkv, v_dim)
-    return dkv if plan.kernels.tiles else in_column_order(dkv)
+        units = keys.units + keys.poison
+        return to_float(dkv, units) if plan.way is Way.ONE else dkv.float().div_(units)
+    match plan.way:
+        case Way.PORTABLE:
+            return dkv
+        case Way.ONE:
+            return in_column_order(dkv)
+        case Way.TWO:
+            return in_column_order_transposed(dkv, v_dim)
 
 
 def key_lists(
@@ -256,14 +263,13 @@ def key_lists(
     with_places: bool = False,
     kernels: Kernels | None = None,
 ):
-    """Yield parts of the queries (slices) with the lists of keys that the kernels read for them.
+    """Yield parts of the queries (slices) with the lists of keys that the kernels read.
 
-    The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, as
-    :mod:`.hopper.unions` describes; they come in parts, so that unions fit
-    ``inputs.workspace_bytes``, with those of the part before. Groups of one query have the
-    caller's lists and no members. Unions are always ``ascending``. The third result is int32
-    ``[queries, K]`` or ``None``: where in its group's list each valid entry of the caller's is, if
-    that is wanted and another place.
+    The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, see
+    :mod:`.hopper.unions`. The unions of two parts fit ``inputs.workspace_bytes``. Groups of one
+    query have the caller's lists and no members. Unions are always ``ascending``. The third result
+    is int32 ``[queries, K]``, with ``with_places``: the index in its group's list of each valid
+    entry of the caller's; ``None`` if that is the same index.
     """
     queries, width = inputs.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=inputs.indices.device)

@@ -1,4 +1,4 @@
-"""Head sums of probabilities, from the order of a kernel's lists to that of the caller's."""
+"""Head sums of probabilities: from the order of a kernel's lists to the caller's."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ def to_callers_lists(
     Args:
         out: fp32 ``[Sq, K]``, contiguous.
         sums: fp32 ``[at least Sq, W]``, contiguous, in the order of the kernel's lists.
-        places: int32 ``[Sq, K]``, where in them a valid entry is; ``None``: in the caller's order.
-        indices: int32 ``[Sq, K]``, the caller's lists, whose entries ``< 0`` or ``>= keys`` select
-            nothing.
-        length: int32 ``[Sq]`` or ``None``: entries from there on select nothing.
-        keys: number of keys.
-        workspace_bytes: budget for temporary memory, which one launch on a GPU does not need.
+        places: int32 ``[Sq, K]``: index in these of each valid entry; ``None``: the same index.
+        indices, length, keys: the caller's lists.
+        workspace_bytes: budget for temporary memory; one launch on a GPU needs none.
     """
     queries, width = indices.shape
-    if out.is_meta:  # a plan would count temporaries, which the one launch on a GPU does not take
+    if out.is_meta:  # on a GPU one launch without temporaries
         return
     if out.is_cuda and has_triton():
         if out.numel():

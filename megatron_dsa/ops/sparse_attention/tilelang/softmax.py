@@ -3,7 +3,6 @@
 Scores are in base 2 inside a kernel; ``top`` is their maximum per row, ``total`` the sum of P.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.tiles import LN_2, LOG2_E

@@ -11,8 +11,7 @@ from megatron_dsa.extras.doctor import session as sessions
 from megatron_dsa.extras.doctor.measure import same_bits
 from megatron_dsa.extras.doctor.results import Part, Report
 from megatron_dsa.extras.doctor.shapes import shapes_from
-from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
-from megatron_dsa.testing.lists import difficult_lists, layout_of
+from megatron_dsa.testing.cases import difficult_lists, layout_of, layout_of_tokens, sampled_tokens
 from tests.doctor_harness import (
     BACKWARD,
     FORWARD,

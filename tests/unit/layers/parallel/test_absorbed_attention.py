@@ -20,8 +20,8 @@ from megatron_dsa.layers.parallel import absorbed_attention as module
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.ops.sparse_attention.blocks import token_blocks
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
+from megatron_dsa.ops.sparse_attention.api import token_blocks
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 from megatron_dsa.ops.sparse_attention.tilelang import launch
 from tests.helpers import (
     leaf,
@@ -331,7 +331,7 @@ def adding(torchs):
         dq, dkv, dsink, p_sum = torchs(inputs, *saved)
         if inputs.key_sum is None:
             return dq, dkv, dsink, p_sum
-        total = inputs.key_sum.accumulator(lambda: torch.zeros_like(dkv.t()), lambda x: x.t())
+        total = inputs.key_sum.buffer(lambda: torch.zeros_like(dkv.t()), lambda x: x.t())
         total += dkv.t()
         return dq, None, dsink, p_sum
 

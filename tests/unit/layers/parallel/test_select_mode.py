@@ -15,7 +15,7 @@ from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, key_bits, m
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.ops.masked_attention.bits import WORDS, groups
+from megatron_dsa.ops.masked_attention.spec import WORDS, groups
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
 from tests.ranks import build_two, spawn, summed_gradients

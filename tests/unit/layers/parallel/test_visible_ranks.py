@@ -28,7 +28,7 @@ def layer(name):
 def _run(case, tp, cp):
     """A step of the layer, whose masked operations count as fused in this process."""
     from megatron_dsa.ops.dispatch import Candidate, Support, report, reset_report
-    from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+    from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
     from tests.cases.log import empty_log, logged_of_first
 
     for operation in (VISIBLE_BITS, FORWARD, BACKWARD):

@@ -17,7 +17,7 @@ from megatron_dsa.ops.dispatch import First, Operation, Policy, choice_log
 from megatron_dsa.ops.dispatch import operation as module
 from megatron_dsa.ops.dispatch.packages import Package
 from megatron_dsa.ops.dispatch.support import OpCall, Support
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD
 from tests.helpers import MadeUp
 
 HOPPER = OpCall("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)

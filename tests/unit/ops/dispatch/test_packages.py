@@ -13,7 +13,7 @@ from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import packages
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, Fix, Package
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.sparse_attention.declaration import FORWARD
+from megatron_dsa.ops.sparse_attention.spec import FORWARD
 
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.30'"
 WRONG = {

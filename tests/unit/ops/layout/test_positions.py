@@ -8,7 +8,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import packed_layout
 from megatron_dsa.ops.layout.positions import (
-    own_rows,
+    local_rows,
     positions_to_rows,
     rows_to_positions,
     validate_indices,
@@ -42,7 +42,7 @@ def test_positions_lead_back_to_the_selection(name, sharding, ratio):
         assert given[1].equal(length) and given[1].dtype == torch.int32
         # Of the rows of all ranks, a rank takes its own.
         rows = torch.arange(alone.num_queries, device=start())
-        own = own_rows(rows[:, None], layout, queries, "rows")[:, 0]
+        own = local_rows(rows[:, None], layout, queries, "rows")[:, 0]
         assert alone.position[own].equal(layout.position) and alone.start[own].equal(layout.start)
         whole[own] = positions
     one = alone if ratio == 1 else compressed_keys(alone, ratio).layout

@@ -15,9 +15,8 @@ from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.layers.parallel.ring.runs import PackedRuns
 from megatron_dsa.layers.parallel.ring.shards import PackedZigzagShard
 from megatron_dsa.ops.common import checks
-from megatron_dsa.ops.layout.blocks import QueryRange
 from megatron_dsa.ops.layout.compressed import compressed_keys
-from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
 from tests.host import attention_module, hidden_like, packed, small_config
 from tests.processes import run_ranks

@@ -121,9 +121,9 @@ def test_halo(cp, sp, kind, cp_layout, reach):
         extended = [-1] * halo.length
         for at, source in zip(halo.before.tolist(), halo.source.tolist(), strict=True):
             extended[at] = int(shared[source]) if source >= 0 else -1
-        for i, at in enumerate(halo.own.tolist()):
+        for i, at in enumerate(halo.local.tolist()):
             extended[at] = int(own[i])
-        for i, at in enumerate(halo.own.tolist()):
+        for i, at in enumerate(halo.local.tolist()):
             place = int(own[i])
             for back in range(min(reach, place - start[place]) + 1):
                 row = int(held[0, place - back])

@@ -1,7 +1,4 @@
-"""Selection from sequences as long as they get, through dispatch, as a layer calls it.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Selection from sequences as long as they get, through dispatch, as a layer calls it."""
 
 import pytest
 import torch
@@ -49,7 +46,7 @@ def float64_scores(inputs, layout, row):
     ("tokens", "ratio"), [(4096, 1), (32_768, 1), (131_072, 1), (32_768, 4), (131_072, 4)]
 )
 def test_against_float64(tokens, ratio, integers):
-    """7, 8, 17, 18, 25: samples of all rows; 20 repeats are equal to the last bit."""
+    """Samples of all tokens; 20 repeats are equal to the last bit."""
     skip_unless_they_run(("indexer_scores", "tilelang"), ("indexer_topk", "tilelang"))
     layout = layouts(tokens, ratio)
     inputs = draw(layout, integers)

@@ -13,7 +13,6 @@ memory:
 What is in shared memory fills it: there is room for one block of keys.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -175,7 +174,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # A product reads what the other warps have stored, too.
+        # A product also reads the stores of the other warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -201,9 +200,6 @@ def build(
         integers are one (not read without them); Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; PSum
         ``[lists, group, W]`` fp32, zeroed by the caller, if ``p_sum``, else ``[1, 1, 1]``: sums of
         P over heads, of no meaning where an entry is no key; scale.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
@@ -227,7 +223,6 @@ def build(
         PSum: T.Tensor([lists, group, width] if p_sum else [1, 1, 1], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile of rows; arguments as :func:`build` describes."""
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)

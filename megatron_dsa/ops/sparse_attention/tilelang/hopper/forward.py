@@ -1,7 +1,7 @@
 """Forward of sparse attention for 64 rows of queries per thread block (sm_90a).
 
 The keys come in blocks of 64, and two warpgroups work on two blocks at a time (a pair) as on a
-seesaw: ``EVEN`` forms the scores and P of the first block, ``ODD`` those of the second, and each
+seesaw: ``EVEN`` computes scores and P of the first block, ``ODD`` of the second, and each
 multiplies its P, from its registers, and then the other's, from shared memory, with its half of the
 value columns:
 
@@ -16,7 +16,6 @@ A last block without a partner is EVEN's; ODD then only multiplies P0.
 All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -161,7 +160,7 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
 
 
 def fragments():
-    """What EVEN and ODD hold: scores, P, their half of O, and four numbers per row."""
+    """Return registers of EVEN or ODD: scores, P, their half of O, and four numbers per row."""
     matrices = ((TILE, "float32"), (TILE, "bfloat16"), (HALF, "float32"))
     numbers = (T.alloc_fragment([TILE], "float32") for _ in range(4))
     return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
@@ -169,7 +168,6 @@ def fragments():
 
 @T.macro
 def scale_rows(x, factors):
-    """Multiply the rows of ``x`` by their factors."""
     for r, c in T.Parallel(TILE, x.shape[1]):
         x[r, c] *= factors[r]
 
@@ -194,7 +192,6 @@ def exponentials(s, p, o, top, decay, scale):
 
 @T.macro
 def add_up(s, peak, decay, total):
-    """Add P's row sums to ``total``."""
     T.reduce_sum(s, peak, dim=1)
     for r in T.Parallel(TILE):
         total[r] = total[r] * decay[r] + peak[r]
@@ -304,9 +301,6 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
         Length ``[lists]`` int32 within ``[0, W]``; Sink ``[heads]`` fp32 (``[1]`` and not read
         without a sink); O ``[Sq * H, v_dim]`` bf16; Lse ``[Sq * H]`` fp32, natural, without the
         sink, ``-inf`` for rows without keys; scale, positive.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     shape = Shape(heads, dim, v_dim, group)
     # P0 takes the place of K0's columns past the values, if there are any: only S0 needs them.
@@ -329,7 +323,6 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
         Lse: T.Tensor([rows], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile of rows; arguments as :func:`build` describes."""
         with T.Kernel(lists * shape.tiles, threads=3 * GROUP) as block:
             T.import_source(SOURCE)
             k = (T.alloc_shared([TILE, dim], bf16), T.alloc_shared([TILE, dim], bf16))

@@ -15,7 +15,6 @@ each of 4 keys.
 The consumers multiply by turns, so that one of them adds meanwhile.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -240,9 +239,6 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         (:func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
         order), zeroed by the caller; Units ``[1]`` fp32: how many of dKV's integers are one (not
         read without them).
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or more than 128 heads.
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles
@@ -264,7 +260,6 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         dKV: T.Tensor([keys, dim], "int64" if fixed_point else fp32),
         Units: T.Tensor([1], fp32),
     ):
-        """One or two thread blocks per list; arguments as :func:`build` describes."""
         with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(

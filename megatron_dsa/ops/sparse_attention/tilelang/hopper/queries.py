@@ -1,10 +1,9 @@
-"""What the backwards share: a tile of queries, their gradients, lse and delta; blocks of keys; dQ.
+"""Shared by the backwards: a tile of queries, their gradients, lse and delta; blocks of keys; dQ.
 
 In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory
 (:func:`tile_memory`), and ``done`` its barriers.
 """
 
-# No postponed annotations here: TileLang reads the kernels' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T

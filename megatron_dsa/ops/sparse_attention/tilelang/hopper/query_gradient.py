@@ -11,7 +11,6 @@ Three warpgroups:
 There is room for one block of keys. Their columns come and go in four parts.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -183,7 +182,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # A product reads what the other warps have stored, too.
+        # A product also reads the stores of the other warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -208,9 +207,6 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
     within a query's Length are written: P and dS of 64 keys and a tile of 64 heads, ``[keys,
     rows]``, as they are in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
     They are finite wherever the inputs are.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
     """
     shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]
@@ -232,7 +228,6 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
         PSum: T.Tensor([lists, 1, width] if p_sum else [1, 1, 1], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile of rows; arguments as :func:`build` describes."""
         with T.Kernel(lists * shape.tiles, threads=3 * GROUP) as block:
             T.import_source(NO_HOISTING + REDUCTION + ACCUMULATORS + SOURCE)
             m = queries.tile_memory(dim, with_members=False)

@@ -1,4 +1,4 @@
-"""CUDA for what TileLang cannot say: adding parts of wgmma accumulators to global memory.
+"""CUDA that TileLang cannot express: add parts of wgmma accumulators to global memory.
 
 A thread of a warpgroup holds, of each 16 columns of its row of an accumulator, columns
 ``2t, 2t + 1, 8 + 2t, 9 + 2t`` (``t``: lane modulo 4). In fp32 they are added as one vector of four,

@@ -11,7 +11,6 @@ Every thread block marks the keys of its queries in bitmaps in shared memory, a 
 (top-k never does) appears again behind the union.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper import prefix_sums
@@ -123,7 +122,7 @@ def build(group: int, with_places: bool = False):
         within ``[0, K]``; Ids ``[ceil(Sq / group), group * K]`` int32, Members uint8 alike and
         Count ``[ceil(Sq / group)]`` int32: results, entries from Count on are undefined; Places
         like Indices if ``with_places``, else ``[1, 1]``: where in its group's list each valid entry
-        is, the others are left alone; keys: how many there are.
+        is, the others are not written; keys: number of keys.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 
@@ -137,7 +136,6 @@ def build(group: int, with_places: bool = False):
         Places: T.Tensor([queries, width] if with_places else [1, 1], "int32"),
         keys: T.int32,
     ):
-        """One thread block per group; arguments as :func:`build` describes."""
         with T.Kernel(groups, threads=THREADS) as block:
             T.import_source(prefix_sums.SOURCE + SOURCE)
             marks = T.alloc_shared([group * RANGE // 32], "uint32")
@@ -168,5 +166,4 @@ _compiled = compiler(build)
 
 
 def compiled(group: int, with_places: bool = False, target: str = "sm_90a"):
-    """Return what :func:`build` describes, callable, compiled for ``target``."""
     return _compiled(group, with_places, target=target)

@@ -5,12 +5,11 @@ the keys in blocks (FlashAttention-2, algorithm 2, over gathered keys): ``S = Q 
 ``dP = dO V^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS K``, and
 ``dKV^T = Q^T dS + dO^T P``, some columns at a time, added to global memory from registers.
 
-dKV is formed transposed because atomic additions of vectors exist from sm_90 on only: of a
+dKV is computed transposed because atomic additions of vectors exist from sm_90 on only: of a
 transposed product eight threads hold eight neighbouring columns of a key, which is a whole sector
 of memory for one scalar instruction, and the columns keep their natural order.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -31,7 +30,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 FULL_ROW, FULL_COL = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Columns of dKV that are formed at once.
+#: Columns of dKV per product.
 CHUNK = 128
 
 SOURCE = r"""
@@ -135,9 +134,6 @@ def build(
 
     Its arguments are those of :func:`..hopper.backward.build`'s, but that dKV has its columns in
     their natural order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` it uses.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     tiling = tiling_of(BACKWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
@@ -165,7 +161,6 @@ def build(
         PSum: T.Tensor([lists, group, width] if p_sum else [1, 1, 1], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile of rows; arguments as :func:`build` describes."""
         with T.Kernel(lists * shape.tiles, threads=tiling.threads) as block:
             T.import_source(SOURCE)
             m = SimpleNamespace(

@@ -7,7 +7,6 @@ its value columns, so that each value is read once; P and the factors cross thro
 memory.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -51,7 +50,6 @@ def probabilities(s, m, at_key, top, sums, peak, factor, shape, scale):
 
 @T.macro
 def scale_rows(o, m):
-    """Multiply the rows of ``o`` by factors that crossed through shared memory."""
     for r, c in T.Parallel(o.shape[0], o.shape[1]):
         o[r, c] *= m.factor[r]
 
@@ -86,9 +84,6 @@ def build(
 
     Its arguments are those of :func:`..hopper.forward.build`'s; ``tiles`` names the target whose
     :data:`.tiles.FORWARD` it uses.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     tiling = tiling_of(FORWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
@@ -110,7 +105,6 @@ def build(
         Lse: T.Tensor([rows], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile of rows; arguments as :func:`build` describes."""
         with T.Kernel(lists * shape.tiles, threads=tiling.threads) as block:
             m = SimpleNamespace(
                 q=T.alloc_shared([tile, dim], bf16),

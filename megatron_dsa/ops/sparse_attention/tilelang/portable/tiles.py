@@ -1,6 +1,5 @@
 """Tiles of the portable kernels per GPU, and how their keys arrive in shared memory."""
 
-# No postponed annotations here: TileLang reads the kernels' shapes from them.
 from dataclasses import dataclass
 
 from tilelang import language as T
@@ -10,7 +9,7 @@ from megatron_dsa.ops.hopper.tiles import COPIERS, fetch
 
 @dataclass(frozen=True)
 class Tiling:
-    """What one thread block works on.
+    """Work of a thread block.
 
     Attributes:
         rows: rows of queries (heads of one query, or of several).
@@ -62,7 +61,6 @@ def tiling_of(tilings: dict[str, Tiling], target: str) -> Tiling:
 
 
 def check_memory(needed: int, target: str) -> None:
-    """Raise ``ValueError`` if ``needed`` bytes are more than a thread block of ``target`` has."""
     if needed > SHARED[target]:
         raise ValueError(
             f"tiling must fit the {SHARED[target]} bytes of shared memory of {target}, got one "
@@ -92,7 +90,7 @@ def look_ahead(lists, at, i, tiling, thread):
 def gather(lists, m, at, i, tiling, thread):
     """Fetch the keys of block ``i``, note which queries selected them, and look at the next one.
 
-    A key is zeros where there is none. A backward also wants the ids, -1 for no key.
+    A key is zeros where there is none. A backward also reads the ids, -1 for no key.
     """
     first = i % tiling.stages * tiling.keys
     for r in T.unroll(tiling.keys // tiling.copied):

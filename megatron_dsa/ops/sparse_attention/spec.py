@@ -1,5 +1,11 @@
-"""Sparse attention: the operations and what implements them."""
+"""Sparse attention on one page: inputs, implementations, reference.
 
+Every query attends to its own list of keys (DeepSeek-V3.2, eq. 3; absorbed MLA). ``meta.py`` holds
+the fakes, which call the adapter of our kernels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +15,73 @@ from megatron_dsa.ops.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS, HALF
 from megatron_dsa.ops.sparse_attention import flashmla
+
+
+class KeyGradientAccumulator:
+    """Accumulator of the key gradient over backward calls for parts of the queries.
+
+    Backwards that use atomics keep adding to the buffer of :meth:`buffer` and return ``None`` as
+    ``dkv``. Others return a gradient of that part, which the caller passes to :meth:`add`.
+
+    Args:
+        rows: query tokens times heads of all calls.
+        bounds: returns upper bounds of the magnitudes in ``q`` and in ``dout`` of all calls, fp32
+            scalars, for sums in fixed point.
+    """
+
+    def __init__(self, rows: int, bounds: Callable[[], tuple[torch.Tensor, torch.Tensor]]):
+        self.rows, self.bounds = rows, bounds
+        self._buffer: Any = None
+        self._finish: Callable[[Any], torch.Tensor] | None = None
+        self._sum: torch.Tensor | None = None
+
+    def buffer(self, make: Callable[[], Any], finish: Callable[[Any], torch.Tensor]) -> Any:
+        """Return ``make()`` of the first call; ``finish`` converts it to fp32 ``[Skv, D]``."""
+        if self._finish is None:
+            self._buffer, self._finish = make(), finish
+        return self._buffer
+
+    def add(self, dkv: torch.Tensor | None) -> None:
+        """Add the ``dkv`` that a backward returned."""
+        if dkv is not None:
+            self._sum = dkv if self._sum is None else self._sum.add_(dkv)
+
+    def result(self) -> torch.Tensor:
+        if self._finish is not None:
+            self.add(self._finish(self._buffer))
+            self._buffer = None
+        assert self._sum is not None
+        return self._sum
+
+
+@dataclass(frozen=True)
+class SparseAttentionInputs:
+    """Inputs of one sparse attention, as every implementation receives them; see ``api.py``.
+
+    Attributes:
+        workspace_bytes: budget for temporary memory.
+        want_p_sum: return the head sum of the probabilities if it comes for free.
+        length_in_range: ``topk_length`` is within ``[0, K]``.
+        key_sum: accumulator to which a backward may add; it then returns ``None`` as ``dkv``.
+        padded_q: ``[Sq, more than H, D]``, contiguous, or ``None``: ``q`` is a view of its first H
+            heads, the others are finite. Spares a forward that needs more heads
+            (``Support.head_sizes``) a copy of ``q``.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    indices: torch.Tensor
+    v_dim: int
+    softmax_scale: float
+    topk_length: torch.Tensor | None
+    sink: torch.Tensor | None
+    workspace_bytes: int
+    want_p_sum: bool = False
+    in_order: bool = False
+    length_in_range: bool = False
+    key_sum: KeyGradientAccumulator | None = None
+    padded_q: torch.Tensor | None = None
+
 
 _HERE = __package__
 #: Absorbed MLA of V3.2 (512 latent dims, 64 of rope), and DeepSeek-V4.
@@ -134,16 +207,27 @@ PROBABILITIES = Operation(
 
 
 def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
-    """Whether attention returns the teacher; else ``sparse_attention_probabilities`` forms it.
-
-    Tilings that were never run leave it out in deterministic mode.
-
-    Args:
-        operation: forward or backward.
-        call: the description of its call.
-        policy: which implementations may run.
-    """
+    """The forward or backward also returns the teacher; else ``PROBABILITIES`` computes it."""
     choice = operation.choose(call, policy)
-    if call.deterministic and choice.never_run:
+    if call.deterministic and choice.never_run:  # such tilings leave it out
         return False
     return choice.candidate.support.gives_teacher
+
+
+def reference(
+    q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``out``, ``lse`` and ``p_sum``; differentiable, no limit of memory."""
+    valid = (indices >= 0) & (indices < kv.shape[0])
+    if topk_length is not None:
+        valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
+    rows = torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
+    keys = rows[torch.where(valid, indices, kv.shape[0]).long()]  # [Sq, K, D]
+    logits = torch.einsum("qhd,qkd->qhk", q, keys) * softmax_scale
+    logits = logits.masked_fill(~valid[:, None], float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)
+    total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
+    # Without keys there is no softmax; probabilities are 0, not 0/0.
+    safe = torch.where(total == float("-inf"), 0.0, total)
+    p = torch.exp(logits - safe[..., None])
+    return torch.einsum("qhk,qkd->qhd", p, keys[..., :v_dim]), lse, p.sum(1)

@@ -1,0 +1,285 @@
+"""Masked dense attention on one page: key bits, inputs, implementations, fakes, reference.
+
+*Key bits* hold the keys of a query, one bit per key, for all heads: int32 ``[Sq, G, 4]`` with
+``G = ceil(Skv / 128)``. Word ``l`` of group ``g`` has the keys ``128 g + 8 n + 2 l + e`` (``n`` =
+0..15, ``e`` = 0..1) at bit ``2 n + e``. A thread of a matrix unit holds these columns of an
+accumulator, so it reads one word per query. Bits of keys at or past ``Skv`` are 0.
+:mod:`.triton.tiles` writes the bits of a key for all queries, in the same order of bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
+from megatron_dsa.ops.meta import empty_sums, take_workspace
+
+#: Keys (or queries) of a group, and int32 words for them.
+GROUP, WORDS = 128, 4
+
+
+def groups(count: int) -> int:
+    """Return the groups of ``count`` keys (or queries); the last one may be partial."""
+    return -(-count // GROUP)
+
+
+def pack(mask: torch.Tensor) -> torch.Tensor:
+    queries, keys = mask.shape
+    count = groups(keys)
+    padded = torch.nn.functional.pad(mask, (0, count * GROUP - keys))
+    # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)]
+    flags = padded.view(queries, count, 16, WORDS, 2).transpose(2, 3).flatten(3)
+    # Bits are disjoint, so a sum that wraps to negative numbers sets bit 31 as it should.
+    return (flags.int() << _positions(mask)).sum(-1, dtype=torch.int32)
+
+
+def unpack(bits: torch.Tensor, num_keys: int) -> torch.Tensor:
+    flags = (bits[..., None] >> _positions(bits)) & 1
+    flags = flags.bool().unflatten(3, (16, 2)).transpose(2, 3)
+    return flags.flatten(1)[:, :num_keys]
+
+
+def _positions(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(32, dtype=torch.int32, device=like.device)
+
+
+@dataclass(frozen=True)
+class KeyBitsInputs:
+    """Index lists, see ``api.key_bits``; ``workspace_bytes`` is a budget for temporary memory."""
+
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    num_keys: int
+    workspace_bytes: int
+
+
+class ListedProbabilities(NamedTuple):
+    """Head sums of the probabilities of selected keys, and the keys.
+
+    Attributes:
+        p_sum: ``[Sq, K]`` fp32 (fp64 for fp64 inputs), in ascending order of a query's keys, then
+            0.
+        indices: int32 ``[n, K]``, the keys of ``n`` of the queries, ascending, then -1.
+        length: int32 ``[n]``, keys of these queries.
+    """
+
+    p_sum: torch.Tensor
+    indices: torch.Tensor
+    length: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VisibleBitsInputs:
+    """Ranges of visible slots.
+
+    Attributes:
+        start, end: int32 ``[Sq]``; query ``i`` sees the slots ``[start[i], end[i])``.
+        slots: int32 ``[Skv]``, the slot of each key; ``None``: key ``i`` is slot ``i``.
+        num_keys: number of keys, ``Skv``.
+        workspace_bytes: budget for temporary memory.
+    """
+
+    start: torch.Tensor
+    end: torch.Tensor
+    slots: torch.Tensor | None
+    num_keys: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class MaskedAttentionInputs:
+    """Inputs of one masked dense attention, with the bits of all ``q``; see ``api.py``.
+
+    Attributes:
+        kept: results that an implementation keeps for the next operation on the same inputs.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    bits: torch.Tensor
+    v_dim: int
+    softmax_scale: float
+    workspace_bytes: int
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def nope_dim(self) -> int:
+        return self.kv.shape[2] - self.v_dim
+
+    def of_queries(self, tokens: slice) -> MaskedAttentionInputs:
+        return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
+
+    def head_parts(self) -> list[slice]:
+        """Return equal parts of the heads, one at least, whose fp32 ``dq`` fits the workspace."""
+        queries, heads, dim = self.q.shape
+        most = max(1, self.workspace_bytes // (4 * max(1, queries) * dim))
+        count = -(-heads // -(-heads // most))
+        return [slice(first, min(first + count, heads)) for first in range(0, heads, count)]
+
+
+_HERE = __package__
+#: Plain MLA of V3.2 (128 dims without rope, 64 with it, values of 128) and GLM-5 (192, 64, 256), in
+#: our own kernels.
+_TILELANG: dict[str, Any] = {
+    "package": TILELANG,
+    "capabilities": (HOPPER,),
+    "dtypes": (torch.bfloat16,),
+    "dims": ((192, 128), (256, 256)),
+    "rope_dim": 64,
+    "sink": False,
+}
+
+
+def _ours(name: str, **support: Any) -> Candidate:
+    return Candidate("tilelang", f"{_HERE}.tilelang.launch:{name}", Support(**support, **_TILELANG))
+
+
+def _torch(name: str) -> Candidate:
+    support = Support(covers="any shape", sink=False)
+    return Candidate("torch", f"{_HERE}.torch:{name}", support, fused=False)
+
+
+KEY_BITS = Operation(
+    "key_bits",
+    "bits of listed keys",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton.bits:key_bits",
+            Support(covers="one launch for any K", package=TRITON, **PORTABLE),
+        ),
+        Candidate("torch", f"{_HERE}.torch:key_bits", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_key_bits",
+)
+
+VISIBLE_BITS = Operation(
+    "visible_bits",
+    "bits of visible keys",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton.bits:visible_bits",
+            Support(covers="one launch for any layout", package=TRITON, **PORTABLE),
+        ),
+        Candidate("torch", f"{_HERE}.torch:visible_bits", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_visible_bits",
+)
+
+FORWARD = Operation(
+    "masked_attention_forward",
+    "masked dense attention forward",
+    (
+        _ours("forward", covers="out, lse"),
+        _torch("forward"),
+    ),
+    meta=f"{_HERE}.spec:fake_forward",
+)
+
+BACKWARD = Operation(
+    "masked_attention_backward",
+    "masked dense attention backward",
+    (
+        _ours("backward", covers="dq, dkv, dk_pe", **ATOMIC_SUMS),
+        _torch("backward"),
+    ),
+    meta=f"{_HERE}.spec:fake_backward",
+)
+
+PROBABILITIES = Operation(
+    "masked_attention_probabilities",
+    "head sum of the probabilities of masked dense attention",
+    (
+        _ours("probabilities", covers="p_sum and its keys from q, kv, k_pe, lse"),
+        _torch("probabilities"),
+    ),
+    meta=f"{_HERE}.spec:fake_probabilities",
+)
+
+
+def fake_key_bits(candidate: Candidate, inputs: KeyBitsInputs) -> torch.Tensor:
+    bits = inputs.indices.new_empty(len(inputs.indices), groups(inputs.num_keys), WORDS)
+    if not candidate.fused:
+        take_workspace(bits, inputs.workspace_bytes)
+    return bits
+
+
+def fake_visible_bits(candidate: Candidate, inputs: VisibleBitsInputs) -> torch.Tensor:
+    bits = inputs.start.new_empty(len(inputs.start), groups(inputs.num_keys), WORDS)
+    if not candidate.fused:
+        take_workspace(bits, inputs.workspace_bytes)
+    return bits
+
+
+def fake_forward(candidate: Candidate, inputs: MaskedAttentionInputs):
+    q = inputs.q.contiguous()
+    out, lse = q.new_empty(*q.shape[:2], inputs.v_dim), empty_sums(q, *q.shape[:2])
+    if not candidate.fused:
+        take_workspace(q, inputs.workspace_bytes)
+    return out, lse
+
+
+def fake_backward(candidate: Candidate, inputs: MaskedAttentionInputs, out, lse, dout):
+    q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+    dk_pe = empty_sums(inputs.k_pe, *inputs.k_pe.shape)
+    if not candidate.fused:
+        take_workspace(q, inputs.workspace_bytes)
+        return dq, dkv, dk_pe
+    numbers, bits_t = _numbers(q), inputs.bits.new_empty(groups(len(kv)) * GROUP, groups(len(q)), 4)
+    for part in inputs.head_parts():
+        count = part.stop - part.start
+        sums = q.new_empty(len(q), count, q.shape[2], dtype=torch.float32)
+        dk_rope = inputs.k_pe.new_empty(len(kv), count, inputs.k_pe.shape[1])
+        total = empty_sums(inputs.k_pe, *inputs.k_pe.shape)
+        del sums, dk_rope, total
+    inputs.kept["numbers"] = numbers
+    del bits_t
+    return dq, dkv, dk_pe
+
+
+def fake_probabilities(
+    candidate: Candidate, inputs: MaskedAttentionInputs, lse, width: int, listed: slice
+):
+    queries, bits = len(inputs.q), inputs.bits
+    count = len(range(*listed.indices(queries)))
+    found = ListedProbabilities(
+        empty_sums(inputs.q, queries, width), bits.new_empty(count, width), bits.new_empty(count)
+    )
+    if not candidate.fused:
+        take_workspace(inputs.q, inputs.workspace_bytes)
+        return found
+    numbers = inputs.kept.pop("numbers", None)
+    numbers = _numbers(inputs.q) if numbers is None else numbers
+    before = bits.new_empty(bits.shape[:2])
+    del numbers, before
+    return found
+
+
+def _numbers(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[1], 2, groups(len(q)) * GROUP, dtype=torch.float32)
+
+
+def reference(
+    q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, mask: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``out``, ``lse`` and ``p_sum [Sq, Skv]``, with a bool ``mask [Sq, Skv]``.
+
+    Differentiable, no limit of memory.
+    """
+    nope = q.shape[2] - k_pe.shape[1]
+    logits = torch.einsum("qhd,khd->qhk", q[..., :nope], kv[..., :nope])
+    logits = logits + torch.einsum("qhr,kr->qhk", q[..., nope:], k_pe)
+    logits = (logits * softmax_scale).masked_fill(~mask[:, None], float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)
+    # A query without keys has no softmax; its probabilities are 0, not 0/0.
+    p = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("qhk,khd->qhd", p, kv[..., nope:]), lse, p.sum(1)
