@@ -5,11 +5,7 @@ which tokens belong together), picks an implementation (:mod:`megatron_dsa.ops.d
 differentiable where that makes sense. They can be used without Megatron.
 """
 
-from megatron_dsa.layers.parallel.absorbed_attention import (
-    AbsorbedAttentionOutput,
-    absorbed_attention,
-)
-from megatron_dsa.layers.parallel.ring.api import dense_attention, gathered_latent_attention
+from megatron_dsa.ops.dense_attention.ring.api import dense_attention, gathered_latent_attention
 from megatron_dsa.ops.indexer_loss.api import (
     IndexerTraining,
     dense_indexer_loss,
@@ -24,6 +20,10 @@ from megatron_dsa.ops.masked_attention.api import (
     masked_attention,
 )
 from megatron_dsa.ops.masked_attention.visible import visible_bits
+from megatron_dsa.ops.sparse_attention.absorbed import (
+    AbsorbedAttentionOutput,
+    absorbed_attention,
+)
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
 
 __all__ = [

@@ -50,8 +50,7 @@ from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.layers.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
-from megatron_dsa.layers.layers import LocalNorm, ReplicatedLinear
-from megatron_dsa.layers.precision import bf16_linear, bf16_weight_linear
+from megatron_dsa.layers.linears import LocalNorm, ReplicatedLinear, bf16_linear, bf16_weight_linear
 from megatron_dsa.layers.v4.hash_routing import with_hash_routing
 from megatron_dsa.layers.v4.hyper_connections import (
     HyperConnectionLayer,

@@ -25,7 +25,7 @@ from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
 from benchmarks.ranks.processes import RankFailed
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.layers.parallel.gather import finish_gather, start_gather
+from megatron_dsa.layers.parallel.gather import finish_with_proxy, start_gather
 
 # Cases
 
@@ -353,7 +353,7 @@ def gathered_under_work(log):
     keys, q = torch.ones(3, 1, 2, requires_grad=True), torch.ones(6, 2, requires_grad=True)
     gathering = start_gather(keys, SimpleNamespace(size=lambda: 2))
     noted = _Noted.apply(q, log)
-    everything, grad_proxy = finish_gather(gathering)
+    everything, grad_proxy = finish_with_proxy(gathering)
     (everything * noted + grad_proxy).sum().backward()
     return keys.grad
 

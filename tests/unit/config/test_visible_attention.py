@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.extras import info
 from megatron_dsa.extras.cli import build_parser
 from megatron_dsa.extras.planner.text import describe
 from megatron_dsa.layers import warm_up
-from megatron_dsa.layers.required_ops import attention_of, required_ops, visible_attention
+from megatron_dsa.layers.required_ops import required_ops
 from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
@@ -21,7 +22,7 @@ OPERATIONS = (VISIBLE_BITS, FORWARD, BACKWARD)
 
 def choice(stage="dense", **options):
     changes = options.pop("config", {})
-    return visible_attention(small_config(options=DSAOptions(stage=stage, **options), **changes))
+    return attention_of(small_config(options=DSAOptions(stage=stage, **options), **changes))
 
 
 @pytest.mark.parametrize("stage", ["dense", "warmup"])
@@ -29,17 +30,17 @@ def choice(stage="dense", **options):
 def test_masked_where_it_is_fused(fused, stage, length):
     found = choice(stage, sequence_length=length)
     assert not found.masked and "visible_bits is not fused here" in found.reason
-    assert not found.masked_runs
+    assert found.masked_up_to is None
     fused()
     found = choice(stage, sequence_length=length)
-    assert found.masked and found.masked_runs
+    assert found.masked and found.masked_up_to == MOST_KEPT
     assert found.reason == f"{length} tokens of a microbatch"
 
 
 def test_what_stays_with_dense_attention(fused):
     fused()
     found = choice(sequence_length=MOST_KEPT + 1)
-    assert not found.masked and found.longest == MOST_KEPT
+    assert not found.masked and found.masked_up_to == MOST_KEPT
     assert not choice(sequence_length=MOST_KEPT, packed_sequences=2).masked
     assert choice(sequence_length=MOST_KEPT // 2, packed_sequences=2).masked
     found = choice(sequence_length=64, interleaved_sequences=2)
@@ -84,11 +85,11 @@ def test_kernels_that_never_ran_on_the_gpu_are_not_taken(fused):
 def test_stages_and_models_that_select(fused):
     fused()
     options = DSAOptions(sequence_length=64)
-    assert not visible_attention(small_config(options=options)).masked
+    assert not attention_of(small_config(options=options)).masked
     assert "selected keys" in attention_of(small_config(options=options)).describe()
     for stage in ("dense", "sparse"):
         config = small_csa_config(4, options=DSAOptions(stage=stage, sequence_length=64))
-        assert not visible_attention(config).masked and not attention_of(config).masked
+        assert not attention_of(config).masked
 
 
 def test_heads_of_a_rank_count(fused):

@@ -6,7 +6,7 @@ from megatron.core.transformer import cuda_graphs
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers import causal_mask
-from megatron_dsa.layers.causal_mask import require_causal_mask
+from megatron_dsa.layers.from_megatron import require_causal_mask
 from megatron_dsa.ops.layout.sharding import CP_LAYOUTS, Sharding
 from tests.host import attention_module, hidden_like, packed, small_config, small_csa_config
 

@@ -16,10 +16,10 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel import absorbed_attention as module
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.ops.sparse_attention import absorbed as module
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.tilelang import launch

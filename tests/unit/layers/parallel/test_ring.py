@@ -5,14 +5,14 @@ import torch
 from torch import distributed
 
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.layers.parallel.gather import finish_gather, start_gather
-from megatron_dsa.layers.parallel.ring import (
+from megatron_dsa.layers.parallel.gather import finish_with_proxy, start_gather
+from megatron_dsa.ops.dense_attention.blocks import torch_kernel
+from megatron_dsa.ops.dense_attention.ring import (
     PackedZigzagShard,
     ZigzagShard,
     gathered_latent_attention,
     ring_attention,
 )
-from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 from tests.helpers import relative_error
 from tests.processes import run_ranks
@@ -59,7 +59,7 @@ def run_local(case, rows, group, local):
     block = None if case.workspace is None else torch_kernel(case.workspace)
     if case.mode == "gathered":
         q, latent, *weights = leaves.values()
-        latents, grad_proxy = finish_gather(start_gather(latent, group))
+        latents, grad_proxy = finish_with_proxy(start_gather(latent, group))
         out, lse = gathered_latent_attention(
             q, latents, *weights, rows, case.scale, block, latent_grad=grad_proxy
         )

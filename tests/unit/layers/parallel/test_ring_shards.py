@@ -9,15 +9,15 @@ import torch
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.layers.parallel.ring import (
+from megatron_dsa.ops import dispatch
+from megatron_dsa.ops.dense_attention import torch as torch_block
+from megatron_dsa.ops.dense_attention.ring import (
     ContiguousShard,
     PackedRuns,
     PackedZigzagShard,
     ZigzagShard,
     token_shard,
 )
-from megatron_dsa.ops import dispatch
-from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.compressed import visible_groups

@@ -12,9 +12,9 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.layers.parallel.ring.runs import PackedRuns
-from megatron_dsa.layers.parallel.ring.shards import PackedZigzagShard
 from megatron_dsa.ops.common import checks
+from megatron_dsa.ops.dense_attention.ring.runs import PackedRuns
+from megatron_dsa.ops.dense_attention.ring.shards import PackedZigzagShard
 from megatron_dsa.ops.layout.blocks import QueryRange
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout

@@ -10,7 +10,7 @@ rank before it and nothing of a rank after it.
 Local tokens are always in the order of the sequence. So a rank's own tokens are causal in their
 local
 order: its own block is one part, of all its tokens. Packed tokens that are cut without regard to
-sequences are in :mod:`megatron_dsa.layers.parallel.ring.runs`.
+sequences are in :mod:`megatron_dsa.ops.dense_attention.ring.runs`.
 """
 
 from collections.abc import Callable

@@ -22,8 +22,8 @@ class KeysAndValues:
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor):
         self._shapes, self._keys = (k.shape, v.shape), k.numel()
-        self.own = k.new_empty(k.numel() + v.numel())
-        for view, x in zip(self._views(self.own), (k, v), strict=True):
+        self.local = k.new_empty(k.numel() + v.numel())
+        for view, x in zip(self._views(self.local), (k, v), strict=True):
             view.copy_(x)
 
     def _views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +44,7 @@ class KeysAndValues:
 
     def split(self, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of the own keys and values, in the dtype of the inputs."""
-        dk, dv = (x.to(self.own.dtype) for x in self._views(gradients))
+        dk, dv = (x.to(self.local.dtype) for x in self._views(gradients))
         return dk, dv
 
 
@@ -64,7 +64,7 @@ class Latent:
     disposable = False
 
     def __init__(self, latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor):
-        self.own = latent.contiguous()
+        self.local = latent.contiguous()
         self._heads, self._unrotated, self._rank = w_uk.shape
         self._w_uk, self._w_uv = w_uk.flatten(0, 1), w_uv.flatten(0, 1)
         self.dw_uk: torch.Tensor | None = None

@@ -1,17 +1,19 @@
 """Dense causal attention over context-parallel ranks, differentiable."""
 
+from typing import Any
+
 import torch
 from torch import distributed
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel.ring.exchange import Gathered, Ring, RingExchange
-from megatron_dsa.layers.parallel.ring.loop import attend, gradients
-from megatron_dsa.layers.parallel.ring.payload import KeysAndValues, Latent
-from megatron_dsa.layers.parallel.ring.shards import TokenShard
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
+from megatron_dsa.ops.dense_attention.ring.combine import Combined
+from megatron_dsa.ops.dense_attention.ring.exchange import Gathered, Ring, RingExchange
+from megatron_dsa.ops.dense_attention.ring.payload import KeysAndValues, Latent
+from megatron_dsa.ops.dense_attention.ring.shards import TokenShard
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 
@@ -37,7 +39,7 @@ def ring_attention(
     Args:
         q, k: ``[tokens, H, Dqk]``, local tokens; v: ``[tokens, H, Dv]``. All of one dtype.
         shard: the tokens of this rank; made by
-            :func:`megatron_dsa.layers.parallel.ring.api.token_shard`.
+            :func:`megatron_dsa.ops.dense_attention.ring.api.token_shard`.
         group: the context-parallel process group; not used if ``shard.cp`` is 1.
         softmax_scale: factor on ``q . k``.
         block: attention to one block, or its name; ``None`` takes the best one that can run.
@@ -93,7 +95,7 @@ def gathered_latent_attention(
             sum over context-parallel ranks that Megatron's gradient reduction does.
         latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
             gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_gather`). It is of this rank's
+            :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`). It is of this rank's
             queries: to be summed over ranks.
 
     Returns:
@@ -108,7 +110,7 @@ def gathered_latent_attention(
         raise ConfigError(
             f"latent_grad must be {wanted[0]} {list(wanted[1])} for these latents, got {given[0]} "
             f"{list(given[1])}; pass the proxy that "
-            "megatron_dsa.layers.parallel.gather.finish_gather returned."
+            "megatron_dsa.layers.parallel.gather.finish_with_proxy returned."
         )
     _check(q, shard, {"latents": latents, "w_uk": w_uk, "w_uv": w_uv})
     keys, rank = shard.cp * q.shape[0], w_uk.shape[-1]
@@ -130,6 +132,50 @@ def gathered_latent_attention(
     return _LatentAttention.apply(
         q.contiguous(), latents, latent_grad, w_uk, w_uv, shard, blocks, kernel, softmax_scale
     )
+
+
+def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the blocks of all ranks, one after the other.
+
+    Args:
+        payload: content of a block, ``KeysAndValues`` or ``Latent``.
+        blocks: where they come from, ``Ring`` or ``Gathered``.
+    """
+    combined = Combined(q.dtype)
+    left = sum(len(shard.parts(source)) for source in range(shard.cp))
+    for source, block in blocks.blocks(payload.local, payload.disposable):
+        for part in shard.parts(source):
+            left -= 1
+            k, v = payload.expand(block, part.keys)
+            out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
+            combined.add(out, lse, part.queries, last=left == 0)
+            # Freed before the next block's are made.
+            del k, v, out, lse
+    return combined.out, combined.lse
+
+
+def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, Any]:
+    """Return ``dq`` of :func:`attend`, and the gradient of ``payload.local`` in fp32 (fp64)."""
+    acc = accumulation_dtype(q.dtype)
+    collected = blocks.gradients(payload.local.shape, acc, q.device)
+    dq = None
+    for source, block in blocks.blocks(payload.local, payload.disposable):
+        collected.start()
+        for part in shard.parts(source):
+            k, v = payload.expand(block, part.keys)
+            mine = part.queries
+            dq_part, dk, dv = kernel.backward(
+                dout[mine], q[mine], k, v, out[mine], lse[mine], part.causal, scale, part.sequences
+            )
+            del k, v
+            if dq is None:
+                dq = dq_part if shard.cp == 1 else dq_part.to(acc)
+            else:
+                dq[mine] += dq_part
+            payload.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
+            del dq_part, dk, dv
+    assert dq is not None
+    return dq.to(q.dtype), collected.home()
 
 
 class _OneBlockAttention(torch.autograd.Function):
@@ -168,8 +214,8 @@ class _KeyValueAttention(torch.autograd.Function):
     def backward(ctx, dout, _):
         q, k, v, out, lse = ctx.saved_tensors
         payload = KeysAndValues(k, v)
-        dq, d_own = gradients(dout.contiguous(), q, out, lse, payload, *ctx.settings)
-        return dq, *payload.split(d_own), None, None, None, None
+        dq, d_local = gradients(dout.contiguous(), q, out, lse, payload, *ctx.settings)
+        return dq, *payload.split(d_local), None, None, None, None
 
 
 class _LatentAttention(torch.autograd.Function):

@@ -66,6 +66,6 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
 def _fused_merge(device: str, dtype: torch.dtype):
     if device != "cuda" or dtype == torch.float64 or TRITON.problem() is not None:
         return None
-    from megatron_dsa.layers.parallel.ring.combine_triton import merge
+    from megatron_dsa.ops.dense_attention.ring.combine_triton import merge
 
     return merge

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel.ring.shards import PackedShard, Part, own_part
+from megatron_dsa.ops.dense_attention.ring.shards import PackedShard, Part, own_part
 from megatron_dsa.ops.dense_attention.sequences import Packed, covering
 
 

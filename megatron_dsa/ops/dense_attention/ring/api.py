@@ -6,17 +6,17 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel.ring import attention
-from megatron_dsa.layers.parallel.ring.attention import describe_dense_call
-from megatron_dsa.layers.parallel.ring.runs import PackedRuns
-from megatron_dsa.layers.parallel.ring.shards import (
+from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.dense_attention.ring import attention
+from megatron_dsa.ops.dense_attention.ring.attention import describe_dense_call
+from megatron_dsa.ops.dense_attention.ring.runs import PackedRuns
+from megatron_dsa.ops.dense_attention.ring.shards import (
     ContiguousShard,
     PackedZigzagShard,
     TokenShard,
     ZigzagShard,
 )
-from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, padded_bound
@@ -86,7 +86,7 @@ def gathered_latent_attention(
         softmax_scale: factor on ``q . k``.
         latent_grad: fp32 ``[cp * tokens, R + P]``: if given, the gradient of ``latents`` is sent
             here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+            :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`).
         policy: which implementations may run, as of the operation ``dense_attention``.
 
     Returns:
