@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
 from megatron_dsa.ops.dense_attention.ring.combine import Combined
 from megatron_dsa.ops.dense_attention.ring.exchange import Gathered, Ring, RingExchange
@@ -36,36 +35,25 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally to the keys of all ranks, whose keys and values go round a ring.
 
+    See :func:`.api.dense_attention`.
+
     Args:
-        q, k: ``[tokens, H, Dqk]``, local tokens; v: ``[tokens, H, Dv]``. All of one dtype.
-        shard: the tokens of this rank; made by
-            :func:`megatron_dsa.ops.dense_attention.ring.api.token_shard`.
-        group: the context-parallel process group; not used if ``shard.cp`` is 1.
-        softmax_scale: factor on ``q . k``.
+        shard: the tokens of this rank.
         block: attention to one block, or its name; ``None`` takes the best one that can run.
-
-    Returns:
-        ``out [tokens, H, Dv]`` in the dtype of ``q``, 0 for tokens without keys, and the
-        natural-log ``lse [tokens, H]`` in fp32 (fp64 for fp64), ``-inf`` for such tokens. ``lse``
-        has no gradient.
-
-    Raises:
-        ConfigError: shapes, dtypes, rows and group do not fit together, or no block has that name.
-        ImplementationError: the block of that name cannot run here.
     """
-    _check(q, shard, {"k": k, "v": v})
-    _check_group(shard, group)
-    if k.shape != q.shape or v.shape[:2] != q.shape[:2]:
-        raise ConfigError(
-            "k must have the shape of q, and v its rows and heads, got q "
-            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat the heads of grouped "
-            "queries' keys."
+    if shard.cp > 1:
+        found = distributed.get_world_size(group), distributed.get_rank(group)
+        require(
+            found == (shard.cp, shard.rank),
+            "layout must be sharded over group: rank and size in it are "
+            f"{(shard.rank, shard.cp)}, in group {found[::-1]}; build both from the same "
+            "context-parallel group",
         )
     kernel = _kernel_for(block, q, v.shape[2], shard)
     q = q.contiguous()
     if shard.cp == 1:
-        (own,) = shard.parts(shard.rank)
-        return _OneBlockAttention.apply(q, k, v, own.sequences, kernel, softmax_scale)
+        (part,) = shard.parts(shard.rank)
+        return _OneBlockAttention.apply(q, k, v, part.sequences, kernel, softmax_scale)
     blocks = Ring(lambda: RingExchange(group, shard.cp, shard.rank), shard.cp, shard.rank)
     return _KeyValueAttention.apply(q, k, v, shard, blocks, kernel, softmax_scale)
 
@@ -80,53 +68,10 @@ def gathered_latent_attention(
     block: BlockAttention | str | None = None,
     latent_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as :func:`ring_attention` does, where the MLA latents of all ranks are there.
+    """Attend to keys and values made of gathered latents, block by block, in the backward again.
 
-    Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values
-    ``latents[:, :R] @ w_uv[h].T``. They are made of one rank's block at a time, in the backward
-    again. Nothing is sent.
-
-    Args:
-        q, shard, softmax_scale, block: see :func:`ring_attention`; ``q`` is rotated.
-        latents: ``[cp * tokens, R + P]``, one rank's after the other: normalised, and the ``P``
-            rope dims rotated.
-        w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, weights of the local heads. Their gradients
-            are summed over blocks in fp32; they are of this rank's queries, so that they want the
-            sum over context-parallel ranks that Megatron's gradient reduction does.
-        latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
-            gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`). It is of this rank's
-            queries: to be summed over ranks.
-
-    Returns:
-        ``out`` and ``lse`` as of :func:`ring_attention`.
-
-    Raises:
-        ConfigError, ImplementationError: see :func:`ring_attention`.
+    See :func:`.api.gathered_latent_attention`.
     """
-    wanted = accumulation_dtype(latents.dtype), latents.shape
-    given = wanted if latent_grad is None else (latent_grad.dtype, latent_grad.shape)
-    if given != wanted:
-        raise ConfigError(
-            f"latent_grad must be {wanted[0]} {list(wanted[1])} for these latents, got {given[0]} "
-            f"{list(given[1])}; pass the proxy that "
-            "megatron_dsa.layers.parallel.gather.finish_with_proxy returned."
-        )
-    _check(q, shard, {"latents": latents, "w_uk": w_uk, "w_uv": w_uv})
-    keys, rank = shard.cp * q.shape[0], w_uk.shape[-1]
-    rope = latents.shape[-1] - rank
-    fits = (
-        latents.dim() == 2 and latents.shape[0] == keys and rope >= 0
-        and w_uk.shape == (q.shape[1], q.shape[2] - rope, rank)
-        and w_uv.dim() == 3 and w_uv.shape[::2] == (q.shape[1], rank)
-    )  # fmt: skip
-    if not fits:
-        raise ConfigError(
-            f"latents must be [{keys}, R + P], w_uk [H, Dqk - P, R] and w_uv [H, Dv, R] for "
-            f"q [rows, H, Dqk], got q {list(q.shape)}, latents {list(latents.shape)}, w_uk "
-            f"{list(w_uk.shape)}, w_uv {list(w_uv.shape)}; split the weight of linear_kv_up_proj "
-            "by heads, and there into keys and values."
-        )
     kernel = _kernel_for(block, q, w_uv.shape[1], shard)
     blocks = Gathered(shard.cp, shard.rank)
     return _LatentAttention.apply(
@@ -149,8 +94,7 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
             k, v = payload.expand(block, part.keys)
             out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
-            # Freed before the next block's are made.
-            del k, v, out, lse
+            del k, v, out, lse  # before the next block takes memory
     return combined.out, combined.lse
 
 
@@ -203,7 +147,7 @@ class _KeyValueAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, shard, blocks, kernel, scale):
         out, lse = attend(q, KeysAndValues(k, v), shard, blocks, kernel, scale)
-        # Tensors travel through save_for_backward alone, so that recompute and offloading see them.
+        # Only save_for_backward, so that recompute and offloading find them.
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = (shard, blocks, kernel, scale)
         ctx.mark_non_differentiable(lse)
@@ -247,26 +191,3 @@ def _kernel_for(block, q: torch.Tensor, v_dim: int, shard: TokenShard) -> BlockA
     if isinstance(block, BlockAttention):
         return block
     return choose(describe_dense_call(q, v_dim, shard.packed), block)
-
-
-def _check(q: torch.Tensor, shard: TokenShard, others: dict[str, torch.Tensor]) -> None:
-    fix = "make rows for its batch, and flatten [s, b, H, D] to [s * b, H, D]"
-    require_tensor("q", q, (shard.tokens, "H", "Dqk"), FLOATS, fix=fix)
-    for name, x in others.items():
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ConfigError(
-                f"{name} must have the dtype and device of q, {q.dtype} on {q.device}, got "
-                f"{x.dtype} on {x.device}; convert it before."
-            )
-
-
-def _check_group(shard: TokenShard, group) -> None:
-    if shard.cp == 1:
-        return
-    found = distributed.get_world_size(group), distributed.get_rank(group)
-    if found != (shard.cp, shard.rank):
-        raise ConfigError(
-            f"shard.cp and shard.rank must be those of group, {found}, got "
-            f"{(shard.cp, shard.rank)}; "
-            "build rows and group from the same context-parallel group."
-        )

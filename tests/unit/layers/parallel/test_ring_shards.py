@@ -183,10 +183,7 @@ def test_what_evaluation_formed_can_be_trained_with():
         assert kept and not any(x.is_inference() for x in kept)
 
 
-def test_wrong_rows_are_explained():
-    cu = cumulative((5, 3))
-    with pytest.raises(ConfigError, match=r"runs must be those of 2 ranks, 4 rows each, got \[4"):
-        PackedRuns(2, 0, 4, cu, 5, runs=(((0, 4),), ((4, 2),)))
+def test_layouts_without_sequences_are_refused():
     with pytest.raises(ConfigError, match="layout must be one of sequences"):
         token_shard(visible_groups(bshd_layout(8, 1, CPU), 4))
 
@@ -269,7 +266,7 @@ def test_wrong_latents_are_explained():
     weights = {"softmax_scale": 0.3}
     with pytest.raises(ConfigError, match=r"latents must be \[32, R \+ P\]"):
         gathered_latent_attention(q[16:], latents[:16], w_uk, w_uv, layout, **weights)
-    with pytest.raises(ConfigError, match=r"latent_grad must be torch\.float64 \[32, 14\]"):
+    with pytest.raises(ConfigError, match="latent_grad must have dtype float64"):
         gathered_latent_attention(
             q[16:], latents, w_uk, w_uv, layout, latent_grad=latents.float(), **weights
         )
