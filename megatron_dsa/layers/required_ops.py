@@ -33,12 +33,7 @@ from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, giv
 
 @dataclass(frozen=True, order=True)
 class Keys:
-    """Which keys a query has: the query at position ``t`` (from 0) ``(t + 1) // ratio`` of them.
-
-    Attributes:
-        ratio: positions per key; 1 if they are not compressed.
-        limit: no query has more; 0 for no limit.
-    """
+    """Keys of a query at position ``t`` (from 0): ``(t + 1) // ratio``, at most ``limit``."""
 
     ratio: int = 1
     limit: int = 0
@@ -50,7 +45,7 @@ class Keys:
             most = self.ratio * self.limit - 1
             free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
         last = free // self.ratio
-        # Every number of keys below the last is that of `ratio` queries.
+        # `ratio` queries have each number of keys below the last.
         pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
         return pairs + (length - free) * self.limit
 
@@ -62,7 +57,7 @@ class RequiredOp:
     Attributes:
         operation: its name in :data:`megatron_dsa.ops.OPERATIONS`.
         call: the description of the call on a rank.
-        keys: the keys that every query has to do with, one kind after the other.
+        keys: of every query, one kind after the other.
         in_training: training steps call it; else only evaluation passes.
         unless_from: attention whose teacher makes the call superfluous.
     """
@@ -103,7 +98,7 @@ def stream_ops(config: Any, device: str | None = None, head: bool = False) -> li
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield ``(operation, call)`` for what is called on this machine under ``policy``."""
+    """Yield ``(operation, call)`` of the calls on this machine under ``policy``."""
     for op in ops:
         attention = op.unless_from
         asked = replace(op.call, teacher=attention is BACKWARD)
@@ -217,7 +212,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         return
     trained, evaluated = indexer_is_trained(config), options.evaluate_indexer
     if loss_is_sparse(config) and alone:
-        # A softmax over the selected keys alone is computed again, without window and sink.
+        # A softmax over selected keys only is computed again, without window and sink.
         call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
         again = RequiredOp("sparse_attention_forward", call, (selected,), trained)
         teachers = [again, _probabilities(call, selected, FORWARD, trained)]

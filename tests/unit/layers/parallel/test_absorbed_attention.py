@@ -638,7 +638,7 @@ def test_fixed_point_hides_nothing_that_is_not_finite(blocks_of, hopper, fixed_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_host_synchronisation(recompute, blocks_of, hopper):
-    """24."""
+    """The host runs ahead of the device: a synchronisation per layer would stall it."""
     blocks_of(64)
     call = real_call(64)
     for attempt in range(2):  # the first call may load kernels
