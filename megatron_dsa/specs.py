@@ -318,7 +318,7 @@ def dsa_block_spec(
         # stage, so that each can read the checkpoint of the one before.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The stage of the last layer sends more than the stages before it: send shapes as well.
+        # The stage of the last layer sends more than the stages before it: shapes are sent as well.
         config.mtp_standalone = True
     # Also on pipeline ranks without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")

@@ -120,7 +120,7 @@ class CoreAttention(MegatronModule):
         resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
 
     def trains_indexer_now(self) -> bool:
-        """Whether this pass trains the indexer: not without gradients (first pass of recompute)."""
+        """Return True in passes that train the indexer, not in a first pass of recompute."""
         return (
             self.indexer is not None
             and torch.is_grad_enabled()
@@ -128,11 +128,11 @@ class CoreAttention(MegatronModule):
         )
 
     def measures_selection_now(self) -> bool:
-        """Whether this training pass may measure its selection, also a frozen indexer's."""
+        """Return True in training passes that may measure a selection, also a frozen indexer's."""
         return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
-        """Whether this is an evaluation pass whose indexer loss is asked for."""
+        """Return True in evaluation passes that compute the indexer loss."""
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:

@@ -1,6 +1,6 @@
 """The core of V4's attention: compress keys, select among them, attend, train the selector.
 
-One forward path for all layers: the compression ratio decides which keys exist beside the window,
+One forward path for all layers: the compression ratio decides which keys exist next to the window,
 and in stage sparse a CSA layer (ratio 4) selects among them.
 """
 

@@ -103,7 +103,7 @@ class DSACoreAttention(CoreAttention):
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """See :class:`CoreAttention`; a layer that is built alone may have any number."""
+        """See :class:`CoreAttention`; a layer outside of a model may have any number."""
         numbers = range(1, max(self.config.num_layers, self.layer_number) + 1)
         return [number for number in numbers if selects_keys(self.config, number)]
 
@@ -328,7 +328,7 @@ class DSACoreAttention(CoreAttention):
         return loss.value(attended.inputs.formed())
 
     def needs_index_inputs(self) -> bool:
-        """Whether this forward pass selects keys or trains the indexer."""
+        """Return True if this forward pass selects keys, or trains or evaluates the indexer."""
         selects = self.options.stage == "sparse" and self.selection_source is None
         return self.indexer is not None and (
             selects or self.trains_indexer_now() or self.evaluates_indexer_now()

@@ -106,7 +106,7 @@ class SelfAttentionFrame:
         raise NotImplementedError
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients; autograd has those of weights that are only read."""
+        """Compute delayed weight gradients, except of weights that are only read."""
         for linear in self.delayed_linears():
             if linear.weight.requires_grad:
                 linear.backward_dw()

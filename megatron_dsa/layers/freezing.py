@@ -4,7 +4,7 @@ Only the indexers' losses have a backward in a frozen model. Autograd would carr
 every layer to reach the losses below it, and keep the activations for that. Here layers, logits and
 LM loss run without gradients, and three identities connect the indexers' losses to the backward:
 
-* ``_let_gradients_pass``: the decoder's input wants a gradient;
+* ``_let_gradients_pass``: the decoder's input requires a gradient;
 * ``_Follow``: the backward of a layer's output starts its indexer loss, and goes on to its input;
 * ``_Start``: the backward of the LM loss, or of the logits, goes on to their input, with zeros.
 
@@ -75,7 +75,7 @@ def _skip_backward(chunk: Any) -> None:
 
 
 def is_trained(config: Any, name: str) -> bool:
-    """Whether a parameter of a model is trained, by its name."""
+    """Return True for the name of a parameter that is trained."""
     if has_adapters(config) and not is_adapter_parameter(name):
         return False
     return trains_main(config) or is_indexer_parameter(name)

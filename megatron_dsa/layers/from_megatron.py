@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.errors import require
 from megatron_dsa.ops.common.capture import capturing, tensor_cache
 from megatron_dsa.ops.common.checks import require_on_device, require_values
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
@@ -99,22 +99,22 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
 
 
 def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> None:
-    if packed_seq_params.qkv_format != "thd":
-        raise ConfigError(
-            f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
-            "pass packed_seq_params=None for unpacked batches."
-        )
+    require(
+        packed_seq_params.qkv_format == "thd",
+        f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
+        "pass packed_seq_params=None for unpacked batches.",
+    )
     cu_seqlens = packed_seq_params.cu_seqlens_q
-    if cu_seqlens is None or cu_seqlens.numel() < 2:
-        raise ConfigError(
-            "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
-            f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
-        )
-    if batch != 1:
-        raise ConfigError(
-            f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into "
-            "one row of tokens."
-        )
+    require(
+        cu_seqlens is not None and cu_seqlens.numel() >= 2,
+        "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
+        f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}.",
+    )
+    require(
+        batch == 1,
+        f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into one "
+        "row of tokens.",
+    )
     _check_other_fields(packed_seq_params, total, keys)
 
 

@@ -47,7 +47,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw for ``device`` from Megatron's random state for what all tensor-parallel ranks hold.
+    """Draw for ``device`` from Megatron's random state for replicated weights.
 
     Transformer-engine's replicated linears draw from it: with one seed, layers of either kind
     start from the same weights. A CPU has one random state for everything.
@@ -102,7 +102,7 @@ class Fp32Parameters:
     """Mixin for modules whose ``fp32_parameters`` keep their precision.
 
     Megatron casts whole models (``Float16Module``). Its data parallelism, optimizers and
-    checkpoints handle a mix of dtypes; only the cast has to leave these parameters alone.
+    checkpoints handle a mix of dtypes; only the cast must skip these parameters.
     """
 
     fp32_parameters: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Whether products with the weight of a replicated linear give what calling it gives.
+    """Return True if products with a replicated linear's weight equal calls of the linear.
 
     A linear in FP8, one with hooks, one of another class, or one that delays its weight gradient
     has to be called.
@@ -177,7 +177,7 @@ def can_read_weight(linear: Any, config: Any) -> bool:
 
 
 def uses_plain_weight(linear: Any, config: Any) -> bool:
-    """Whether a linear of transformer-engine multiplies by its weight as it is, in every step."""
+    """Return True if transformer-engine never quantises the products of a linear."""
     quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
     if params is None:
         return not quantised

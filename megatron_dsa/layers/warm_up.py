@@ -55,7 +55,7 @@ def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float 
 
 
 def resolving() -> bool:
-    """Whether models that are built now will run (not :func:`without_kernels`)."""
+    """Return False while :func:`without_kernels` builds models."""
     return _resolving
 
 

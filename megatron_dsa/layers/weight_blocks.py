@@ -99,7 +99,7 @@ def block_rows(parameter: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Whether tensor-parallel ranks hold parts of it.
+    """Return True if tensor-parallel ranks hold parts of a parameter.
 
     transformer-engine sets ``partition_dim`` also on weights that every rank holds in full.
     """

@@ -45,7 +45,7 @@ class Swap:
     Attributes:
         size: positions of a half.
         kept, given: local halves: the one that the rank scores itself, and the other.
-        taken: the half that it scores besides ``kept``.
+        taken: the half that it scores in place of ``given``.
         kept_second: whether ``kept`` is behind ``given`` in the rank's tokens.
         to: rank that scores ``given``; source: rank whose half ``taken`` is. Either may be the rank
             itself.

@@ -143,11 +143,11 @@ def gathered_product(
 ) -> torch.Tensor:
     """Return ``x @ weight.t()`` for gathered ``x``, whose gradient goes to its proxy unrounded.
 
-    The gradient of ``weight`` is that of this rank's queries.
+    The gradient of ``weight`` comes from this rank's queries.
 
     Args:
         x: ``[keys, A]`` of all ranks, without gradient; grad_proxy: fp32 (fp64 for fp64) ``[keys,
-            A]``. Both are columns of what :func:`finish_with_proxy` returns.
+            A]``. Both are columns of the results of :func:`finish_with_proxy`.
         weight: ``[B, A]``.
 
     Returns:

@@ -42,7 +42,7 @@ class Ranks:
         queries: how query tokens are sharded.
         query_group: the ranks that have different query tokens, or ``None``.
         token_group: the ranks whose tokens are put together for queries, or ``None``.
-        attention_group: the ranks whose query tokens are put together for attention alone, or
+        attention_group: the ranks whose query tokens are put together only for attention, or
             ``None``.
     """
 
@@ -69,7 +69,7 @@ class Ranks:
             object.__setattr__(self, name, value)
 
     def count(self) -> None:
-        """Let the dispatch report tell how heads and tokens are divided."""
+        """Add the division of heads and tokens to the dispatch report."""
         if self.tp is not None:
             count("tensor_parallel_attention", self.tp_mode)
         if self.cp is not None:
@@ -82,7 +82,7 @@ class Ranks:
         return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
 
     def attended(self, layout: Layout) -> Layout:
-        """Return the layout of the tokens that attention is for, given that of query tokens."""
+        """Return the layout of attention's tokens; ``layout`` is of query tokens."""
         if self.attention_group is None:
             return layout
         keys = layout.key_ownership
@@ -158,7 +158,7 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
     """Wait for the indexer's keys of all ranks; each rank gets the gradient of its local ones.
 
     Where everything runs by heads, the ranks of ``ranks.tp`` have the same query tokens and compute
-    the same gradient: the sum is over ``ranks.cp`` alone.
+    the same gradient: the sum is over ``ranks.cp`` only.
     """
     if ranks.token_group is None:
         return finish_with_gradient(gathering)

@@ -140,7 +140,7 @@ class HashMoELayer(MoELayer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Megatron's checkpoint has no place for token ids.
+        # Megatron's checkpoint function passes no token ids.
         self._recompute: bool = self.moe_layer_recompute
         self.moe_layer_recompute = False
 

@@ -102,7 +102,7 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
 
         Args:
             hidden_states: ``[(1 + n) * s, b, C]`` of a :class:`HeadBeforePrediction`.
-            input_ids, position_ids, padding_mask, extra_block_kwargs, layer_arguments: as of
+            input_ids, position_ids, padding_mask, extra_block_kwargs, layer_arguments: see
                 Megatron's block.
         """
         count = hidden_states.shape[0] // (1 + self.config.hc_mult)

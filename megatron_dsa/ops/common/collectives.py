@@ -32,7 +32,7 @@ class Travel:
 
 
 def several(group) -> bool:
-    """Whether ``group`` has more than one rank."""
+    """Return True for a group of more than one rank."""
     return group is not None and group.size() > 1
 
 

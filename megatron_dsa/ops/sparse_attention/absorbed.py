@@ -257,7 +257,7 @@ def absorbed_attention(
 ) -> AbsorbedAttentionOutput:
     """Attend from every query token to its own list of latents (multi-head latent attention).
 
-    The result is that of plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
+    The result equals plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
     ``weights``, it is ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T``
     per head. The wide tensors of that chain exist for a block of tokens only.
 
@@ -267,7 +267,7 @@ def absorbed_attention(
         weights: ``[H, A + V, R]``, same dtype: per head what makes its key without rope of a latent
             (``W_uk``), then its value (``W_uv``). With ``group`` ``[H / ranks, ...]``, of this
             rank's heads, which come in the order of ranks.
-        indices, topk_length, in_order, indexer: as of
+        indices, topk_length, in_order, indexer: see
             :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
         softmax_scale: factor on ``q . k`` before the softmax.
         kv_grad: fp32 ``[Skv, R + P]``: if given, the gradient of ``kv`` is sent here, unrounded,

@@ -13,7 +13,6 @@ from megatron_dsa.layers.required_ops import required_ops
 from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
-from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
 from tests.plans import BF16, only_chunk, plan
 
@@ -71,15 +70,6 @@ def test_every_operation_has_to_be_fused(fused, missing):
     assert not found.masked and missing in found.reason
     # Also under a strict policy, which refuses what would run and not what was asked about.
     assert not choice(sequence_length=64, strict=True).masked
-
-
-def test_kernels_that_never_ran_on_the_gpu_are_not_taken(fused):
-    with dispatch.meta_dispatch((9, 0)):
-        fused(capabilities=((9, 0), (10, 0)), not_run=((10, 0),))
-        assert choice(sequence_length=64).masked
-    with dispatch.meta_dispatch((10, 0)):
-        found = choice(sequence_length=64)
-    assert not found.masked and "not run on one" in found.reason
 
 
 def test_stages_and_models_that_select(fused):
@@ -176,12 +166,3 @@ def test_info_says_which(fused, capsys):
     assert "visible_bits" not in found["operations"]["DeepSeek-V4-Pro"]
     info.print_info(build_parser().parse_args(["info"]))
     assert "visible keys: dense attention (no sequence length is given)" in capsys.readouterr().out
-
-
-def test_the_table_at_start_up_says_which(fused, capsys):
-    start()
-    fused()
-    candidate = dispatch.Candidate("torch", "", dispatch.Support(""), fused=False)
-    found = choice(sequence_length=64)
-    print_start_table([dispatch.Choice("one", candidate)], found)
-    assert capsys.readouterr().out.splitlines()[-1] == f"> megatron_dsa {found.describe()}"

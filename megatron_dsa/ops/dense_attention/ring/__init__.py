@@ -4,7 +4,7 @@ Every rank keeps its queries. Blocks of keys and values reach it one rank after 
 ring or from a gathered buffer; it attends to each with an ordinary kernel and combines the parts by
 their log-sum-exp. The backward goes the same way round and returns every block's gradient.
 
-* :mod:`.shards` and :mod:`.runs`: tokens of a rank, and what they see of another rank's;
+* :mod:`.shards` and :mod:`.runs`: tokens of a rank, and the keys that they see;
 * :mod:`.exchange` moves blocks, :mod:`.payload` is their content, :mod:`.combine` joins the parts;
 * :mod:`.attention`: the loop over blocks, differentiable; :mod:`.api`: the public operations.
 """

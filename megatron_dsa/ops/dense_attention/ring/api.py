@@ -95,7 +95,7 @@ def gathered_latent_attention(
         policy: which implementations may run, as of the operation ``dense_attention``.
 
     Returns:
-        ``out`` and ``lse`` as of :func:`dense_attention`.
+        ``out`` and ``lse``, see :func:`dense_attention`.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
