@@ -1,9 +1,7 @@
 """Self-attention of DeepSeek-V4: window, compressed keys, and a low-rank output in groups.
 
-One key/value head serves all query heads, and the key is the value. What a layer attends to besides
-its window depends on its compression ratio alone; :mod:`megatron_dsa.layers.csa_core` does the
-attending,
-this file what is around it: projections, norms, rope and its inverse, output.
+One key/value head serves all query heads, and the key is the value. This file holds projections,
+norms, rope and its inverse, and the output; :mod:`megatron_dsa.layers.csa_core` attends.
 """
 
 from dataclasses import dataclass
@@ -14,12 +12,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import options_of, validate
-from megatron_dsa.layers.frame import SelfAttentionFrame, weight_of
+from megatron_dsa.layers.frame import SelfAttentionFrame
+from megatron_dsa.layers.linears import weight_of
 from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.layers.rope import PositionRope
-from megatron_dsa.layers.weight_blocks import split_for_muon
+from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.common.head_products import head_products
 from megatron_dsa.ops.layout.layout import Layout
@@ -66,10 +65,12 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.pg_collection = pg_collection
-        self.ranks = ranks_of(config, pg_collection, tensor_parallel_mode(config))
+        choice = attention_of(config)
+        self.ranks = ranks_of(config, pg_collection, choice.tp_mode)
         self.heads = config.num_attention_heads // pg_collection.tp.size()
         self.groups = config.o_groups // pg_collection.tp.size()
-        self.head_dim, self.policy = config.head_dim, options_of(config).policy
+        self.options = options_of(config)
+        self.head_dim, self.policy = config.head_dim, self.options.policy
         self.softmax_scale = self.head_dim**-0.5
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
@@ -89,7 +90,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
                 spec, inputs, outputs, skip_weight_param_allocation=False,
                 parallel_mode="duplicated",
             )  # fmt: skip
-            # It sees this rank's tokens only: the gradient is summed over tensor-parallel ranks.
+            # It sees this rank's tokens: the gradient is summed over tensor-parallel ranks.
             layer.weight.sequence_parallel = config.sequence_parallel
             return layer
 
@@ -122,9 +123,9 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             softmax_scale=self.softmax_scale,
             pg_collection=pg_collection,
             is_mtp=is_mtp,
+            choice=choice,
         )
-        # One matrix per group, one under the other: sharded by sequence, a rank holds its own
-        # groups.
+        # One matrix per group, one under the other: a rank holds its local groups.
         self.linear_o_group_proj = columns(
             submodules.linear_o_group_proj,
             query // config.o_groups,
@@ -137,21 +138,21 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             tp_comm_buffer_name="proj", tp_group=pg_collection.tp,
         )  # fmt: skip
         stacks = [(self.linear_o_group_proj, config.o_lora_rank)]
-        if options_of(config).muon_per_head != "none":
+        if self.options.muon_per_head != "none":
             stacks.append((self.linear_q_up_proj, config.head_dim))
-        for stack, rows in stacks:
-            split_for_muon(stack.weight, (rows,), config.tensor_model_parallel_size)
+        for stack, size in stacks:
+            mark_row_blocks(stack.weight, (size,), config.tensor_model_parallel_size)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
-        ranks = self.ranks
-        policy = self.policy
-        tables = self.rope.of_rows(layout, hidden_states.dtype)
+        ranks, policy = self.ranks, self.policy
+        tables = self.rope.of_tokens(layout, hidden_states.dtype)
+        local_tables = tables if ranks.group is None else ranks.local(tables)
 
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         kv = self.kv_layernorm(self.linear_kv_proj(hidden_states)[0])
-        kv = rotate(kv.flatten(0, 1)[:, None], *ranks.own(tables), policy=policy).view_as(kv)
-        if options_of(self.config).kv_rounding != "none":
+        kv = rotate(kv.flatten(0, 1)[:, None], *local_tables, policy=policy).view_as(kv)
+        if self.options.kv_rounding != "none":
             rope_dims = self.config.qk_pos_emb_head_dim
             kv = as_cached(kv, CSA_CACHE, policy.workspace_bytes, rope_dims)
 
@@ -160,7 +161,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # Nothing else reads the projection, so its memory may become the queries'.
+            # Nothing else reads the projection: the queries take its memory.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
         q = self.maybe_recomputed(queries, q_latent)
@@ -181,20 +182,11 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         out = out.reshape(out.shape[0], self.groups, -1)
         return head_products(out, weight.transpose(1, 2)).flatten(1)
 
-    def backward_dw(self) -> None:
-        """Compute delayed weight gradients of every layer that ran as a linear.
-
-        The output groups' weight enters as a plain tensor: autograd has its gradient already.
-        """
-        for linear in (
-            self.linear_q_down_proj,
-            self.linear_q_up_proj,
-            self.linear_kv_proj,
-            self.linear_proj,
-        ):
-            if linear.weight.requires_grad:
-                linear.backward_dw()
-        self.core_attention.backward_dw()
+    def delayed_linears(self) -> list:
+        """See :class:`SelfAttentionFrame`; the output groups' weight is only read."""
+        return [
+            self.linear_q_down_proj, self.linear_q_up_proj, self.linear_kv_proj, self.linear_proj,
+        ]  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Keep the linears from saving a quantised copy of an input that is recomputed (FP8)."""

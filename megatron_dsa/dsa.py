@@ -1,9 +1,8 @@
 """Multi-latent attention around the DSA core: projections, rope, absorption, output.
 
-The layers are those of Megatron's ``MLASelfAttention``, built by it, with its parameter names. What
-differs is the forward pass: the sparse stage attends in the latent space (weight absorption), where
-all heads share one 576-dim key, or to all keys under a bit mask; and rope works on rows, so that
-packed batches need no host synchronisation.
+The layers are Megatron's ``MLASelfAttention``, with its parameter names. The forward pass differs:
+the sparse stage attends in the space of the latents (weight absorption), where all heads share one
+576-dim key, or to all keys under a bit mask.
 """
 
 import dataclasses
@@ -22,25 +21,17 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_dsa.config.model import exchanges_latents, options_of, validate
+from megatron_dsa.config.attention_choice import attention_of
+from megatron_dsa.config.model import options_of, validate
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import TopKIndices
-from megatron_dsa.layers.frame import (
-    SelfAttentionFrame,
-    weight_gradient_by_autograd,
-    weight_of,
-)
-from megatron_dsa.layers.parallel.gather import (
-    Gathering,
-    finish_gather,
-    gathered_product,
-    start_gather,
-)
+from megatron_dsa.layers.frame import SelfAttentionFrame
+from megatron_dsa.layers.linears import weight_gradient_by_autograd, weight_of
+from megatron_dsa.layers.parallel.gather import finish_with_proxy, gathered_product, start_gather
 from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.layers.required_ops import attention_of, tensor_parallel_mode
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.v4.hyper_connections import HyperConnections
-from megatron_dsa.layers.weight_blocks import split_for_muon
+from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.cached_keys import MLA_CACHE, as_cached
 from megatron_dsa.ops.dispatch import count
 from megatron_dsa.ops.layout.layout import Layout
@@ -52,6 +43,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``).
+
+    Attributes:
+        choice: how this layer attends; ``choice.way`` picks a method in ``_ATTEND``.
+        hands_on_selection, shared_selection, used_selection: selections that layers hand on during
+            one forward call, see :class:`IndexSharingLayer`.
     """
 
     def __init__(
@@ -71,8 +67,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             attn_mask_type=attn_mask_type,
             **megatron,
         )
-        if (epsilon := options_of(config).latent_norm_epsilon) is not None:
+        self.options = options_of(config)
+        if (epsilon := self.options.latent_norm_epsilon) is not None:
             self.q_layernorm.eps = self.kv_layernorm.eps = epsilon
+        self.choice = attention_of(config)
+        self.shares_latents = self.choice.shares_latents
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -80,65 +79,40 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             attn_mask_type=attn_mask_type,
             softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
+            choice=self.choice,
         )
-        if options_of(config).muon_per_head != "none":
-            self._split_heads_for_muon()
-        # Whether plain MLA runs under a bit mask, of the selected keys or of all visible ones.
-        attention = attention_of(config)
-        self.masked = attention.masked
-        self.ranks = ranks_of(config, self.pg_collection, tensor_parallel_mode(config, attention))
-        self.sparse = options_of(config).stage == "sparse" and not self.masked
-        # Whether latents travel in a dense stage, and keys are made of them where they are used.
-        self.exchanges_latents = exchanges_latents(config)
-        # Whether latents are gathered: then the up projection of keys is read as a plain weight.
-        self.gathers_latents = (
-            self.sparse or self.exchanges_latents or (self.masked and self.ranks.cp is not None)
-        )
-        if self.gathers_latents:
+        self.ranks = ranks_of(config, self.pg_collection, self.choice.tp_mode)
+        if self.options.muon_per_head != "none":
+            # A matrix of queries, of keys and of values per head.
+            ranks = config.tensor_model_parallel_size
+            mark_row_blocks(self._query_linear().weight, (self.q_head_dim,), ranks)
+            dims = config.qk_head_dim, config.v_head_dim
+            mark_row_blocks(self.linear_kv_up_proj.weight, dims, ranks)
+        if self.shares_latents:
             weight_gradient_by_autograd(self.linear_kv_up_proj)
-        # TopKIndices handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
         self.shared_selection: TopKIndices | None = None
         self.used_selection: TopKIndices | None = None
 
-    def _split_heads_for_muon(self) -> None:
-        """Mark the up projections: a matrix of queries, of keys and of values per head."""
-        config = self.config
-        up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        for weight, rows in (
-            (up.weight, (self.q_head_dim,)),
-            (self.linear_kv_up_proj.weight, (config.qk_head_dim, config.v_head_dim)),
-        ):
-            split_for_muon(weight, rows, config.tensor_model_parallel_size)
+    def _query_linear(self):
+        return self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
-        ranks = self.ranks
+        ranks, way = self.ranks, self.choice.way
         rope = TokenRope(self.rotary_pos_emb, layout, self.config)
-
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
-        if not (self.sparse or self.masked) and ranks.cp is not None:
-            count("context_parallel_exchange", "latents" if self.exchanges_latents else "keys")
-        keys = None
-        if self.gathers_latents:
-            keys = self._start_gather(kv_latent, k_pe, rope)
+        if ranks.cp is not None and way in ("dense", "dense_latents"):
+            count("context_parallel_exchange", "keys" if way == "dense" else "latents")
+        keys = kv_latent, k_pe
+        if self.shares_latents:
+            keys = self._shared_keys(kv_latent, k_pe, rope)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
             index_inputs = self.core_attention.project_index(
                 hidden_states, q_latent, layout, rope, ranks
             )
-        if keys is None:
-            attend = self._attend_dense
-            if self.masked:
-                selects = options_of(self.config).stage == "sparse"
-                attend = self._attend_masked if selects else self._attend_visible
-            return attend(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
-        attend_gathered = self._attend_latents
-        if self.sparse:
-            attend_gathered = self._attend_sparse
-        elif self.masked:
-            attend_gathered = self._attend_masked_latents
-        return attend_gathered(q_latent, keys, layout, rope, index_inputs)
+        return _ATTEND[way](self, q_latent, keys, layout, rope, index_inputs)
 
     def _latents(self, hidden_states: torch.Tensor):
         """Return the normalised latents of this rank's tokens: q, kv, and the raw rope key.
@@ -150,7 +124,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
             # A column-parallel down projection leaves every rank all tokens of some columns.
-            # Rows are scattered again, rope key included: its gradient has to be summed over ranks.
+            # Tokens are scattered again, rope key included: its gradient is summed over ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
                 kv = scatter_to_sequence_parallel_region(kv)
@@ -158,110 +132,88 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         if config.q_lora_rank is not None:
             q_latent = self.q_layernorm(q_latent)
         kv_latent = self.kv_layernorm(kv_latent)
-        options = options_of(config)
-        if options.kv_rounding != "none":
-            kv_latent = as_cached(kv_latent, MLA_CACHE, options.workspace_bytes)
+        if self.options.kv_rounding != "none":
+            kv_latent = as_cached(kv_latent, MLA_CACHE, self.options.workspace_bytes)
         return q_latent, kv_latent, k_pe
 
-    def _start_gather(self, kv_latent, k_pe, rope: TokenRope) -> Gathering:
-        """Start to gather this rank's latents, rope key rotated.
+    def _shared_keys(self, kv_latent, k_pe, rope: TokenRope):
+        """Return a function that gives latents of all ranks, rope key rotated, and their proxy.
 
-        They travel while the indexer and the queries are computed.
+        They travel while the indexer and the queries are computed. On one rank there is no proxy.
         """
-        own = rope.own(self.ranks)
-        k_pe = self._turned(k_pe.flatten(0, 1)[:, None], own.tables(k_pe.dtype)).view_as(k_pe)
-        return start_gather(torch.cat([kv_latent, k_pe], -1), self.ranks.group)
+        tables = rope.local(self.ranks).tables(k_pe.dtype)
+        k_pe = self._rotated(k_pe.flatten(0, 1)[:, None], tables).view_as(k_pe)
+        latents = torch.cat([kv_latent, k_pe], -1)
+        if self.ranks.group is None:
+            return lambda: (latents.flatten(0, 1), None)
+        gathering = start_gather(latents, self.ranks.group)
+        return lambda: finish_with_proxy(gathering)
 
-    def _projected_queries(self, q_latent: torch.Tensor) -> torch.Tensor:
-        """Return the queries ``[tokens, H, 192]`` before rope."""
-        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
-        q, _ = up(q_latent)
-        q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
-        return heads_to_sequence(q, self.ranks.tp) if self.ranks.by_sequence else q
-
-    def _queries(self, q_latent: torch.Tensor, rope: TokenRope) -> torch.Tensor:
-        """Return the queries ``[tokens, H, 192]``, their last 64 dims rotated."""
-        return self._turned(self._projected_queries(q_latent), rope.tables(q_latent.dtype))
-
-    def _turned(self, x: torch.Tensor, tables) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, tables) -> torch.Tensor:
         """Rotate the last dims of ``x [tokens, H, D]``.
 
-        Pairs of dims stay in place, in queries and keys: products are those of Megatron's rope.
+        Pairs of dims stay in place in queries and keys: products equal Megatron's.
         """
         return rotate(x, *tables, policy=self.core_attention.policy)
 
-    def _queries_and_rope_key(self, q_latent, k_pe, rope: TokenRope):
-        """Return :meth:`_queries` and the rotated rope key ``[tokens, 1, 64]``."""
-        tables = rope.tables(q_latent.dtype)
-        q = self._turned(self._projected_queries(q_latent), tables)
-        return q, self._turned(k_pe.flatten(0, 1)[:, None], tables)
+    def _queries(self, q_latent: torch.Tensor, rope: TokenRope) -> torch.Tensor:
+        """Return the queries ``[tokens, H, 192]``, their last 64 dims rotated."""
+        q, _ = self._query_linear()(q_latent)
+        q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
+        if self.ranks.by_sequence:
+            q = heads_to_sequence(q, self.ranks.tp)
+        return self._rotated(q, rope.tables(q_latent.dtype))
 
-    def _keys_and_values(self, kv_latent: torch.Tensor) -> torch.Tensor:
-        """Return per head the key without rope, then the value, ``[tokens, H, 256]``."""
-        kv, _ = self.linear_kv_up_proj(kv_latent)
-        return kv.view(kv.shape[:2].numel(), self.num_attention_heads_per_partition, -1)
+    def _recomputed_queries(self, q_latent, rope: TokenRope) -> torch.Tensor:
+        return self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
 
-    def _up_weights(self) -> torch.Tensor:
-        """Return ``W_uk``, then ``W_uv``, of this rank's heads, ``[H, 128 + 128, latent]``."""
-        heads = self.num_attention_heads_per_partition
-        return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
+    def _plain(self, q_latent, keys, rope, finish):
+        """Run ``finish`` on plain MLA's ``q [tokens, H, 192]``, ``kv [tokens, H, 256]``, rope key.
 
-    def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
-        """Weight-absorbed attention over selected keys; returns ``[tokens, H, v_head_dim]``."""
-        weights = self._up_weights()
-        q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
-        kv, kv_grad = finish_gather(keys)
-
-        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
-
-        def core(q, kv, kv_grad, weights, *index_tensors):
-            inputs = _rebuild(index_inputs, index_tensors)
-            out, selection = self.core_attention.forward_sparse(
-                q, kv, kv_grad, weights, layout, inputs, given, self.ranks
-            )
-            return out, *selection
-
-        tensors = (q, kv, kv_grad, weights)
-        out = self._run_selecting(core, *tensors, *_tensors(index_inputs))
-        return sequence_to_heads(out, self.ranks.tp) if self.ranks.by_sequence else out
-
-    def _attend_masked(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
-        """Plain MLA over all keys under a mask of those selected; ``[tokens, H, v_head_dim]``."""
-        rope = self._rope_of_attended(rope, layout)
-        q, kv, k_pe = self._plain(q_latent, kv_latent, k_pe, rope)
-        return self._run_masked(q, kv, k_pe, None, layout, index_inputs)
-
-    def _attend_visible(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
-        """Like :meth:`_attend_dense`, under a mask of the visible keys and without copies."""
-        tensors = self._plain(q_latent, kv_latent, k_pe, rope)
-
-        def core(q, kv, k_pe, *index_tensors):
-            return self.core_attention.forward_visible(
-                q, kv, k_pe, layout, _rebuild(index_inputs, index_tensors)
-            )
-
-        return self.run_core(core, *tensors, *_tensors(index_inputs))
-
-    def _plain(self, q_latent, kv_latent, k_pe, rope):
-        """Return ``q [tokens, H, 192]``, keys and values ``[tokens, H, 256]`` and the rope key."""
+        ``kv`` holds per head the key without rope, then the value; the rope key is ``[tokens, 1,
+        64]``. All are computed under recompute.
+        """
+        kv_latent, k_pe = keys
         if self.ranks.tp is not None:
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            q, k_pe = self._queries_and_rope_key(q_latent, k_pe, rope)
-            return q, self._keys_and_values(kv_latent), k_pe.flatten(1)
+            q = self._queries(q_latent, rope)
+            k_pe = self._rotated(k_pe.flatten(0, 1)[:, None], rope.tables(q_latent.dtype))
+            kv, _ = self.linear_kv_up_proj(kv_latent)
+            kv = kv.view(kv.shape[:2].numel(), self.num_attention_heads_per_partition, -1)
+            return finish(q, kv, k_pe)
 
         return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
-    def _attend_masked_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
-        """Like :meth:`_attend_masked`, with keys and values made of the latents of all ranks."""
-        rope = self._rope_of_attended(rope, layout)
+    def _up_weights(self) -> torch.Tensor:
+        """Return ``W_uk``, then ``W_uv``, of the local heads, ``[H, 128 + 128, latent]``."""
+        heads = self.num_attention_heads_per_partition
+        return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
 
-        q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
-        dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        (latents, k_pe), (latent_grad, k_pe_grad) = (
-            x.split(dims, dim=1) for x in finish_gather(keys)
+    def _attend_sparse(self, q_latent, keys, layout, rope, index_inputs):
+        """Weight-absorbed attention over selected keys; returns ``[tokens, H, v_head_dim]``."""
+        weights = self._up_weights()
+        q = self._recomputed_queries(q_latent, rope)
+        kv, kv_grad = keys()
+        out = self._run_selecting(
+            self.core_attention.forward_sparse, (q, kv, kv_grad, weights), layout, index_inputs
         )
+        return sequence_to_heads(out, self.ranks.tp) if self.ranks.by_sequence else out
+
+    def _attend_masked(self, q_latent, keys, layout, rope, index_inputs):
+        """Plain MLA over all keys under a mask of those selected."""
+        rope = self._rope_of_attended(rope, layout)
+        q, kv, k_pe = self._plain(q_latent, keys, rope, _flat_rope_key)
+        return self._run_selecting(
+            self.core_attention.forward_masked, (q, kv, k_pe, None), layout, index_inputs
+        )
+
+    def _attend_masked_latents(self, q_latent, keys, layout, rope, index_inputs):
+        """Like :meth:`_attend_masked`, with keys and values made of the latents of all ranks."""
+        q = self._recomputed_queries(q_latent, self._rope_of_attended(rope, layout))
+        dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        (latents, k_pe), (latent_grad, k_pe_grad) = (x.split(dims, dim=1) for x in keys())
 
         def keys_and_values(latents, latent_grad, weight):
             kv = gathered_product(latents, latent_grad, weight)
@@ -269,7 +221,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
         weight = weight_of(self.linear_kv_up_proj)
         kv = self.maybe_recomputed(keys_and_values, latents, latent_grad, weight)
-        return self._run_masked(q, kv, k_pe.contiguous(), k_pe_grad, layout, index_inputs)
+        tensors = q, kv, k_pe.contiguous(), k_pe_grad
+        return self._run_selecting(
+            self.core_attention.forward_masked, tensors, layout, index_inputs
+        )
 
     def _rope_of_attended(self, rope: TokenRope, layout: Layout) -> TokenRope:
         """Return the rope of the tokens that attention is for; ``layout`` is of query tokens."""
@@ -278,103 +233,92 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         layout = self.ranks.attended(layout)
         return TokenRope(self.rotary_pos_emb, layout, self.config)
 
-    def _run_masked(self, q, kv, k_pe, k_pe_grad, layout, index_inputs) -> torch.Tensor:
+    def _attend_visible(self, q_latent, keys, layout, rope, index_inputs):
+        """Like :meth:`_attend_dense`, under a mask of the visible keys and without copies."""
+        tensors = self._plain(q_latent, keys, rope, _flat_rope_key)
+        return self._run(self.core_attention.forward_visible, tensors, layout, index_inputs)
+
+    def _attend_dense(self, q_latent, keys, layout, rope, index_inputs):
+        """Plain MLA over all visible keys."""
+
+        def q_k_v(q, kv, k_pe):
+            k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
+            return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
+
+        tensors = self._plain(q_latent, keys, rope, q_k_v)
+        return self._run(self.core_attention.forward_dense, tensors, layout, index_inputs)
+
+    def _attend_dense_latents(self, q_latent, keys, layout, rope, index_inputs):
+        """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
+        dims = [self.config.qk_head_dim, self.config.v_head_dim]
+        w_uk, w_uv = self._up_weights().split(dims, dim=1)
+        q = self._recomputed_queries(q_latent, rope)
+        tensors = q, *keys(), w_uk, w_uv
+        return self._run(self.core_attention.forward_latents, tensors, layout, index_inputs)
+
+    def _run(self, attend, tensors, layout, index_inputs) -> torch.Tensor:
+        """Run a method of the core on tensors, as arguments that recompute may save."""
+        count = len(tensors)
+
+        def core(*tensors):
+            inputs = None if index_inputs is None else index_inputs.with_tensors(tensors[count:])
+            return attend(*tensors[:count], layout, inputs)
+
+        of_indexer = () if index_inputs is None else index_inputs.tensors()
+        return self.run_core(core, *tensors, *of_indexer)
+
+    def _run_selecting(self, attend, tensors, layout, index_inputs) -> torch.Tensor:
+        """Like :meth:`_run`, for methods that select; hand the selection on if it is shared."""
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later
 
-        def core(q, kv, k_pe, k_pe_grad, *index_tensors):
-            inputs = _rebuild(index_inputs, index_tensors)
-            out, selection = self.core_attention.forward_masked(
-                q, kv, k_pe, k_pe_grad, layout, inputs, given, self.ranks
-            )
+        def selecting(*arguments):
+            out, selection = attend(*arguments, given, self.ranks)
             return out, *selection
 
-        return self._run_selecting(core, q, kv, k_pe, k_pe_grad, *_tensors(index_inputs))
-
-    def _run_selecting(self, core, *tensors) -> torch.Tensor:
-        """Run ``core``, which returns its output and a selection; hand that on if it is shared."""
-        out, *selection = self.run_core(core, *tensors)
+        out, *selection = self._run(selecting, tensors, layout, index_inputs)
         if self.hands_on_selection:
             self.used_selection = TopKIndices(*selection)
         return out
 
     def _given_selection(self, layout) -> TopKIndices | None:
-        """Return what is to be attended to in place of the indexer's selection, if anything."""
+        """Return the selection to use in place of the indexer's, if there is one."""
         if not self.core_attention.computes_topk:
             return self.shared_selection
         replayed = self.core_attention.given_selection(layout, layout, self.ranks)
         return None if replayed is None else TopKIndices(*replayed)
 
-    def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
-        """Plain MLA over all visible keys; returns ``[tokens, H, v_head_dim]``."""
-        if self.ranks.tp is not None:
-            k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
-
-        def up(q_latent, kv_latent, k_pe):
-            q, k_pe = self._queries_and_rope_key(q_latent, k_pe, rope)
-            kv = self._keys_and_values(kv_latent)
-            k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
-            return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
-
-        q, k, v = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
-
-        def core(q, k, v, *index_tensors):
-            return self.core_attention.forward_dense(
-                q, k, v, layout, _rebuild(index_inputs, index_tensors)
-            )
-
-        return self.run_core(core, q, k, v, *_tensors(index_inputs))
-
-    def _attend_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
-        """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
-        dims = [self.config.qk_head_dim, self.config.v_head_dim]
-        w_uk, w_uv = self._up_weights().split(dims, dim=1)
-
-        q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
-        latents, latent_grad = finish_gather(keys)
-
-        def core(q, latents, latent_grad, w_uk, w_uv, *index_tensors):
-            return self.core_attention.forward_latents(
-                q, latents, latent_grad, w_uk, w_uv, layout, _rebuild(index_inputs, index_tensors)
-            )
-
-        tensors = (q, latents, latent_grad, w_uk, w_uv)
-        return self.run_core(core, *tensors, *_tensors(index_inputs))
-
-    def backward_dw(self) -> None:
-        """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
-
-        The up projection of keys is not among them where its weight enters as a plain tensor
-        (absorbed in sparse attention, or with gathered latents): autograd has its gradient already.
-        """
+    def delayed_linears(self) -> list:
+        """See :class:`SelfAttentionFrame`."""
         config = self.config
-        linears = [self.linear_kv_down_proj, self.linear_proj]
-        if config.q_lora_rank is None:
-            linears.append(self.linear_q_proj)
-        else:
-            linears += [self.linear_q_down_proj, self.linear_q_up_proj]
-        if not self.gathers_latents:
+        linears = [self.linear_kv_down_proj, self.linear_proj, self._query_linear()]
+        if config.q_lora_rank is not None:
+            linears.append(self.linear_q_down_proj)
+        if not self.shares_latents:
             linears.append(self.linear_kv_up_proj)
-        for linear in linears:
-            if linear.weight.requires_grad:
-                linear.backward_dw()
-        self.core_attention.backward_dw()
+        return linears
 
 
-def _tensors(inputs) -> tuple:
-    return () if inputs is None else inputs.tensors()
+#: ``AttentionChoice.way`` -> method.
+_ATTEND = {
+    "sparse": DSASelfAttention._attend_sparse,
+    "masked": DSASelfAttention._attend_masked,
+    "masked_latents": DSASelfAttention._attend_masked_latents,
+    "visible": DSASelfAttention._attend_visible,
+    "dense": DSASelfAttention._attend_dense,
+    "dense_latents": DSASelfAttention._attend_dense_latents,
+}
 
 
-def _rebuild(inputs, tensors):
-    """Put checkpointed tensors back into the indexer's inputs."""
-    return None if inputs is None else inputs.with_tensors(tensors)
+def _flat_rope_key(q, kv, k_pe):
+    return q, kv, k_pe.flatten(1)
 
 
 class IndexSharingLayer(GraphedLayer):
     """Transformer layer that hands its attention's selection to the next layer.
 
     It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
-    attention, which a GPT has not. So it belongs to its microbatch, and activation recompute saves
-    and restores it like any other input: no layer can see another microbatch's selection.
+    attention, which a GPT has not: it belongs to its microbatch, and activation recompute saves and
+    restores it like any other input.
     """
 
     def __init__(self, *args, **kwargs):

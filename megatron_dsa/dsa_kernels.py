@@ -1,15 +1,11 @@
 """The public operations: sparse, masked and dense attention, index selection, indexer losses.
 
-Each function takes plain tensors on flattened tokens (:mod:`megatron_dsa.ops.layout.layout` says
-which tokens belong together), picks an implementation (:mod:`megatron_dsa.ops.dispatch`) and is
-differentiable where that makes sense. They can be used without Megatron.
+Each function takes plain tensors on flattened tokens (:mod:`megatron_dsa.ops.layout.layout`), picks
+an implementation (:mod:`megatron_dsa.ops.dispatch`) and is differentiable where that makes sense.
+They need no Megatron.
 """
 
-from megatron_dsa.layers.parallel.absorbed_attention import (
-    AbsorbedAttentionOutput,
-    absorbed_attention,
-)
-from megatron_dsa.layers.parallel.ring.api import dense_attention, gathered_latent_attention
+from megatron_dsa.ops.dense_attention.ring.api import dense_attention, gathered_latent_attention
 from megatron_dsa.ops.indexer_loss.api import (
     IndexerTraining,
     dense_indexer_loss,
@@ -23,6 +19,10 @@ from megatron_dsa.ops.masked_attention.api import (
     key_bits,
     masked_attention,
     visible_bits,
+)
+from megatron_dsa.ops.sparse_attention.absorbed import (
+    AbsorbedAttentionOutput,
+    absorbed_attention,
 )
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
 

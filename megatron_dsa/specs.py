@@ -1,14 +1,11 @@
-"""Layer, block and model specs: where this package plugs into Megatron.
+"""Layer and block specs: where this package plugs into Megatron.
 
-* :func:`dsa_block_spec` - callable for ``--spec megatron_dsa.specs dsa_block_spec``, for
-  ``GPTModelConfig.transformer_layer_spec`` and for Megatron-Bridge's
-  ``provider.transformer_layer_spec`` (``extras/huggingface/bridge.py``); knows MoE layers and
-  pipeline stages.
-* :func:`dsa_layer_spec` - one layer as a ``ModuleSpec`` for a given configuration.
-* ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
+* :func:`dsa_block_spec`: for ``--spec megatron_dsa.specs dsa_block_spec``,
+  ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
+  ``provider.transformer_layer_spec``; handles MoE layers and pipeline stages.
+* :func:`dsa_layer_spec`: one layer as a ``ModuleSpec`` for a given configuration.
+* ``dsa_local_layer_spec``, ``dsa_te_layer_spec``: ready ``ModuleSpec`` objects of a dense layer,
   for builders that expect an object.
-
-``training/model.py`` builds whole GPT models from these, MTP layers included.
 """
 
 import dataclasses
@@ -50,8 +47,7 @@ from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.layers.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
-from megatron_dsa.layers.layers import LocalNorm, ReplicatedLinear
-from megatron_dsa.layers.precision import bf16_linear, bf16_weight_linear
+from megatron_dsa.layers.linears import LocalNorm, ReplicatedLinear, bf16_linear, bf16_weight_linear
 from megatron_dsa.layers.v4.hash_routing import with_hash_routing
 from megatron_dsa.layers.v4.hyper_connections import (
     HyperConnectionLayer,
@@ -75,34 +71,30 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
-    """Megatron's own layers without transformer-engine, plus what they lack."""
+    """Layers of Megatron without transformer-engine, and of this package.
+
+    ``latent_linear``: down projections; ``absorbed_linear``: the up projection of keys and values,
+    whose weight is also read as a plain tensor.
+    """
 
     def linear(self) -> type:
-        """A linear that is replicated over tensor-parallel ranks."""
         return ReplicatedLinear
 
     def latent_linear(self) -> type:
-        """The down projections: split by columns, as in Megatron's local MLA spec."""
-        return ColumnParallelLinear
+        return ColumnParallelLinear  # as in Megatron's local MLA spec
 
     def absorbed_linear(self) -> type:
-        """The up projection of keys and values, whose weight is also read as a plain tensor."""
         return self.column_parallel_linear()
 
     def indexer_linear(self, fp8: bool) -> type:
-        """The linears of an indexer."""
         return self.linear()
 
     def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False) -> type:
-        """RMSNorm or LayerNorm (the configuration says which), also under sequence parallelism."""
         return LocalNorm
 
 
 def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = False) -> ModuleSpec:
-    """Return the spec of V4's self-attention with the layers of ``backend``.
-
-    One spec serves all layers: a layer's compression ratio decides which of its parts are built.
-    """
+    """Return the spec of V4's self-attention; a layer's ratio decides which parts are built."""
     norm = backend.layer_norm(rms_norm=True, for_qk=True)
     compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
     linear = backend.indexer_linear(fp8=True) if fp8_indexer else ReplicatedLinear
@@ -122,7 +114,7 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
                 module=CSACoreAttention,
                 submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
-            # Never called: its weight is read, so it gains nothing from transformer-engine.
+            # Its weight is read, it is never called: nothing to gain from transformer-engine.
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
@@ -139,18 +131,13 @@ def _te_backend():
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     class TransformerEngineBackend(TESpecProvider):
-        """Megatron's transformer-engine layers."""
-
         def latent_linear(self) -> type:
-            """The down projections: replicated over tensor-parallel ranks."""
             return self.linear()
 
         def absorbed_linear(self) -> type:
-            """The up projection of keys and values, whose weight is also read as a plain tensor."""
             return bf16_weight_linear(self.column_parallel_linear())
 
         def indexer_linear(self, fp8: bool) -> type:
-            """The linears of an indexer: quantised in FP8 runs on request only."""
             return self.linear() if fp8 else bf16_linear(self.linear())
 
     return TransformerEngineBackend()
@@ -185,7 +172,7 @@ def _attention_spec(
             linear_weights_proj=linear,
         ),
     )
-    # The norms stand alone: the indexer reads the normalised query latent.
+    # Norms are not fused into linears: the indexer reads the normalised query latent.
     latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=DSASelfAttention,
@@ -238,10 +225,7 @@ def _layer_spec(
 
 
 class _SeparateNorms:
-    """Layers of a backend that fuses no norm into the linear after it.
-
-    Streams come between, or adapters take what the linear takes.
-    """
+    """A backend without norms fused into linears: streams come between, or adapters."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -250,12 +234,10 @@ class _SeparateNorms:
         return getattr(self._backend, name)
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Never."""
         return False
 
 
 def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer with hyper-connections in place of norms and residuals."""
     repair_checkpoints_of_fp32_parameters()
     send_streams_between_stages()
     shared = spec.module is IndexSharingLayer
@@ -271,7 +253,6 @@ def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
 
 
 def _transformer_config(config):
-    """Accept a transformer configuration or a model configuration that holds one."""
     return getattr(config, "transformer", config)
 
 
@@ -333,13 +314,13 @@ def dsa_block_spec(
     """
     config = _transformer_config(config)
     if config.dsa_indexer_topk_freq > 1:
-        # Layers with and without an indexer cannot be stacked in one checkpoint tensor. In every
+        # Layers with and without an indexer cannot be stacked in one checkpoint tensor: in every
         # stage, so that each can read the checkpoint of the one before.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The stage of the last layer sends more than the stages before it: shapes are sent, too.
+        # The stage of the last layer sends more than the stages before it: shapes are sent as well.
         config.mtp_standalone = True
-    # On every pipeline rank, also on those without an indexer: see IndexerLog.
+    # Also on pipeline ranks without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
     install_throughput(config)
     kinds = (False,) if config.num_moe_experts is None else (False, True)
@@ -350,12 +331,11 @@ def dsa_block_spec(
         layer_specs=[
             hashed if i < hash_layers(config) else specs[is_moe_layer(config, i)] for i in layer_ids
         ],
-        layer_norm=_end(config),
+        layer_norm=_final_norm(config),
     )
 
 
-def _end(config) -> type:
-    """Return what stands after the last layer."""
+def _final_norm(config) -> type:
     if not uses_streams(config):
         backend = get_backend(config.transformer_impl)
         return backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
@@ -385,7 +365,7 @@ def _dense_layer_spec(transformer_impl: str) -> ModuleSpec:
 
 
 def __getattr__(name: str):
-    """Explain the one object that exists only with transformer-engine."""
+    # Raises the reason why the object does not exist without transformer-engine.
     if name == "dsa_te_layer_spec":
         return _dense_layer_spec("transformer_engine")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

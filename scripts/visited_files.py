@@ -4,9 +4,9 @@
     python scripts/visited_files.py --root OLD      # of another checkout
 
 Trains two tiny models for two steps on the CPU, one of DSA and one of CSA layers, and lists the
-files of which a function runs in the last forward of a layer. Left out are what all files use
-(``errors``, ``numerics``, once ``checks`` and ``ops/arithmetic``), what stands in for a GPU, and
-the figures of the selection, which are measured once per iteration.
+files of which a function runs in the last forward of a layer. Left out: files that all others use
+(``errors``, ``ops/common``; in older checkouts ``numerics``, ``checks``, ``ops/arithmetic``), the
+host without a GPU, and figures of the selection, which are measured once per iteration.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LAYERS = {
 LEFT_OUT = (
     "errors.py",
     "checks.py",
-    "numerics",
+    "ops/common",
     "ops/arithmetic.py",
     "ops/autograd.py",
     "cpu_host.py",

@@ -8,7 +8,7 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_dsa.layers.layers import LocalNorm
+from megatron_dsa.layers.linears import LocalNorm
 from megatron_dsa.specs import LocalBackend
 from tests.host import start
 

@@ -1,6 +1,5 @@
 """A module on one and on several ranks (tensor and context parallel)."""
 
-import importlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,6 @@ class Case:
 
     Attributes:
         config: name of a function of :mod:`tests.host`, with ``arguments`` and ``changes``.
-        selector: the module of the package whose ``balanced_topk`` selects.
         by_sequence, by_columns: parts of parameter names: how a tensor-parallel rank's part is cut
             out of a weight. All others are replicated.
         rows, batch: of the hidden states; ``lengths`` packs the rows, ``padded`` are the lengths
@@ -28,7 +26,6 @@ class Case:
     """
 
     config: str
-    selector: str
     by_sequence: tuple[str, ...]
     by_columns: tuple[str, ...]
     arguments: tuple = ()
@@ -205,22 +202,22 @@ def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str,
 
 
 def _run_case(case: Case, tp: int, cp: int) -> dict:
+    from megatron_dsa.layers.core import CoreAttention
     from megatron_dsa.ops.dispatch import report, reset_report
 
     module, x, packing = build(case, tp, cp)
-    selector = importlib.import_module(f"megatron_dsa.{case.selector}")
-    original, seen = selector.balanced_topk, []
+    original, seen = CoreAttention.topk, []
 
-    def recorded(inputs, layout, *args, compressed=None, **kwargs):
-        indices, length = original(inputs, layout, *args, compressed=compressed, **kwargs)
+    def recorded(core, inputs, layout, ranks, compressed=None):
+        indices, length = original(core, inputs, layout, ranks, compressed)
         seen.append(_slots(indices, layout if compressed is None else compressed.layout))
         return indices, length
 
-    selector.balanced_topk = recorded
+    CoreAttention.topk = recorded
     reset_report()
     out, _ = module(x, None, packed_seq_params=packing)
     out.square().sum().backward()
-    selector.balanced_topk = original
+    CoreAttention.topk = original
     averaged = [
         name
         for name, parameter in module.named_parameters()

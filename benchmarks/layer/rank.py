@@ -33,7 +33,7 @@ from benchmarks.layer.peers import dense_module, require_fused, with_weights
 from benchmarks.megatron_layer import SEED, Layer, LayerSpec
 from benchmarks.process_groups import one_of
 from benchmarks.ranks.traffic import replaced
-from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.layers.linears import ReplicatedLinear
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.masked_attention import torch as in_torch
 from megatron_dsa.ops.masked_attention.api import gather_tokens

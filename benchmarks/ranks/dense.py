@@ -72,10 +72,10 @@ def attention(case: Case, way: str, rank: int, inputs: dict):
     """Return a call that gives the output, and the name of the attention to one block."""
     from megatron.core import parallel_state
 
-    from megatron_dsa.layers.parallel import ring
-    from megatron_dsa.layers.parallel.gather import finish_gather, start_gather
-    from megatron_dsa.layers.parallel.ring.shards import Part
+    from megatron_dsa.layers.parallel.gather import finish_with_proxy, start_gather
+    from megatron_dsa.ops.dense_attention import ring
     from megatron_dsa.ops.dense_attention.blocks import choose
+    from megatron_dsa.ops.dense_attention.ring.shards import Part
     from megatron_dsa.ops.dispatch import describe_call
 
     group = parallel_state.get_context_parallel_group()
@@ -98,7 +98,7 @@ def attention(case: Case, way: str, rank: int, inputs: dict):
     weights = [inputs[name] for name in ("w_uk", "w_uv")]
 
     def gathered():
-        latents, grad_proxy = finish_gather(start_gather(inputs["latent"], group))
+        latents, grad_proxy = finish_with_proxy(start_gather(inputs["latent"], group))
         return ring.gathered_latent_attention(
             q, latents, *weights, rows, scale, latent_grad=grad_proxy
         )[0]

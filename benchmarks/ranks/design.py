@@ -29,7 +29,7 @@ class Design:
 
     @property
     def by_sequence(self) -> bool:
-        from megatron_dsa.config.model import by_sequence
+        from megatron_dsa.config.attention_choice import by_sequence
 
         return by_sequence(self.config)
 

@@ -29,8 +29,6 @@ require_supported_megatron()
 
 #: How the names of an adapter's parameters end, after the name of its linear.
 LORA_A, LORA_B = "_lora_A", "_lora_B"
-#: Heads that fill the tiles of the attention kernels.
-FULL_TILE = 64
 
 
 @dataclass
@@ -211,55 +209,6 @@ def has_dense_loss(config: Any) -> bool:
     """Whether an indexer's loss is taken over all visible keys, in training or evaluation."""
     computed = indexer_is_trained(config) or options_of(config).evaluate_indexer
     return uses_indexer(config) and computed and not loss_is_sparse(config)
-
-
-def by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks attend for tokens of their own with all heads.
-
-    Only lists of selected keys make tokens independent of each other: stages with dense attention
-    go by heads. Masked dense attention does not go by sequence either:
-    :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode` knows which attention there is.
-    """
-    ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
-    dense = options_of(config).stage != "sparse" and not uses_csa(config)
-    if ranks == 1 or not config.sequence_parallel or dense or mode in ("heads", "select"):
-        return False
-    return mode == "sequence" or config.num_attention_heads // ranks < FULL_TILE
-
-
-def selects_by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks select keys for tokens of their own, if attention is masked.
-
-    A dense loss goes by heads: its teacher needs the queries of all heads.
-    """
-    mode, several = options_of(config).tp_mode, config.tensor_model_parallel_size > 1
-    if not (several and config.sequence_parallel) or has_dense_loss(config):
-        return False
-    return mode in ("auto", "select")
-
-
-def query_heads(config: Any) -> int:
-    """Return how many heads attention has on a rank, unless it is masked: then, the rank's own."""
-    ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
-    return config.num_attention_heads // ranks
-
-
-def exchanges_latents(config: Any) -> bool:
-    """Whether context-parallel ranks exchange MLA's latents in a dense stage.
-
-    Otherwise the keys and values of the local heads go round a ring. A latent is gathered once and
-    expanded on every rank, which costs less than sending what it expands to wherever it is
-    narrower: from two local heads on in DeepSeek's shapes.
-    """
-    options = options_of(config)
-    if config.context_parallel_size == 1 or options.stage == "sparse":
-        return False
-    if options.cp_exchange != "auto":
-        return options.cp_exchange == "latents"
-    rope = config.qk_pos_emb_head_dim
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    expanded = heads * (config.qk_head_dim + rope + config.v_head_dim)
-    return config.kv_lora_rank + rope < expanded
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:

@@ -4,25 +4,19 @@ import argparse
 import json
 import platform
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megatron_dsa import __version__
+from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
 from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config.presets import PRESETS, model_preset, preset
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.errors import require
 from megatron_dsa.extras.muon.released_muon import describe
 from megatron_dsa.extras.support_table import support_table
-from megatron_dsa.layers.required_ops import (
-    MASKED_OPERATIONS,
-    RequiredOp,
-    required_ops,
-    selected_attention,
-    stream_ops,
-    visible_attention,
-    visible_ops,
-)
+from megatron_dsa.layers.required_ops import RequiredOp, required_ops, stream_ops, visible_ops
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
 from megatron_dsa.ops.dispatch import OpCall, Policy, choices_unlogged
@@ -60,10 +54,10 @@ def collect_info() -> dict:
         ],
         "operations": {model: _operations(model_ops(name)) for model, name in MODELS.items()},
         "selected_attention": {
-            model: _selected_attention(name) for model, name in MODELS.items() if not _is_v4(name)
+            model: _attention(name, "sparse") for model, name in MODELS.items() if not _is_v4(name)
         },
         "visible_attention": {
-            model: _visible_attention(name) for model, name in MODELS.items() if not _is_v4(name)
+            model: _attention(name, "dense") for model, name in MODELS.items() if not _is_v4(name)
         },
     }
 
@@ -115,16 +109,10 @@ def _config(name: str, options: DSAOptions) -> DSATransformerConfig:
     )  # fmt: skip
 
 
-def _selected_attention(name: str) -> dict:
-    """How one rank that holds all heads would attend to selected keys."""
-    choice = selected_attention(_config(name, DSAOptions()))
-    return {"masked_up_to_tokens": choice.crossover, "says": choice.describe()}
-
-
-def _visible_attention(name: str) -> dict:
-    """How one rank that holds all heads would attend to all visible keys."""
-    choice = visible_attention(_config(name, DSAOptions(stage="dense")))
-    return {"masked_up_to_tokens": choice.longest, "says": choice.describe()}
+def _attention(name: str, stage: Any) -> dict:
+    """How one rank that holds all heads would attend in a stage."""
+    choice = attention_of(_config(name, DSAOptions(stage=stage)))
+    return {"masked_up_to_tokens": choice.masked_up_to, "says": choice.describe()}
 
 
 def _operations(ops: dict[str, RequiredOp]) -> dict:

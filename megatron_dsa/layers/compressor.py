@@ -1,4 +1,4 @@
-"""The compressor of DeepSeek-V4: several positions become one key, weighted per grad_proxy."""
+"""The compressor of DeepSeek-V4: several positions become one key, weighted per channel."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of
 from megatron_dsa.config.rules import CSA_RATIO
-from megatron_dsa.layers.layers import Fp32Parameters, ReplicatedLinear, new_parameter
+from megatron_dsa.layers.linears import Fp32Parameters, ReplicatedLinear, new_parameter
 from megatron_dsa.layers.parallel.csa_keys import extend
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope
-from megatron_dsa.layers.weight_blocks import leave_to_adamw
+from megatron_dsa.layers.weight_blocks import mark_table
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.rope.api import rotate
@@ -20,7 +20,7 @@ from megatron_dsa.ops.rope.api import rotate
 
 @dataclass
 class CompressorSubmodules:
-    """The norm; the linears are never quantised and therefore not for a spec to choose."""
+    """Spec of the norm; linears are never quantised, so no spec chooses them."""
 
     norm: ModuleSpec | type = None
 
@@ -30,8 +30,8 @@ class Compressor(Fp32Parameters, MegatronModule):
 
     Groups overlap iff ``ratio`` is 4. Parameter names are those of Megatron's development branch:
     ``linear_wkv``, ``linear_wgate`` ``[c * dim, hidden]``, ``ape`` fp32 ``[ratio, c * dim]``,
-    ``norm``. Every rank projects its own tokens and pools the groups that end in them; what it
-    needs of neighbours are a few projected tokens.
+    ``norm``. Every rank projects its local tokens and pools the groups that end in them, with a few
+    projected tokens of neighbours.
     """
 
     fp32_parameters = ("ape",)
@@ -47,12 +47,12 @@ class Compressor(Fp32Parameters, MegatronModule):
             )
             setattr(self, name, linear)
         self.ape = new_parameter(config, ratio, width)
-        leave_to_adamw(self.ape)  # a table of positions
+        mark_table(self.ape)  # of positions
         self.norm = build_module(
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )
         for parameter in self.parameters():
-            # The gradient comes from its own groups only: it is summed over tensor-parallel ranks.
+            # They see local groups: gradients are summed over tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(
@@ -61,8 +61,8 @@ class Compressor(Fp32Parameters, MegatronModule):
         """Return the compressed keys of this rank's groups, ``[slots of keys.groups, dim]``.
 
         Args:
-            x: ``[s, b, hidden]``, the hidden states that this rank holds.
-            keys: the groups, formed with or without overlap like this compressor's.
+            x: ``[s, b, hidden]``, this rank's hidden states.
+            keys: the groups, with overlap if this compressor has it.
             rope: rotates a key by the position of its group's first token.
             ranks: who shares the microbatch.
         """

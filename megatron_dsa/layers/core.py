@@ -1,5 +1,6 @@
-"""The base of both core attentions: what they are, their indexer, and the operations they call."""
+"""The base of both core attentions: the indexer, its selection, its training, and the log."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,27 +8,43 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config.model import validate
+from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
+from megatron_dsa.config.model import indexer_is_trained, loss_is_sparse, options_of, validate
+from megatron_dsa.config.rules import graphs_attention
+from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.indexer_training import TrainsIndexer
+from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
-from megatron_dsa.layers.warm_up import resolve_kernels
+from megatron_dsa.layers.warm_up import resolve_kernels, resolving
+from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
+from megatron_dsa.metrics.log import (
+    EVALUATION,
+    IndexerLog,
+    attach_loss,
+    install_loss_scale,
+    say_if_frozen,
+)
 from megatron_dsa.ops.common.autograd import in_backward
+from megatron_dsa.ops.common.scaling import Factor, Scaled
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 
 
-class CoreAttention(TrainsIndexer, MegatronModule):
+class CoreAttention(MegatronModule):
     """A core attention that may have an indexer, as ``self_attention.core_attention``.
 
     Args:
         config: the transformer configuration.
         layer_number: of the layer, from 1.
         attn_mask_type: must be causal.
-        softmax_scale: factor on ``q . k``.
+        softmax_scale: factor on ``q . k``; ``None`` compiles nothing beforehand.
         pg_collection: process groups of the model.
-        is_mtp: whether it is the attention of a multi-token-prediction layer, which logs behind the
+        is_mtp: the attention belongs to a multi-token-prediction layer, which logs behind the
             decoder layers and never shares indices.
+        choice: how the layers attend, by default decided here.
 
     Attributes:
         selecting_layers: numbers of all decoder layers of the model that select.
@@ -35,6 +52,8 @@ class CoreAttention(TrainsIndexer, MegatronModule):
         selection_source: gives selections in place of the indexer's, while one is attached:
             ``given(core, layout, keys, ranks)`` (:mod:`megatron_dsa.extras.rl.replay`).
         selection_sink: gets the selections, while one is attached: ``put(core, indices, keys)``.
+        keeps_loss: :meth:`take_loss` hands the loss out in place of the output's backward
+            (:mod:`megatron_dsa.layers.freezing`).
 
     Raises:
         ConfigError: for what the package does not support.
@@ -48,6 +67,7 @@ class CoreAttention(TrainsIndexer, MegatronModule):
         softmax_scale: float | None,
         pg_collection,
         is_mtp: bool,
+        choice: AttentionChoice | None,
     ):
         super().__init__(config=config)
         validate(config)
@@ -56,25 +76,68 @@ class CoreAttention(TrainsIndexer, MegatronModule):
                 f"attn_mask_type must be causal, got {attn_mask_type}: a query sees the past only"
             )
         self.layer_number, self.is_mtp = layer_number, is_mtp
-        # None where nothing is compiled beforehand; attention itself has one.
+        self.pg_collection = pg_collection
+        self.options = options_of(config)
+        self.policy = self.options.policy
+        self.choice = attention_of(config) if choice is None else choice
         self.softmax_scale: Any = softmax_scale
         self.selecting_layers = tuple(self.selecting_numbers())
         self.selects = not is_mtp and layer_number in self.selecting_layers
         self.selection_source: Any = None
         self.selection_sink: Any = None
-        self.set_up_loss(layer_number, is_mtp, pg_collection)
-        self.indexer = None
+        self.indexer: Any = None
+        self.indexer_is_trained = indexer_is_trained(config)
+        self.loss_is_sparse = loss_is_sparse(config)
+        self.loss_scale = install_loss_scale(config)
+        self.keeps_loss = False
+        self._kept_loss: torch.Tensor | None = None
+        # Layers of multi-token prediction log behind the decoder's.
+        self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
+        # Once per iteration, and between layers: neither is known to a replayed graph of a layer.
+        self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
+        before = [number for number in self.selecting_layers if number < layer_number]
+        self.layer_overlap = LayerOverlap(config, layer_number, max(before, default=None))
+        if resolving():
+            say_if_frozen(config)
 
     def selecting_numbers(self) -> list[int]:
-        """Return the numbers of the decoder layers that select keys; asked after validation."""
+        """Return the numbers of the decoder layers that select keys."""
         raise NotImplementedError
 
     def build_indexer(self, spec: ModuleSpec | type) -> None:
         """Build the indexer; one that is not trained has no gradients."""
-        self.indexer = build_module(spec, config=self.config)
+        self.indexer = build_module(spec, config=self.config, tp_mode=self.choice.tp_mode)
         if not self.indexer_is_trained:
             # A parameter without a gradient would stall the overlapped gradient reduction.
             self.indexer.requires_grad_(False)
+
+    def required_ops(self) -> list[RequiredOp]:
+        """Return the operations that this layer calls."""
+        return required_ops(self.config, self.layer_number, self.is_mtp)
+
+    def resolve_kernels(self) -> None:
+        """Choose and compile the kernels of the first step, or refuse what cannot run."""
+        resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
+
+    def trains_indexer_now(self) -> bool:
+        """Return True in passes that train the indexer, not in a first pass of recompute."""
+        return (
+            self.indexer is not None
+            and torch.is_grad_enabled()
+            and (self.training and self.indexer_is_trained)
+        )
+
+    def measures_selection_now(self) -> bool:
+        """Return True in training passes that may measure a selection, also a frozen indexer's."""
+        return self.training and torch.is_grad_enabled() and self.measures_selection
+
+    def evaluates_indexer_now(self) -> bool:
+        """Return True in evaluation passes that compute the indexer loss."""
+        return self.options.evaluate_indexer and not self.training and self.indexer is not None
+
+    def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
+        """Refuse scores that are not finite, naming the layer; on a GPU by a device assert."""
+        return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
@@ -91,15 +154,118 @@ class CoreAttention(TrainsIndexer, MegatronModule):
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
-    def capture_selection(self, indices: torch.Tensor, keys: Layout) -> None:
-        """Hand the selection of this forward pass to the sink, if there is one."""
+    def topk(
+        self,
+        inputs: IndexerInputs,
+        layout: Layout,
+        ranks: Ranks,
+        compressed: CompressedKeys | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
+        count = self.config.dsa_indexer_topk
+        if ranks.queries.ranks == 1:
+            keys = layout if compressed is None else compressed.layout
+            return indexer_topk(inputs, keys, count, policy=self.policy)
+        return balanced_topk(
+            inputs, layout, count, ranks, compressed=compressed, policy=self.policy
+        )
+
+    def note_selection(self, indices: torch.Tensor, keys: Layout) -> None:
+        """Hand the selection to the sink, and compare it with the layer before.
+
+        To be called in every forward pass, not only in passes with gradients: the first pass of a
+        recomputed layer is the one that follows the layer before.
+        """
         if self.selection_sink is not None and not in_backward():
             self.selection_sink.put(self, indices, keys)
+        if self.selects and self.training and self.measures_selection and IndexerLog.is_on():
+            topk, count = self.config.dsa_indexer_topk, self.options.health_tokens
+            figure = self.layer_overlap.compare(indices, keys, topk, count)
+            IndexerLog.record(self.layer_index, figure)
 
-    def required_ops(self) -> list[RequiredOp]:
-        """Return the operations that this layer calls."""
-        return required_ops(self.config, self.layer_number, self.is_mtp)
+    def heads_group(self) -> Any:
+        """Return the group over which a teacher is still to be summed, or ``None``.
 
-    def resolve_kernels(self) -> None:
-        """Choose and compile the kernels of the first step, or refuse what cannot run."""
-        resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
+        By sequence a rank has all heads of its queries. Where ranks select for local tokens,
+        attention returns sums over all heads.
+        """
+        if self.choice.tp_mode != "heads":
+            return None
+        group = self.pg_collection.tp if self.pg_collection is not None else None
+        return group if group is not None and group.size() > 1 else None
+
+    def sparse_training(
+        self, inputs: TrainedIndexer, keys: Layout, tokens: Layout, selected_only: bool = False
+    ) -> IndexerTraining:
+        """Return the sparse loss, which the attention's backward computes with its gradients.
+
+        ``keys`` is the layout of the indexer's keys, ``tokens`` the one that counts query tokens.
+        """
+        coeff = self.config.dsa_indexer_loss_coeff
+
+        def weight() -> Factor:
+            # Read in the backward: Megatron sets the scale after the forward pass.
+            factor = self._loss_factor(tokens)
+            return replace(factor, times=self.loss_scale.on(tokens.start.device))
+
+        def record(kl_sum: torch.Tensor) -> None:
+            self._record("indexer loss", kl_sum, coeff, tokens)
+
+        return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
+
+    def _loss_factor(self, layout: Layout) -> Factor:
+        # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+        coeff = self.config.dsa_indexer_loss_coeff
+        if self.config.calculate_per_token_loss:
+            return Factor(coeff)
+        return _mean_over_tokens(layout, coeff)
+
+    def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Scale and record a loss; return ``out``, whose backward starts the loss's as well.
+
+        With :attr:`keeps_loss` the loss is kept for :meth:`take_loss` instead.
+        """
+        loss = self._loss_factor(layout).apply(loss_sum)
+        coeff = self.config.dsa_indexer_loss_coeff
+        self._record("indexer loss", loss_sum.detach(), coeff, layout)
+        if self.keeps_loss:
+            self._kept_loss = attach_loss(loss.new_zeros(()), loss, self.loss_scale)
+            return out
+        return attach_loss(out, loss, self.loss_scale)
+
+    def take_loss(self) -> torch.Tensor | None:
+        """Return the loss that the last forward pass kept: a 0 with the loss's backward."""
+        loss, self._kept_loss = self._kept_loss, None
+        return loss
+
+    def record_health(self, attended: Attended) -> None:
+        """Record how good the selection of a few queries is, in an iteration's first microbatch."""
+        if IndexerLog.samples_selection(self.layer_index):
+            count, workspace = self.options.health_tokens, self.policy.workspace_bytes
+            health = selection_health(attended, count, workspace)
+            IndexerLog.record(self.layer_index, health)
+
+    def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
+        """Record the loss of an evaluation pass; a frozen indexer's has no factor."""
+        coeff = self.config.dsa_indexer_loss_coeff or 1.0
+        self._record(EVALUATION, loss_sum.detach(), coeff, layout)
+
+    def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
+        # The log averages over ranks: it gets the mean over a rank's share of the tokens.
+        factor = _mean_over_tokens(layout, layout.num_shards * coeff)
+        IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
+
+    def backward_dw(self) -> None:
+        """Compute the indexer's delayed weight gradients, if it is trained."""
+        if self.indexer is not None and self.training and self.indexer_is_trained:
+            self.indexer.backward_dw()
+
+
+def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
+    """Return ``coeff`` over the number of real tokens on all ranks, at least 1."""
+    tokens = layout.real_tokens()
+    if isinstance(tokens, int):
+        return Factor(coeff / max(tokens, 1))
+    # One number in fp64 keeps fp64 models exact.
+    count = layout.derive("tokens of a mean", lambda: tokens.clamp_min(1).double())
+    return Factor(coeff, over=count)

@@ -1,7 +1,7 @@
 """The core of V4's attention: compress keys, select among them, attend, train the selector.
 
-One forward path for all layers: a layer's compression ratio says which keys exist besides the
-window, and the stage says whether a CSA layer (ratio 4) selects among them or attends to all.
+One forward path for all layers: the compression ratio decides which keys exist next to the window,
+and in stage sparse a CSA layer (ratio 4) selects among them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
+from megatron_dsa.config.attention_choice import AttentionChoice
 from megatron_dsa.config.model import uses_indexer
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
 from megatron_dsa.layers.core import CoreAttention
-from megatron_dsa.layers.layers import Fp32Parameters, new_parameter
-from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
-from megatron_dsa.layers.parallel.csa_keys import join_keys
+from megatron_dsa.layers.linears import Fp32Parameters, new_parameter
+from megatron_dsa.layers.parallel.csa_keys import join_keys_of_ranks
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.metrics.health import Attended
@@ -61,9 +61,12 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         softmax_scale: float | None = None,
         pg_collection=None,
         is_mtp: bool = False,
+        choice: AttentionChoice | None = None,
         **_megatron,
     ):
-        super().__init__(config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp)
+        super().__init__(
+            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, choice
+        )
         self.ratio = config.ratio(layer_number, is_mtp)
         local_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attn_sink = new_parameter(config, local_heads)
@@ -77,15 +80,14 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             )
         if self.ratio == CSA_RATIO and uses_indexer(config):
             self.build_indexer(submodules.indexer)
+        self.attends_to_selected = self.indexer is not None and self.options.stage == "sparse"
+        self.selected_only = self.options.csa_teacher == "compressed"
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
         """See :class:`CoreAttention`."""
         numbers = range(1, self.config.num_layers + 1)
         return [number for number in numbers if self.config.ratio(number) == CSA_RATIO]
-
-    def _selects(self) -> bool:
-        return self.indexer is not None and self.options.stage == "sparse"
 
     def forward(
         self,
@@ -101,7 +103,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
 
         Args:
             hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
-                D]``, rotated, of the tokens that this rank holds.
+                D]``, rotated, of this rank's tokens.
             q: ``[tokens, H, D]``, rotated queries: of all heads for these tokens, or of the local
                 heads for the tokens of all tensor-parallel ranks (``ranks.by_sequence``).
             layout: which tokens belong together.
@@ -122,14 +124,19 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         halo = None
         if ranks.queries.ranks > 1:
             halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))
-        kv, kv_grad = join_keys(kv, compressed, keys, halo, ranks)
+        if ranks.group is None:
+            kv, kv_grad = kv.flatten(0, 1), None
+            if compressed is not None:
+                kv = torch.cat([compressed, kv])
+        else:
+            kv, kv_grad = join_keys_of_ranks(kv, compressed, keys, halo, ranks)
         sink = self._sinks(ranks)
         trains, evaluates = self.trains_indexer_now(), self.evaluates_indexer_now()
         given = None
-        if self._selects():
+        if self.attends_to_selected:
             assert keys is not None
             given = self.given_selection(layout, keys.layout, ranks)
-        if (self._selects() and given is None) or trains or evaluates:
+        if (self.attends_to_selected and given is None) or trains or evaluates:
             with torch.set_grad_enabled(trains):
                 inputs = self.indexer(
                     hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
@@ -139,12 +146,12 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         lists = KeyLists(
             layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
         )
-        if self._selects():
+        if self.attends_to_selected:
             lists = self._select(inputs, lists, ranks, given)
         training = None
         if trains and self.loss_is_sparse:
             assert inputs is not None and keys is not None
-            training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
+            training = self.sparse_training(inputs, keys.layout, layout, self.selected_only)
         result = sparse_attention(
             q,
             kv,
@@ -153,14 +160,14 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             v_dim=q.shape[2],
             attn_sink=sink,
             kv_grad=kv_grad,
-            want_p_sum=evaluates and self.loss_is_sparse and not self._selected_only(),
+            want_p_sum=evaluates and self.loss_is_sparse and not self.selected_only,
             indexer=training,
             policy=policy,
         )
         out = result.out
         if trains and not self.loss_is_sparse:
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
-        if self._selects() and inputs is not None and self.measures_selection_now():
+        if self.attends_to_selected and inputs is not None and self.measures_selection_now():
             assert keys is not None and lists.selected is not None
             total = torch.logaddexp(result.lse, sink.detach())
             attended = Attended(
@@ -175,33 +182,28 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
     def _select(
         self, inputs: IndexerInputs | None, lists: KeyLists, ranks: Ranks, given
     ) -> KeyLists:
-        """Return lists of the compressed keys that are ``given``, or that the indexer selects."""
+        """Return lists of compressed keys: ``given``, or the indexer's selection."""
         assert lists.compressed is not None
         if given is None:
             assert inputs is not None
-            given = balanced_topk(
-                inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
-                compressed=lists.compressed, policy=self.policy,
-            )  # fmt: skip
+            given = self.topk(inputs, lists.layout, ranks, lists.compressed)
         indices, length = given
-        self.capture_selection(indices, lists.compressed.layout)
-        self.record_overlap(indices, lists.compressed.layout)
+        self.note_selection(indices, lists.compressed.layout)
         return dataclasses.replace(lists, selected=indices, selected_length=length)
 
     def _sinks(self, ranks: Ranks) -> torch.Tensor:
-        """Return the sinks of the query heads."""
         if not ranks.by_sequence:
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
 
-    def _selected_only(self) -> bool:
-        return self.options.csa_teacher == "compressed"
-
     def _dense_loss(self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor) -> torch.Tensor:
-        """KL sum over all visible compressed keys; window and sink share the teacher's softmax."""
+        """Return the KL sum over all visible compressed keys.
+
+        Window and sink share the teacher's softmax, unless it is of compressed keys only.
+        """
         keys, other = lists.compressed, None
         assert keys is not None
-        if not self._selected_only():
+        if not self.selected_only:
             with torch.no_grad():
                 window = sparse_attention(
                     q, kv[keys.count :], dataclasses.replace(lists, compressed=None, selected=None),
@@ -215,7 +217,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         )  # fmt: skip
 
     def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
-        """KL sum of an evaluation pass, for which there is no backward."""
+        """Return the KL sum of an evaluation pass, which has no backward."""
         if not self.loss_is_sparse:
             return self._dense_loss(inputs, q, kv, lists, sink)
         policy = self.policy
@@ -232,7 +234,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         return loss.value(inputs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        """Add that ``attn_sink`` is sharded over tensor-parallel ranks like the heads."""
+        """Shard ``attn_sink`` over tensor-parallel ranks like the heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state |= make_sharded_tensors_for_checkpoint(
@@ -240,8 +242,3 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
         return state
-
-    def backward_dw(self) -> None:
-        """Compute the indexer's delayed weight gradients; the compressor's are never delayed."""
-        if self.indexer is not None and self.training and self.indexer_is_trained:
-            self.indexer.backward_dw()

@@ -1,4 +1,4 @@
-"""The indexer of CSA layers: scores compressed keys of its own, made by its own compressor."""
+"""The indexer of CSA layers, which scores the keys of a compressor of its own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,14 +7,15 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config.model import by_sequence, options_of
+from megatron_dsa.config.model import options_of
+from megatron_dsa.config.options import TPMode
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.layers.layers import ReplicatedLinear
-from megatron_dsa.layers.parallel.csa_keys import index_keys
-from megatron_dsa.layers.parallel.groups import Ranks, gather_rows, gather_same
+from megatron_dsa.layers.linears import ReplicatedLinear
+from megatron_dsa.layers.parallel.csa_keys import index_keys_of_ranks
+from megatron_dsa.layers.parallel.groups import Ranks, gather_same, gather_tokens
 from megatron_dsa.layers.rope import PositionRope, hadamard
-from megatron_dsa.layers.weight_blocks import split_for_muon
+from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
@@ -25,7 +26,7 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass
 class CSAIndexerSubmodules:
-    """The class of the linears, and the spec of the compressor, which is never quantised."""
+    """Class of the linears; spec of the compressor, which is never quantised."""
 
     linear: ModuleSpec | type = ReplicatedLinear
     compressor: ModuleSpec | type = None
@@ -39,11 +40,11 @@ class CSAIndexer(MegatronModule):
     Megatron's development branch: ``linear_wq_b``, ``linear_weights_proj``, ``compressor``.
     """
 
-    def __init__(self, config, submodules: CSAIndexerSubmodules):
+    def __init__(self, config, submodules: CSAIndexerSubmodules, tp_mode: TPMode = "heads"):
         super().__init__(config=config)
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.policy = options_of(config).policy
-        # Scores that select are formed as inference engines form them.
+        # Scores that select are computed as inference engines compute them.
         self.as_engine = self.policy.indexer_numerics != EXACT
 
         def linear(inputs: int, outputs: int) -> Any:
@@ -54,16 +55,15 @@ class CSAIndexer(MegatronModule):
             )  # fmt: skip
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
-        # From its own tokens, or from all: averaging keeps equal gradients equal to the last bit.
+        # It sees local tokens, or all: averaging keeps equal gradients equal to the last bit.
         weight = self.linear_wq_b.weight
-        weight.sequence_parallel = by_sequence(config)
-        weight.average_gradients_across_tp_domain = not by_sequence(config)
+        weight.sequence_parallel = tp_mode == "sequence"
+        weight.average_gradients_across_tp_domain = tp_mode != "sequence"
         if options_of(config).muon_per_head == "all":
-            split_for_muon(weight, (self.dim,), config.tensor_model_parallel_size)
+            mark_row_blocks(weight, (self.dim,), config.tensor_model_parallel_size)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
-        # From its own tokens only: the gradient is summed over ranks.
-        weight = self.linear_weights_proj.weight
-        weight.sequence_parallel = config.sequence_parallel
+        # It sees local tokens: the gradient is summed over ranks.
+        self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
             submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim
         )
@@ -81,7 +81,7 @@ class CSAIndexer(MegatronModule):
 
         Args:
             x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
-                normalised query latent of the tokens that this rank holds.
+                normalised query latent of this rank's tokens.
             keys: the groups.
             layout: gives the positions of the query tokens.
             rope: the layer's rope.
@@ -91,29 +91,34 @@ class CSAIndexer(MegatronModule):
             queries and weights of the query tokens, and one key per compressed slot of all ranks.
         """
         config = self.config
-        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
+        if ranks.token_group is not None:
+            qr = gather_tokens(qr, ranks.token_group)
+        q, _ = self.linear_wq_b(qr.flatten(0, 1))
         q = q.view(-1, self.heads, self.dim)
         transform = config.dsa_indexer_rotate_activation
-        tables = rope.of_rows(layout, q.dtype)
+        tables = rope.of_tokens(layout, q.dtype)
         q = rotate_index(
             q, *tables, first=False, transform=transform, rounded=self.as_engine,
             policy=self.policy,
         )  # fmt: skip
         k = self.compressor(x, keys, rope, ranks)
-        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
+        weights, _ = self.linear_weights_proj(x)
+        if ranks.token_group is not None:
+            weights = gather_same(weights, ranks.token_group)
+        weights = weights.flatten(0, 1)
         in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         if transform:
             k = self._transformed(k)
-        k = index_keys(k, keys, ranks)
+        if ranks.group is not None:
+            k = index_keys_of_ranks(k, keys, ranks)
         relu = config.dsa_indexer_scoring_relu
         return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
 
     def _transformed(self, k: torch.Tensor) -> torch.Tensor:
-        """Return the Hadamard transform of ``k [slots, dim]``."""
         if not self.as_engine:
             return hadamard(k)
-        # Rounded once, as engines do; without columns in the tables nothing is turned.
+        # Rounded once, as engines do; without columns in the tables nothing is rotated.
         none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
         return rotate_index(k[:, None], none, none, policy=self.policy)[:, 0]
 

@@ -1,4 +1,4 @@
-"""Transformer layers that Megatron captures in CUDA graphs, and what the start-up says of them."""
+"""Transformer layers that Megatron captures in CUDA graphs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,20 +12,18 @@ from megatron_dsa.patches.graph_buffers import keep_graph_buffers_until_backward
 
 
 class GraphedLayer(TransformerLayer):
-    """Transformer layer of which ``--cuda-graph-impl local`` may capture the attention alone.
+    """Transformer layer whose attention ``--cuda-graph-impl local`` may capture without the MLP.
 
     Megatron's own layer is captured whole for every choice of ``--cuda-graph-modules``, which a
-    layer with experts cannot be.
-
-    In evaluation the layer runs uncaptured: there is no graph but that of the training, which would
-    record the loss of the evaluation as one of the training.
+    layer with experts cannot be. Evaluation runs uncaptured: the graph of the training would record
+    its loss as a training loss.
     """
 
     _forward_attention: Any
 
     @property
     def attention_graphs(self) -> Any:
-        """Megatron's manager of the graphs of the attention, where that is captured alone."""
+        """Megatron's manager of the attention's graphs, ``None`` without."""
         return self._modules.get("attention_graph_manager")
 
     def create_mcore_cudagraph_manager(self, config) -> None:
@@ -47,7 +45,7 @@ class GraphedLayer(TransformerLayer):
 
 
 def describe_graphs(config: Any) -> Iterator[str]:
-    """Yield lines that say what is captured and which figures the log leaves out; none for none."""
+    """Yield lines about captured modules, and figures that the log leaves out."""
     impl = config.cuda_graph_impl
     if impl == "none":
         return

@@ -1,7 +1,7 @@
 """The DSA core: select keys, attend to them, train the selector (DeepSeek-V3.2).
 
-One module serves the three stages. ``sparse`` attends to the indexer's top-k; ``warmup`` attends to
-everything and trains the indexer on that; ``dense`` attends to everything and has no indexer.
+One module serves the three stages: ``sparse`` attends to the indexer's top-k, ``warmup`` to
+everything and trains the indexer on that, ``dense`` to everything without an indexer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_dsa.config.attention_choice import AttentionChoice
 from megatron_dsa.config.model import selects_keys, uses_indexer
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
@@ -31,9 +32,7 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.core import CoreAttention
-from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
-from megatron_dsa.layers.parallel.groups import Ranks, gather_rows
-from megatron_dsa.layers.required_ops import attention_of
+from megatron_dsa.layers.parallel.groups import Ranks, gather_tokens
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
@@ -53,7 +52,7 @@ class DSACoreAttentionSubmodules:
 class TopKIndices(NamedTuple):
     """Keys of every query token: selected, handed on by an earlier layer, or replayed."""
 
-    indices: torch.Tensor  # int32 [tokens, K], rows of the key buffer, -1 padded
+    indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
     length: torch.Tensor  # int32 [tokens]
 
     def pack(self) -> torch.Tensor:
@@ -69,8 +68,15 @@ class TopKIndices(NamedTuple):
 class DSACoreAttention(CoreAttention):
     """Core attention with the indexer inside, as ``self_attention.core_attention``.
 
-    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
-    a multi-token-prediction layer, which logs behind the decoder layers and never shares indices.
+    A method per way to attend (:mod:`megatron_dsa.config.attention_choice`). They share arguments:
+
+    * ``q``: ``[tokens, H, 192]`` queries, of the local heads or (by sequence) of all;
+    * ``layout``: which keys each query token sees;
+    * ``index_inputs``: the indexer's projections, ``None`` if nothing is scored;
+    * ``given``: the selection to use in place of the indexer's: an earlier layer's, or replayed;
+    * ``ranks``: who shares the microbatch.
+
+    All return ``[tokens, H, v_head_dim]``; those that select return the used selection as well.
     """
 
     def __init__(
@@ -82,19 +88,22 @@ class DSACoreAttention(CoreAttention):
         softmax_scale: float | None = None,
         pg_collection=None,
         is_mtp: bool = False,
+        choice: AttentionChoice | None = None,
         **_megatron,
     ):
-        super().__init__(config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp)
+        super().__init__(
+            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, choice
+        )
         self.computes_topk = is_mtp or self.selects
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
         if resolving() and not on_meta():
             level = logging.DEBUG if choices_are_collected() else logging.INFO
-            log_once(level, attention_of(config).describe())
+            log_once(level, self.choice.describe())
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """See :class:`CoreAttention`; a layer that is built alone may have any number."""
+        """See :class:`CoreAttention`; a layer outside of a model may have any number."""
         numbers = range(1, max(self.config.num_layers, self.layer_number) + 1)
         return [number for number in numbers if selects_keys(self.config, number)]
 
@@ -102,7 +111,7 @@ class DSACoreAttention(CoreAttention):
         self,
         q: torch.Tensor,
         kv: torch.Tensor,
-        kv_grad: torch.Tensor,
+        kv_grad: torch.Tensor | None,
         weights: torch.Tensor,
         layout: Layout,
         index_inputs: TrainedIndexer | None,
@@ -112,17 +121,9 @@ class DSACoreAttention(CoreAttention):
         """Attend to selected keys.
 
         Args:
-            q: ``[tokens, H, 192]`` queries, of the local heads or (by sequence) of all.
-            kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient.
+            kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient, ``None`` on
+                one rank.
             weights: ``[local heads, 256, 512]``, which expand latents to keys and values.
-            layout: which keys each token sees.
-            index_inputs: the indexer's projections, ``None`` if nothing is scored.
-            given: the selection to use in place of the indexer's: of an earlier layer, for layers
-                that reuse one, or replayed.
-            ranks: who shares the microbatch.
-
-        Returns:
-            output ``[tokens, H, v_head_dim]`` and the selection that was used.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         group = ranks.tp if ranks.by_sequence else None
@@ -160,17 +161,13 @@ class DSACoreAttention(CoreAttention):
     ) -> tuple[torch.Tensor, TopKIndices]:
         """Attend to selected keys by plain MLA under a bit mask.
 
+        ``q`` has the tokens of all tensor-parallel ranks. Where a rank selects for its local tokens
+        (``ranks.attention_group``), layout, index_inputs and given are of these.
+
         Args:
-            q: ``[tokens, H, 192]`` queries of the local heads.
             kv: ``[keys, H, 256]``, per head the key without rope, then the value.
             k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
-                gradient, ``None`` where this rank alone attends to these keys.
-            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. ``q`` has the
-                tokens of all tensor-parallel ranks. Where a rank selects for its own tokens
-                (``ranks.attention_group``), layout, index_inputs and given are of these.
-
-        Returns:
-            output ``[tokens, H, v_head_dim]`` and the selection that was used.
+                gradient, ``None`` where only this rank attends to these keys.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
@@ -187,37 +184,31 @@ class DSACoreAttention(CoreAttention):
             group=ranks.attention_group,
             policy=self.policy,
         )
-        result = result._replace(lse=ranks.own_attended(result.lse))
-        q = ranks.own_attended(q)
+        result = result._replace(lse=ranks.local_attended(result.lse))
+        q = ranks.local_attended(q)
         out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe=k_pe)
         return out, selection
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
         """Return the keys to attend to, in the order of their sequence; captured and compared."""
-        config = self.config
         if given is not None:
             selection = given
         elif index_inputs is not None:
-            topk = config.dsa_indexer_topk
-            selection = TopKIndices(
-                *balanced_topk(index_inputs.formed(), layout, topk, ranks, policy=self.policy)
-            )
+            selection = TopKIndices(*self.topk(index_inputs.formed(), layout, ranks))
         else:
             raise ConfigError(
                 f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
-                f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
-                "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
+                f"(--dsa-indexer-topk-freq {self.config.dsa_indexer_topk_freq}), but got none: "
+                "build the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
             )
         if self.computes_topk:
-            self.capture_selection(selection.indices, layout)
-            self.record_overlap(selection.indices, layout)
+            self.note_selection(selection.indices, layout)
         return selection
 
     def _evaluates_sparse_loss(self, index_inputs) -> bool:
         return index_inputs is not None and self.evaluates_indexer_now() and self.loss_is_sparse
 
     def _loss_in_backward(self, index_inputs, layout) -> IndexerTraining | None:
-        """Return the sparse loss, if this pass trains the indexer with it."""
         if index_inputs is None or not (self.trains_indexer_now() and self.loss_is_sparse):
             return None
         return self.sparse_training(index_inputs, layout, layout)
@@ -225,10 +216,9 @@ class DSACoreAttention(CoreAttention):
     def _trained_and_measured(
         self, result, index_inputs, layout, selection, q, kv, **keys
     ) -> torch.Tensor:
-        """Return the output of attention, with an indexer loss over all keys hung onto it.
+        """Return the output of attention to selected keys, with a loss over all keys attached.
 
-        Figures and losses that the log asks for are recorded. ``keys``: what else
-        :class:`Attended` has to know about keys.
+        Records figures and losses of the log. ``keys``: other fields of :class:`Attended`.
         """
         if index_inputs is None:
             return result.out
@@ -255,14 +245,14 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
-        """Attend to all visible keys: ``q, k [tokens, H, 192]``, ``v [tokens, H, 128]`` -> as v."""
+        """Attend to all visible keys ``k [tokens, H, 192]``, ``v [tokens, H, 128]``."""
         group = self.pg_collection.cp if layout.num_shards > 1 else None
         out, lse = dense_attention(
             q, k, v, layout, softmax_scale=self.softmax_scale, group=group,
             policy=self.policy,
         )  # fmt: skip
         if group is not None and self._wants_dense_loss(index_inputs):
-            k = gather_rows(k, group)
+            k = gather_tokens(k, group)
         return self._with_loss(out, lse, index_inputs, q, k, layout)
 
     def forward_visible(
@@ -273,12 +263,9 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
-        """Attend to all visible keys by plain MLA under a bit mask; ``[tokens, H, v_head_dim]``.
+        """Attend to all visible keys, which one rank holds, by plain MLA under a bit mask.
 
-        Args:
-            q, kv, k_pe: as of :meth:`forward_masked`.
-            layout: which keys each token sees; one rank holds all of them.
-            index_inputs: the indexer's projections or ``None``.
+        ``kv`` and ``k_pe`` as in :meth:`forward_masked`.
         """
         result = masked_attention(
             q, kv, k_pe, visible_bits(layout, self.policy), softmax_scale=self.softmax_scale,
@@ -300,14 +287,8 @@ class DSACoreAttention(CoreAttention):
         """Attend to every visible key of all context-parallel ranks.
 
         Args:
-            q: ``[tokens, H, 192]``.
             latents: ``[keys, 576]``; latent_grad: the fp32 proxy for their gradient.
             w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
-            layout: which keys each token sees.
-            index_inputs: the indexer's projections or ``None``.
-
-        Returns:
-            ``[tokens, H, 128]``.
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
@@ -321,7 +302,6 @@ class DSACoreAttention(CoreAttention):
         )
 
     def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
-        """Return the output of dense attention with the indexer's loss, if it has one."""
         if not self._wants_dense_loss(index_inputs):
             return out
         loss_sum = self._dense_loss(index_inputs, q, k, layout, lse)
@@ -337,18 +317,18 @@ class DSACoreAttention(CoreAttention):
         )  # fmt: skip
 
     def _evaluate(self, attended: Attended, length, p_sum) -> torch.Tensor:
-        """KL sum of an evaluation pass, for which there is no backward."""
+        """Return the KL sum of an evaluation pass, which has no backward."""
         if not self.loss_is_sparse:
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         masked = attended.k_pe is not None
-        indices = _in_row_order(attended) if masked else attended.indices
+        indices = _in_buffer_order(attended) if masked else attended.indices
         loss = SelectedKeysLoss(
             attended.layout, indices, length, p_sum, self.policy, self.heads_group()
         )
         return loss.value(attended.inputs.formed())
 
     def needs_index_inputs(self) -> bool:
-        """Whether this forward pass selects keys or trains the indexer."""
+        """Return True if this forward pass selects keys, or trains or evaluates the indexer."""
         selects = self.options.stage == "sparse" and self.selection_source is None
         return self.indexer is not None and (
             selects or self.trains_indexer_now() or self.evaluates_indexer_now()
@@ -358,10 +338,9 @@ class DSACoreAttention(CoreAttention):
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
         """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
-        # The loss over all keys takes the queries of all tokens, in the forward pass. Both passes
-        # of a recomputed layer make them alike, bit for bit.
-        sparse_loss = self.loss_is_sparse and self.options.stage == "sparse"
-        remake = self.training and self.indexer_is_trained and sparse_loss
+        # A loss over all keys takes the queries of all tokens, in the forward pass. Both passes
+        # of a recomputed layer make the same choice, bit for bit.
+        remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             inputs = self.indexer(x.detach(), qr.detach(), rope, ranks, remake)
         checked = self.checked(inputs.formed(), layout)
@@ -371,14 +350,9 @@ class DSACoreAttention(CoreAttention):
         ready = [checked] if self.selection_source is None else []
         return dataclasses.replace(inputs, checked=True, ready=ready)
 
-    def backward_dw(self) -> None:
-        """Compute the indexer's delayed weight gradients, if it is trained."""
-        if self.indexer is not None and self.training and self.indexer_is_trained:
-            self.indexer.backward_dw()
 
-
-def _in_row_order(attended: Attended) -> torch.Tensor:
-    """Return the lists sorted by key row, which is the order of masked attention's head sums."""
+def _in_buffer_order(attended: Attended) -> torch.Tensor:
+    """Return the lists sorted by key index, which is the order of masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
     if keys is None or keys.in_order:
         return indices

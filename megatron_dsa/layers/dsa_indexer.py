@@ -1,4 +1,4 @@
-"""The lightning indexer module: from hidden states to what the index scores are made of."""
+"""The lightning indexer: projections of hidden states that index scores are computed from."""
 
 import copy
 from dataclasses import dataclass
@@ -8,15 +8,18 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of
+from megatron_dsa.config.options import TPMode
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.layers.frame import delays_weight_gradient, weight_of
-from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.layers.linears import can_read_weight, weight_of
 from megatron_dsa.layers.parallel.gather import start_gather
-from megatron_dsa.layers.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
-from megatron_dsa.layers.precision import multiplies_plainly
-from megatron_dsa.layers.required_ops import tensor_parallel_mode
+from megatron_dsa.layers.parallel.groups import (
+    Ranks,
+    finish_index_gather,
+    gather_same,
+    gather_tokens,
+)
 from megatron_dsa.layers.rope import TokenRope
-from megatron_dsa.layers.weight_blocks import split_for_muon
+from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.indexer_loss.queries import (
     LatentIndexerInputs,
@@ -25,9 +28,6 @@ from megatron_dsa.ops.indexer_loss.queries import (
 )
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.rope.api import rotate_index
-
-#: Modules with the linears of transformer-engine: Megatron's, and ours made of them.
-_ENGINE = ("megatron.core.extensions.transformer_engine", "megatron_dsa.layers.precision")
 
 
 @dataclass
@@ -48,12 +48,12 @@ class DSAIndexer(MegatronModule):
     ``rot`` a Hadamard transform. Parameter names are those of Megatron's bundled DSA.
     """
 
-    def __init__(self, config, submodules: DSAIndexerSubmodules):
+    def __init__(self, config, submodules: DSAIndexerSubmodules, tp_mode: TPMode = "heads"):
         super().__init__(config=config)
         self.policy = options_of(config).policy
         self.heads = config.dsa_indexer_n_heads
         self.dim = config.dsa_indexer_head_dim
-        # Scores that select are formed as inference engines form them.
+        # Scores that select are computed as inference engines compute them.
         self.as_engine = self.policy.indexer_numerics != EXACT
         query_size = config.q_lora_rank if config.q_lora_rank is not None else config.hidden_size
         self.linear_wq_b = self._linear(submodules.linear_wq_b, query_size, self.heads * self.dim)
@@ -62,7 +62,7 @@ class DSAIndexer(MegatronModule):
             submodules.linear_weights_proj, config.hidden_size, self.heads
         )
         if options_of(config).muon_per_head == "all":
-            split_for_muon(self.linear_wq_b.weight, (self.dim,), config.tensor_model_parallel_size)
+            mark_row_blocks(self.linear_wq_b.weight, (self.dim,), config.tensor_model_parallel_size)
         norm_config = copy.copy(config)
         norm_config.normalization = "LayerNorm"
         eps = config.dsa_indexer_k_norm_epsilon
@@ -72,14 +72,14 @@ class DSAIndexer(MegatronModule):
             hidden_size=self.dim,
             eps=config.layernorm_epsilon if eps is None else eps,
         )
-        own_queries = tensor_parallel_mode(config) != "heads"
         for name, parameter in self.named_parameters():
-            # Keys and weights are projected by who holds a token, and so are queries unless
-            # everything runs by heads: gradients are summed over tensor-parallel ranks. Otherwise
-            # ranks compute the same gradient; averaging keeps them equal to the last bit.
-            own = own_queries if name.startswith("linear_wq_b") else config.sequence_parallel
-            parameter.sequence_parallel = own
-            parameter.average_gradients_across_tp_domain = not own
+            # A rank projects keys and weights of local tokens, and queries unless everything runs
+            # by heads: gradients are summed over tensor-parallel ranks. Otherwise ranks compute the
+            # same gradient; averaging keeps them equal to the last bit.
+            of_queries = name.startswith("linear_wq_b")
+            local = tp_mode != "heads" if of_queries else config.sequence_parallel
+            parameter.sequence_parallel = local
+            parameter.average_gradients_across_tp_domain = not local
 
     def _linear(self, spec, input_size: int, output_size: int):
         return build_module(
@@ -106,25 +106,31 @@ class DSAIndexer(MegatronModule):
 
         Args:
             x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
-                normalised query latent of the tokens that this rank holds.
+                normalised query latent of this rank's tokens.
             rope: rope angles of the query tokens.
             ranks: who shares the microbatch.
-            remake_queries: return what queries are made of in their place, where that gives the
-                same: the backward of the sparse loss makes them again.
+            remake_queries: return latents in place of queries where that gives the same: the
+                backward of the sparse loss computes the queries again.
 
         Returns:
             queries and weights of the query tokens, keys of the tokens of all ranks.
         """
         k, _ = self.linear_wk(x.flatten(0, 1))
-        k = self._rotated(self._norm_keys(k)[:, None], rope.own(ranks)).flatten(1)
-        keys = start_gather(k, ranks.group)
-        latent = gather_rows(qr, ranks.row_group).flatten(0, 1)
+        k = self._rotated(self._norm_keys(k)[:, None], rope.local(ranks)).flatten(1)
+        gathering = None if ranks.group is None else start_gather(k, ranks.group)
+        if ranks.token_group is not None:
+            qr = gather_tokens(qr, ranks.token_group)
+        latent = qr.flatten(0, 1)
         q = None
-        if not (remake_queries and self._reads_query_weight()):
+        if not (remake_queries and can_read_weight(self.linear_wq_b, self.config)):
             q, _ = self.linear_wq_b(latent)
             q = self._rotated(q.view(-1, self.heads, self.dim), rope)
-        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
-        k = finish_index_gather(keys, ranks)
+        weights, _ = self.linear_weights_proj(x)
+        if ranks.token_group is not None:
+            weights = gather_same(weights, ranks.token_group)
+        weights = weights.flatten(0, 1)
+        if gathering is not None:
+            k = finish_index_gather(gathering, ranks)
         in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         relu = self.config.dsa_indexer_scoring_relu
@@ -132,21 +138,6 @@ class DSAIndexer(MegatronModule):
             return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
         queries = self._latent_queries(latent, rope)
         return LatentIndexerInputs(queries, k, weights, relu, in_fp32)
-
-    def _reads_query_weight(self) -> bool:
-        """Whether products with the weight of the queries give what the linear gives.
-
-        A linear in FP8, one with hooks, one of another class, or one that delays its weight
-        gradient has to be called.
-        """
-        linear = self.linear_wq_b
-        if delays_weight_gradient(linear):
-            return False
-        if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-            return False
-        if type(linear) is ReplicatedLinear:
-            return True
-        return type(linear).__module__ in _ENGINE and multiplies_plainly(linear, self.config)
 
     def _latent_queries(self, latent: torch.Tensor, rope: TokenRope) -> LatentQueries:
         config = self.config
@@ -162,7 +153,6 @@ class DSAIndexer(MegatronModule):
         )
 
     def _rotated(self, x: torch.Tensor, rope: TokenRope) -> torch.Tensor:
-        """Return ``x [tokens, heads, dim]`` with rope, transformed."""
         config = self.config
         return rotate_index(
             x,

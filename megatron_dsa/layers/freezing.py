@@ -1,10 +1,14 @@
-"""What a stage trains, and a frozen main model, of which only the indexers' losses have a backward.
+"""Freeze parameters per stage; skip the backward of a frozen main model.
 
-Under LoRA (``extras/lora/lora.py``) a stage trains the adapters of what it trains otherwise.
+Only the indexers' losses have a backward in a frozen model. Autograd would carry a gradient through
+every layer to reach the losses below it, and keep the activations for that. Here layers, logits and
+LM loss run without gradients, and three identities connect the indexers' losses to the backward:
 
-Autograd would carry a gradient through every frozen layer to reach the losses below it, and keep
-what that takes. Here a layer is computed without gradients, and its loss hangs onto its output. So
-are the logits and the model's own loss, whose gradient nothing takes.
+* ``_let_gradients_pass``: the decoder's input requires a gradient;
+* ``_Follow``: the backward of a layer's output starts its indexer loss, and goes on to its input;
+* ``_Start``: the backward of the LM loss, or of the logits, goes on to their input, with zeros.
+
+Under LoRA (``extras/lora/lora.py``) a stage trains the adapters of its parameters instead.
 """
 
 import functools
@@ -22,8 +26,8 @@ from megatron_dsa.config.model import (
     is_indexer_parameter,
     trains_main,
 )
+from megatron_dsa.layers.core import CoreAttention
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
-from megatron_dsa.layers.indexer_training import TrainsIndexer
 from megatron_dsa.ops.common.autograd import once_differentiable
 
 logger = logging.getLogger(__name__)
@@ -35,48 +39,53 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     To be called before the model is wrapped for data parallelism and before the optimizer is
     built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
     """
-    chunk: Any
-    module: Any
     for chunk in model:
-        if trains_main(chunk.config) and not has_adapters(chunk.config):
-            continue
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(is_trained(chunk.config, name))
-        for module in chunk.modules():
-            if hasattr(module, "frozen_expert_bias"):
-                # Routers move this buffer by themselves, gradients or not.
-                module.frozen_expert_bias = True
-        chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
-        if trains_main(chunk.config):
-            continue
-        drop_head_gradient(chunk)
-        if chunk.config.recompute_granularity == "selective":
-            # Parts of a layer that are computed again are woven into its backward.
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                "--recompute-granularity selective makes a warmup run the backward of a frozen "
-                "model: drop it, without it frozen layers keep no activations",
-            )
-            continue
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
-                drop_backward(module)
+        if not trains_main(chunk.config):
+            _freeze_parameters(chunk)
+            _skip_backward(chunk)
+        elif has_adapters(chunk.config):
+            _freeze_parameters(chunk)
     return model
 
 
+def _freeze_parameters(chunk: Any) -> None:
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(is_trained(chunk.config, name))
+    for module in chunk.modules():
+        if hasattr(module, "frozen_expert_bias"):
+            # Routers move this buffer by themselves, gradients or not.
+            module.frozen_expert_bias = True
+    chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
+
+
+def _skip_backward(chunk: Any) -> None:
+    drop_head_gradient(chunk)
+    if chunk.config.recompute_granularity == "selective":
+        # Parts of a layer that are computed again are woven into its backward.
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "--recompute-granularity selective makes a warmup run the backward of a frozen "
+            "model: drop it, without it frozen layers keep no activations",
+        )
+        return
+    for module in chunk.modules():
+        if isinstance(module, TransformerLayer):
+            drop_backward(module)
+
+
 def is_trained(config: Any, name: str) -> bool:
-    """Whether a parameter of a model is trained, by its name."""
+    """Return True for the name of a parameter that is trained."""
     if has_adapters(config) and not is_adapter_parameter(name):
         return False
     return trains_main(config) or is_indexer_parameter(name)
 
 
 def _let_gradients_pass(_decoder, args, kwargs):
-    """Make the decoder's input want a gradient.
+    """Make the decoder's input require a gradient.
 
-    A recomputed layer only runs its backward if one of its inputs wants a gradient. Behind a frozen
-    embedding none does, and indexers and adapters would silently learn nothing.
+    A recomputed layer runs its backward only if one of its inputs requires a gradient. Behind a
+    frozen embedding none does: indexers and adapters would silently learn nothing.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:
@@ -85,16 +94,16 @@ def _let_gradients_pass(_decoder, args, kwargs):
 
 
 class _Follow(torch.autograd.Function):
-    """Identity on a frozen layer's output, whose backward starts that of what stands below.
+    """Identity on a frozen layer's output, whose backward also starts the layer's loss.
 
-    The layer's input gets the gradient of its output, or as much of it as fits: the first layer
-    with hyper-connections takes one stream and returns several. It is not the right one, and no
-    parameter takes anything from it.
+    The layer's input gets the gradient of its output, or as much of it as fits (the first layer
+    with hyper-connections takes one stream and returns several): a wrong one, which no parameter
+    receives.
     """
 
     @staticmethod
-    def forward(ctx, out, entered, loss):
-        ctx.has_loss, ctx.width = loss is not None, entered.shape[-1]
+    def forward(ctx, out, source, loss):
+        ctx.has_loss, ctx.width = loss is not None, source.shape[-1]
         return out.view_as(out)
 
     @staticmethod
@@ -104,7 +113,7 @@ class _Follow(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Identity on a result, whose backward gives the tensor that it was computed from zeros."""
+    """Identity on a result, whose backward returns zeros for ``source``."""
 
     @staticmethod
     def forward(ctx, result, source):
@@ -119,10 +128,7 @@ class _Start(torch.autograd.Function):
 
 
 def drop_head_gradient(model: Any) -> None:
-    """Compute the logits and the loss of a frozen ``model`` without gradients from now on.
-
-    The backward pass starts at the loss as before, for the losses of the indexers hang onto it.
-    """
+    """Run the logits and the LM loss of a frozen ``model`` without gradients from now on."""
     if hasattr(model, "output_layer"):
         logits = model.output_layer.forward
 
@@ -151,30 +157,23 @@ def _started(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def drop_backward(layer: TransformerLayer) -> None:
-    """Compute ``layer`` without gradients from now on; the indexers in it learn as before.
-
-    Args:
-        layer: all of its parameters but its indexers' are frozen.
-    """
-    cores = [module for module in layer.modules() if isinstance(module, TrainsIndexer)]
+    """Run a frozen ``layer`` without gradients from now on, its indexers' losses excepted."""
+    cores = [module for module in layer.modules() if isinstance(module, CoreAttention)]
     for core in cores:
         core.keeps_loss = True
     graphs = layer.attention_graphs if isinstance(layer, GraphedLayer) else None
     if graphs is None:
         layer.forward = _without_backward(layer.forward, cores)
         return
-    # The loss hangs onto the output of the graph that has it; the MLP has no backward either.
+    # The loss belongs to the output of the attention's graph; the MLP has no backward either.
     graphs.func = _without_backward(graphs.func, cores)
     mlp = layer._forward_mlp
     alone = _without_backward(lambda *args, **kwargs: (mlp(*args, **kwargs), None), [])
     layer._forward_mlp = lambda *args, **kwargs: alone(*args, **kwargs)[0]
 
 
-def _without_backward(forward: Callable, cores: list[TrainsIndexer]) -> Callable:
-    """Return ``forward`` without gradients but those of the losses that ``cores`` keep.
-
-    ``forward(hidden_states, ...)`` returns hidden states and a context.
-    """
+def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable:
+    """Wrap ``forward(hidden_states, ...) -> (hidden_states, context)``; ``cores`` keep losses."""
 
     @functools.wraps(forward)
     def without_backward(hidden_states, *args, **kwargs):

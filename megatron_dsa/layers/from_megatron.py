@@ -1,10 +1,10 @@
-"""The layout of a Megatron microbatch on this rank: from shapes, ``PackedSeqParams`` and ranks."""
+"""The layout of a Megatron microbatch on this rank, and the check of its attention mask."""
 
 import torch
 
-from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.errors import require
 from megatron_dsa.ops.common.capture import capturing, tensor_cache
-from megatron_dsa.ops.common.checks import require_values
+from megatron_dsa.ops.common.checks import require_on_device, require_values
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import (
     KeyOwnership,
@@ -13,9 +13,17 @@ from megatron_dsa.ops.layout.sharding import (
     sharded_layout,
 )
 
+_MASK_RULE = (
+    "attention_mask must be None, or bool [..., s, s] and causal (True above the diagonal only): "
+    "attention is causal within each sequence"
+)
+_MASK_FIX = "pass None, and describe documents and padding by packed_seq_params (qkv_format='thd')"
+#: Elements that are compared at a time: no second mask of s * s.
+_MASK_BLOCK = 1 << 24
+
 
 def layout_from_megatron(
-    rows: int,
+    tokens: int,
     batch: int,
     device: torch.device,
     packed_seq_params=None,
@@ -25,11 +33,11 @@ def layout_from_megatron(
     """Build (or reuse) the layout of one Megatron microbatch.
 
     Args:
-        rows: dim 0 of this rank's hidden states ``[s, b, hidden]``.
+        tokens: dim 0 of this rank's hidden states ``[s, b, hidden]``.
         batch: micro-batch size; 1 for packed batches.
         device: of the hidden states.
         packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
-            Its lengths are those of whole sequences, over all ranks.
+            Lengths are of whole sequences, over all ranks.
         keys: how hidden states, and so keys, are sharded over ranks; by default one holds all.
         queries: how query tokens are, by default like the keys.
 
@@ -38,7 +46,7 @@ def layout_from_megatron(
     """
     keys = Sharding() if keys is None else keys
     queries = keys if queries is None else queries
-    total = rows * keys.ranks
+    total = tokens * keys.ranks
     if packed_seq_params is None:
         return _unpacked(total, batch, device, keys, queries)
     # Every layer of a microbatch gets the same object, so it carries its own layouts.
@@ -46,7 +54,7 @@ def layout_from_megatron(
     # A CUDA graph makes the layout of the lengths of each replay, and nothing else may read that.
     key = (total, keys, queries, capturing())
     if key not in cached:
-        _check_packed(packed_seq_params, rows, batch, keys)
+        _check_packed(packed_seq_params, total, batch, keys)
         cached[key] = _packed(total, packed_seq_params, keys, queries)
     return cached[key]
 
@@ -90,28 +98,28 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
     return sharded_layout(layout, queries, KeyOwnership(keys, table, 1))
 
 
-def _check_packed(packed_seq_params, rows: int, batch: int, keys: Sharding) -> None:
-    if packed_seq_params.qkv_format != "thd":
-        raise ConfigError(
-            f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
-            "pass packed_seq_params=None for unpacked batches."
-        )
+def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> None:
+    require(
+        packed_seq_params.qkv_format == "thd",
+        f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
+        "pass packed_seq_params=None for unpacked batches.",
+    )
     cu_seqlens = packed_seq_params.cu_seqlens_q
-    if cu_seqlens is None or cu_seqlens.numel() < 2:
-        raise ConfigError(
-            "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
-            f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
-        )
-    if batch != 1:
-        raise ConfigError(
-            f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into "
-            "one row of tokens."
-        )
-    _check_other_fields(packed_seq_params, rows * keys.ranks, keys)
+    require(
+        cu_seqlens is not None and cu_seqlens.numel() >= 2,
+        "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
+        f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}.",
+    )
+    require(
+        batch == 1,
+        f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into one "
+        "row of tokens.",
+    )
+    _check_other_fields(packed_seq_params, total, keys)
 
 
 def _check_other_fields(params, total: int, keys: Sharding) -> None:
-    """Refuse fields that would describe another batch to other readers than this attention."""
+    """Refuse fields by which other readers would see another batch."""
     for field, value, size in (
         ("local_cp_size", getattr(params, "local_cp_size", None), keys.cp),
         ("cp_group", getattr(params, "cp_group", None), keys.cp),
@@ -163,3 +171,56 @@ def _check_other_fields(params, total: int, keys: Sharding) -> None:
             "differs from cu_seqlens_q: pass True or None"
         )
         require_values({rule: (padded == params.cu_seqlens_q).all()}, rule)
+
+
+def require_causal_mask(
+    mask: torch.Tensor | None, tokens: int, sharding: Sharding, packed: bool
+) -> None:
+    """Refuse masks that are not causal.
+
+    Args:
+        mask: bool ``[..., q, k]``, True where a key is hidden, or ``None``; ``q`` counts all
+            tokens, or the tokens of the context-parallel rank.
+        tokens: of a sequence, over all ranks.
+        sharding: of the hidden states.
+        packed: documents are packed; ``k`` is the length of a sample, which divides ``tokens``.
+
+    Raises:
+        ConfigError: for shapes and dtypes; on the CPU for values, on a GPU these end in a device
+            assertion. A mask is read once.
+    """
+    # A CUDA graph replays on whatever mask comes next; before its capture the same layer ran.
+    if mask is None or capturing():
+        return
+    version = None if mask.is_inference() else mask._version  # the former have none
+    if version is not None and getattr(mask, "_megatron_dsa_causal", None) == version:
+        return
+    shape = tuple(mask.shape)
+    queries, keys = shape[-2:] if len(shape) > 1 else (0, 0)
+    right = keys > 0 and (tokens % keys == 0 if packed else keys == tokens)
+    cut = sharding.cp > 1 and queries * sharding.cp == keys
+    require(
+        mask.dtype == torch.bool and right and (queries == keys or cut),
+        f"{_MASK_RULE}; got {str(mask.dtype).removeprefix('torch.')} {list(shape)} for {tokens} "
+        f"tokens: {_MASK_FIX}",
+    )
+    if mask.device.type != "meta" and not (cut and packed):
+        positions = torch.arange(queries, device=mask.device)
+        if cut:
+            table = global_positions_of(sharding.whole(), keys, mask.device)
+            positions = table[sharding.cp_rank]
+        holds = _is_causal(mask, positions)
+        require_on_device(
+            holds, f"{_MASK_RULE}: {_MASK_FIX}", lambda: f"{_MASK_RULE}, got another: {_MASK_FIX}"
+        )
+    mask._megatron_dsa_causal = version  # type: ignore[attr-defined]
+
+
+def _is_causal(mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    count = max(_MASK_BLOCK // max(mask[..., :1, :].numel(), 1), 1)
+    held = [
+        (part == (keys > at[:, None])).all()
+        for part, at in zip(mask.split(count, -2), positions.split(count), strict=True)
+    ]
+    return torch.stack(held).all()

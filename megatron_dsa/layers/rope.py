@@ -1,12 +1,10 @@
-"""Rotary embeddings by row, for MLA and for DeepSeek-V4, and the indexer's Hadamard rotation.
+"""Rotary tables per token, for MLA and for DeepSeek-V4, and the indexer's Hadamard transform.
 
-Megatron's packed (THD) rope asks the device for the sequence lengths on every call. Here the table
-is indexed with the layout's positions instead, which is the same for packed and unpacked batches
-and needs no synchronisation.
+Megatron's packed (THD) rope reads sequence lengths from the device on every call. Here the layout's
+positions index the table: no synchronisation, packed or not.
 
-Pairs of rotated dims stay in place (Megatron's MLA rope moves the even dims in front of the odd
-ones, and so does the indexer's): V4's belong to the value as well, and are rotated back in the
-attention's output. Its angles are formed in float64 and the tables rounded once.
+Pairs of rotated dims stay in place (Megatron's MLA rope moves even dims in front of odd ones): V4's
+belong to the value as well, and are rotated back in the attention's output.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from megatron_dsa.ops.rope.signs import hadamard_signs
 
 
 class TokenRope:
-    """Rope tables of one microbatch: one row per query token.
+    """Rope tables of one microbatch, a row per query token.
 
     Args:
         embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
@@ -42,42 +40,39 @@ class TokenRope:
         self._owner = embedding if owner is None else owner
         self._ranks: Ranks | None = None
 
-    def own(self, ranks: Ranks) -> TokenRope:
+    def local(self, ranks: Ranks) -> TokenRope:
         """Return the tables of the tokens that this rank holds."""
-        if ranks.row_group is None:
+        if ranks.token_group is None:
             return self
         part = copy.copy(self)
         part._ranks = ranks
         return part
 
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``cos, sin [tokens, dim / 2]`` of the functions of :mod:`megatron_dsa.ops.rope`.
-
-        Tables are fp32, fp64 for fp64 ``dtype``; the concentration factor is in them.
-        """
+        """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), concentration included."""
         wide = accumulation_dtype(dtype)
         # The owner is kept along, so that no other object gets its id.
         key = "rope", id(self._owner), wide
-        _, tables = self._layout.derive_large(key, lambda: (self._owner, self._form(wide)))
-        return tables if self._ranks is None else self._ranks.own(tables)
+        _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
+        return tables if self._ranks is None else self._ranks.local(tables)
 
-    def _form(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         # Positions are looked up here: the whole table is wanted, also under context parallelism.
         table = _angles(self._embedding, self._layout.max_length)
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
         table, mscale = table if isinstance(table, tuple) else (table, 1.0)
         angles = table.flatten(0, 2)[self._layout.position, : table.shape[-1] // 2]
-        # Formed in fp32 for fp64 as well, as Megatron forms them.
+        # In fp32 also for fp64, as Megatron computes them.
         cos, sin = (x.mul_(mscale).to(dtype) for x in (angles.cos(), angles.sin()))
         return cos, sin
 
 
-@torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
+@torch.inference_mode(False)  # tables of an evaluation are used in training as well
 def _angles(embedding, length: int):
-    """Return what Megatron's embedding returns for ``length`` positions.
+    """Return Megatron's tables for ``length`` positions.
 
-    Not through its own cache, which all layers of a process share: it drops tables that a CUDA
-    graph reads, and keeps those that were made during a capture.
+    Its own cache, which all layers of a process share, drops tables that a CUDA graph reads and
+    keeps those made during a capture.
     """
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
@@ -87,8 +82,8 @@ def _angles(embedding, length: int):
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Normalised Walsh-Hadamard transform of the last dim (a power of two).
 
-    As a product with the matrix of signs, which is exact in every dtype: for the indexer's 128
-    dims that is a small matrix product, cheaper than log2(128) passes over memory.
+    A product with the matrix of signs is exact in every dtype, and for the indexer's 128 dims
+    cheaper than log2(128) passes over memory.
     """
     size = x.shape[-1]
     return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
@@ -144,14 +139,14 @@ class PositionRope:
         wide = accumulation_dtype(dtype)
         return angles.cos().to(wide), angles.sin().to(wide)
 
-    def of_rows(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all query tokens, formed once per layout."""
-        return self._cached(layout, "rows", layout.position, dtype)
+    def of_tokens(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables of all query tokens, cached by the layout."""
+        return self._cached(layout, "tokens", layout.position, dtype)
 
     def of_groups(
         self, keys: CompressedKeys, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all compressed keys, formed once per layout."""
+        """Return the tables of all compressed keys, cached by the layout."""
         return self._cached(keys.layout, "groups", keys.groups.position, dtype)
 
     def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):

@@ -1,9 +1,8 @@
 """Choosing and compiling kernels before training starts.
 
-cuDNN's kernels are compiled when they are first called, for seconds each, per head count, dims,
-list width and softmax scale, in every process. The attention modules call :func:`resolve_kernels`
-when they are built, so that the first step is a step like the others and refusals, of strict
-policies and of compilers, come at start-up. Models that only say which weights there are are built
+cuDNN compiles a kernel at its first call, for seconds, per head count, dims, list width and softmax
+scale, in every process. Attention modules call :func:`resolve_kernels` when they are built: the
+first step is like the others, and refusals come at start-up. Models that never run are built
 :func:`without_kernels`.
 """
 
@@ -37,20 +36,18 @@ from megatron_dsa.ops.sparse_attention.spec import (
     SparseAttentionInputs,
 )
 
-_DEVICE, _ROWS, _KEYS = "cuda", 64, 256
+_DEVICE, _TOKENS, _KEYS = "cuda", 64, 256
 _resolving = True
 
 
 def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
-    """Settle what the first step will call, so that a refusal comes before training.
+    """Choose and compile the kernels of a layer's first step, or raise :class:`DSAError`.
 
     Args:
-        ops: what a layer calls.
-        policy: the policy of the step.
-        softmax_scale: as :func:`warm_up` takes it; ``None`` compiles nothing.
-
-    Raises:
-        DSAError: as :meth:`megatron_dsa.ops.dispatch.Operation.choose` does.
+        ops: operations of the layer.
+        policy: of the step.
+        softmax_scale: factor on ``q . kv``, for which some kernels are compiled; ``None`` compiles
+            nothing.
     """
     if not _resolving:
         return
@@ -62,16 +59,13 @@ def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float 
 
 
 def resolving() -> bool:
-    """Whether models that are built now are to be run (not :func:`without_kernels`)."""
+    """Return False while :func:`without_kernels` builds models."""
     return _resolving
 
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.
-
-    Should one be run after all, every operation is chosen, and logged, when it is called.
-    """
+    """Build models that do not run: no kernel is chosen, logged, refused or compiled."""
     global _resolving
     before, _resolving = _resolving, False
     try:
@@ -82,13 +76,9 @@ def without_kernels() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
-    """Run the operations of a training step once on a few rows; once per process and shape.
+    """Run the fused operations of a training step on a few tokens; once per process and shape.
 
-    Args:
-        calls: pairs ``(operation, inputs)`` that a step will run. Only what runs fused on a GPU is
-            called; nothing is counted in the report and no random number is drawn.
-        policy: the policy of the step.
-        softmax_scale: factor on ``q . kv``; some kernels are compiled for it.
+    Nothing is counted in the report and no random number is drawn.
     """
     if on_meta():
         return
@@ -118,14 +108,14 @@ def _device() -> torch.device:
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that differ from each other, without touching a random generator."""
+    """Return numbers that differ from each other, without a random generator."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, device=_DEVICE).float()).view(shape).to(dtype)
 
 
 def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.topk is not None
-    q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
+    q = _values(_TOKENS, call.heads, call.qk_dim, dtype=call.dtype)
     kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
     indices = _first_keys(call.topk)
     sink = torch.zeros(call.heads, device=_DEVICE) if call.sink else None
@@ -146,7 +136,7 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
     rope, topk = call.rope_dim, call.topk
     # A copy, which does not keep its bits for the batches of this layout.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
-    rows = _KEYS if topk is None else _ROWS
+    rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
     kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
     k_pe = _values(_KEYS, rope, dtype=call.dtype)
@@ -169,9 +159,9 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
 
 
 def _first_keys(topk: int) -> torch.Tensor:
-    """Return lists ``[_ROWS, topk]`` of as many of the first keys as there are."""
-    place = torch.arange(topk, dtype=torch.int32, device=_DEVICE)
-    return torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
+    """Return lists ``[_TOKENS, topk]`` of as many of the first keys as there are."""
+    index = torch.arange(topk, dtype=torch.int32, device=_DEVICE)
+    return torch.where(index < _KEYS, index, -1).expand(_TOKENS, -1).contiguous()
 
 
 def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
@@ -187,7 +177,7 @@ def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     assert call.topk is not None
     # Scores are only needed where more is visible than selected.
-    rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
+    rows = _TOKENS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
     inputs = _index_inputs(call, rows)
     layout = bshd_layout(rows, 1, _device())
     with torch.no_grad():

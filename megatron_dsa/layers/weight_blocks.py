@@ -1,8 +1,7 @@
-"""Marks on parameters that say what Muon does with them.
+"""Marks on parameters: stacked matrices and tables, which Muon reads (``extras/muon``).
 
-The module that makes a parameter marks it, because it alone knows what the rows mean. A mark holds
-for the whole matrix: it names rows, not how many blocks a rank has, and therefore is the same on
-every tensor-parallel rank.
+The module that makes a parameter marks it. A mark names the rows of a block of the whole matrix, so
+it is the same on every tensor-parallel rank.
 """
 
 from dataclasses import dataclass
@@ -13,17 +12,17 @@ import torch
 from megatron_dsa.errors import require
 
 #: Attribute with the rows of consecutive blocks, a pattern that repeats down the whole matrix.
-BLOCK_ROWS = "muon_block_rows"
+ROW_BLOCKS = "row_blocks"
 #: Attribute of matrices that are no linear maps.
-TO_ADAMW = "muon_leaves_to_adamw"
+IS_TABLE = "is_table"
 
 
 @dataclass(frozen=True)
 class LocalBlocks:
-    """What a rank holds of a matrix in blocks.
+    """A rank's part of a matrix in blocks.
 
     Attributes:
-        rows: of the blocks that it holds, or of its part of one.
+        rows: of its blocks, or of its part of one.
         sharers: consecutive ranks that hold one block between them; 1 if its blocks are whole.
     """
 
@@ -32,7 +31,7 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return which blocks a rank holds.
+    """Return the blocks of a rank.
 
     Args:
         rows: of the matrix on this rank.
@@ -40,7 +39,7 @@ def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks
         ranks: tensor-parallel ranks that the rows are divided among; 1 if they are not.
 
     Raises:
-        ConfigError: the pattern does not divide the matrix, or ranks divide it in other places.
+        ConfigError: the pattern does not divide the matrix, or ranks divide it otherwise.
     """
     require(
         bool(pattern) and all(size >= 1 for size in pattern),
@@ -67,8 +66,8 @@ def _words(pattern: tuple[int, ...]) -> str:
     return " and ".join(map(str, pattern))
 
 
-def split_for_muon(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -> None:
-    """Let Muon orthogonalise blocks of rows of a weight on their own.
+def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -> None:
+    """Mark a weight as a stack of matrices, blocks of rows.
 
     Args:
         weight: ``[rows, columns]``, or this rank's rows of it.
@@ -86,54 +85,22 @@ def split_for_muon(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -
     )
     pattern = tuple(pattern)
     local_blocks(weight.shape[0], pattern, ranks if sharded else 1)
-    setattr(weight, BLOCK_ROWS, pattern)
+    setattr(weight, ROW_BLOCKS, pattern)
 
 
-def leave_to_adamw(parameter: torch.Tensor) -> None:
-    """Let AdamW update a matrix that is no linear map, such as a table."""
-    setattr(parameter, TO_ADAMW, True)
+def mark_table(parameter: torch.Tensor) -> None:
+    """Mark a matrix that is no linear map."""
+    setattr(parameter, IS_TABLE, True)
 
 
 def block_rows(parameter: torch.Tensor) -> tuple[int, ...] | None:
     """Return the rows of a parameter's blocks, ``None`` if it is one matrix."""
-    return getattr(parameter, BLOCK_ROWS, None)
+    return getattr(parameter, ROW_BLOCKS, None)
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Whether tensor-parallel ranks hold parts of it.
+    """Return True if tensor-parallel ranks hold parts of a parameter.
 
-    transformer-engine sets ``partition_dim`` on weights that every rank holds in full, too.
+    transformer-engine sets ``partition_dim`` also on weights that every rank holds in full.
     """
     return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def is_left_to_adamw(parameter: torch.Tensor) -> bool:
-    """Whether AdamW updates a parameter when ``--optimizer muon`` is given.
-
-    DeepSeek-V4's rule: AdamW for embedding and output head, norms, and the base and scale vectors
-    of hyper-connections; Muon for all other matrices. Vectors and embeddings are told by shape and
-    Megatron's own mark, tables by ours.
-    """
-    embeds = getattr(parameter, "is_embedding_or_output_parameter", False)
-    return parameter.dim() != 2 or bool(embeds) or getattr(parameter, TO_ADAMW, False)
-
-
-def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
-    """Return the shape of a parameter that ``ranks`` tensor-parallel ranks hold together."""
-    shape = list(parameter.shape)
-    if is_sharded(parameter):
-        shape[parameter.partition_dim] *= ranks
-    return tuple(shape)
-
-
-def number_of_blocks(parameter: Any, ranks: int) -> int:
-    """Return how many matrices Muon orthogonalises in a parameter.
-
-    Args:
-        parameter: this rank's part of it.
-        ranks: tensor-parallel size of the model.
-    """
-    pattern = block_rows(parameter)
-    if pattern is None:
-        return 1
-    return len(pattern) * (full_shape(parameter, ranks)[0] // sum(pattern))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.layers.parallel.groups import gather_rows
+from megatron_dsa.layers.parallel.groups import gather_tokens
 from megatron_dsa.metrics.quality import (
     Mean,
     adjacent_overlap,
@@ -85,7 +85,7 @@ class Attended:
     @cached_property
     def weights(self) -> torch.Tensor | None:
         """``w_uk`` of all heads; gathered when it is first asked for."""
-        return None if self.w_uk is None else gather_rows(self.w_uk, self.group)
+        return None if self.w_uk is None else gather_tokens(self.w_uk, self.group)
 
     def keys(self) -> TeacherKeys:
         """Return the keys ``[Skv, 1, D]`` that all heads share, or keys of every head."""

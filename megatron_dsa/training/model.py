@@ -11,6 +11,7 @@ from megatron.training import print_rank_0
 from megatron.training.models import gpt
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.model import (
     has_adapters,
@@ -19,7 +20,6 @@ from megatron_dsa.config.model import (
 )
 from megatron_dsa.errors import require
 from megatron_dsa.layers.cuda_graphs import describe_graphs
-from megatron_dsa.layers.required_ops import AttentionChoice, attention_of
 from megatron_dsa.ops.dispatch import Choice, collect_choices
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 

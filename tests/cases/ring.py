@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.layers.parallel.ring import (
+from megatron_dsa.ops.dense_attention.ring import (
     ContiguousShard,
     PackedRuns,
     PackedZigzagShard,

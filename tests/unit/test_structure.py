@@ -39,7 +39,7 @@ LEVELS = (
 #: Imports inside functions, by file: what has to happen before.
 LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
-    "layers/parallel/ring/combine.py": "Triton",
+    "ops/dense_attention/ring/combine.py": "Triton",
     "ops/common/scaling.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/engine.py": "Triton",

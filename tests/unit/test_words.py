@@ -21,7 +21,7 @@ FORMER = {
     r"everywhere|all_rows|real_rows": "global_layout, all_tokens, real_tokens",
     r"(Zigzag|Contiguous|Packed|PackedZigzag|Unpacked)?Rows|ring_rows": "TokenShard, token_shard",
     r"by_rows|to_rows|to_heads|RowRope": "by_sequence, heads_to_sequence, TokenRope",
-    r"arrive|arrive_with_gradient|channel_for": "finish_gather, grad_proxy_for",
+    r"arrive|arrive_with_gradient|channel_for": "finish_with_proxy, grad_proxy_for",
     r"settle|settling|unsettled": "resolve_kernels, without_kernels",
     r"[Rr]ehears\w*|stand_ins?|Silent|Tally|tally": "meta functions, MemoryTracker",
     r"leads|untried": "first, never_run",

@@ -29,7 +29,7 @@ from megatron_dsa.extras.huggingface.config_json import HFModel, parse_config
 from megatron_dsa.extras.huggingface.models import MODELS
 from megatron_dsa.extras.huggingface.names import INDEXER, V3
 from megatron_dsa.layers.freezing import freeze_for_stage
-from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.layers.linears import ReplicatedLinear
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")

@@ -6,7 +6,7 @@ them as they share ``W``: ``B`` is split with its rows, or ``A`` with its column
 factor is replicated.
 
 A linear whose weight is read in place of a call (absorbed attention) enters as ``W + alpha / rank *
-B A``, see :func:`megatron_dsa.layers.frame.weight_of`.
+B A``, see :func:`megatron_dsa.layers.linears.weight_of`.
 """
 
 import functools
@@ -32,7 +32,7 @@ from megatron_dsa.config.model import (
     options_of,
 )
 from megatron_dsa.config.rules import modules_of_linears, rank_and_alpha
-from megatron_dsa.layers.layers import ReplicatedLinear, replicated_draws
+from megatron_dsa.layers.linears import ReplicatedLinear, replicated_draws
 
 #: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns
 #: (row-parallel ones), or not.

@@ -12,9 +12,10 @@ from megatron.core.optimizer import emerging_optimizers, layer_wise_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import layers
 
+from megatron_dsa.extras.muon.blocks import is_left_to_adamw
 from megatron_dsa.extras.muon.layer_wise_gather import repair_gather_of_layer_wise_optimizer
 from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
-from megatron_dsa.layers.weight_blocks import BLOCK_ROWS, is_left_to_adamw
+from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
 
 #: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
@@ -24,7 +25,7 @@ MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 def read_marks_of_muon() -> None:
     """Let Megatron's Muon read the marks, for the rest of the process; free if called again."""
     # Attributes that fp32 copies of 16-bit parameters get.
-    layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[BLOCK_ROWS] = None
+    layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[ROW_BLOCKS] = None
     left = ParamKey(predicate=ParamPredicate(name="left_to_adamw", fn=is_left_to_adamw))
     for name, optimizer_class in MUON.items():
         entry = emerging_optimizers._EMERGING_OPTIMIZERS[name]

@@ -10,12 +10,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import print_rank_0
 
-from megatron_dsa.layers.weight_blocks import (
-    block_rows,
-    full_shape,
-    is_left_to_adamw,
-    number_of_blocks,
-)
+from megatron_dsa.extras.muon.blocks import full_shape, is_left_to_adamw, number_of_blocks
+from megatron_dsa.layers.weight_blocks import block_rows
 
 
 @dataclass(frozen=True, order=True)

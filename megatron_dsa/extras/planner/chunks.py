@@ -286,7 +286,7 @@ def kind_of(layer) -> str:
         attention = f"{name} (ratio {ratio})" if ratio else name
     else:
         attention = {"sparse": "DSA", "warmup": "MLA", "dense": "MLA"}[core.options.stage]
-        attention += " (masked)" if layer.self_attention.masked else ""
+        attention += " (masked)" if layer.self_attention.choice.masked else ""
     if core.indexer is not None:
         attention += " with indexer"
     elif ratio is None and core.options.stage == "sparse":

@@ -5,15 +5,15 @@ from itertools import groupby
 
 import torch
 
-from megatron_dsa.config.model import exchanges_latents, options_of
+from megatron_dsa.config.model import options_of
 from megatron_dsa.extras.planner.chunks import Layer
 from megatron_dsa.extras.planner.plan import Plan
-from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.metrics.throughput import peak_tflops, shares
 from megatron_dsa.ops.dispatch import Choice
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _GIB, _MIB = 2**30, 2**20
+_EXCHANGED = {"dense": "keys", "dense_latents": "latents"}
 _TP_MODES = {
     "heads": "attention by heads",
     "sequence": "attention by sequence",
@@ -45,11 +45,11 @@ def _job(plan: Plan) -> Iterator[str]:
     args, config = plan.args, plan.config
     sizes = [f"TP {args.tensor_model_parallel_size}"]
     if args.tensor_model_parallel_size > 1:
-        sizes[0] += f" ({_TP_MODES[tensor_parallel_mode(config, plan.attention)]})"
+        sizes[0] += f" ({_TP_MODES[plan.attention.tp_mode]})"
     if args.context_parallel_size > 1:
         layout: str = options_of(config).cp_layout
-        if options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios"):
-            layout += f", exchanging {'latents' if exchanges_latents(config) else 'keys'}"
+        if plan.attention.way in _EXCHANGED:
+            layout += f", exchanging {_EXCHANGED[plan.attention.way]}"
         sizes.append(f"CP {args.context_parallel_size} ({layout})")
     if args.pipeline_model_parallel_size > 1:
         virtual = args.virtual_pipeline_model_parallel_size
@@ -132,7 +132,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"  {operation}: {choice.candidate.name} ({kind}){where}"
         for name, reason in choice.rejected:
             yield f"    not {name}: {reason}"
-    if plan.attention.masked_runs:  # where there are two ways
+    if plan.attention.masked_up_to is not None:  # where there are two ways
         yield f"  {plan.attention.describe()}"
 
 

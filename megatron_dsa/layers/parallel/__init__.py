@@ -1,1 +1,1 @@
-"""What ranks exchange: gathered keys, balanced selection, products of heads, ring attention."""
+"""Exchange between ranks: groups, gathered keys, balanced selection."""

@@ -1,18 +1,17 @@
 """Selection with the same work on all ranks: they score query tokens for each other.
 
-A token is scored against every key that it sees, so that late tokens cost more than early ones; all
-other work is the same for every token. Where the tokens of a rank are neighbours (context
-parallelism in contiguous parts, sequence parallelism by sequence), the last rank would score up to
-twice the mean and all others would wait for it.
+A token is scored against every key that it sees, so late tokens cost more than early ones. Where
+the tokens of a rank are neighbours (context parallelism in contiguous parts, sequence parallelism
+by sequence), the last rank would score up to twice the mean and all others would wait for it.
 
-The places of a sequence are cut into ``2 n`` halves, two for each of ``n`` ranks. Half ``k`` costs
-in proportion to ``k + 1/2``, so a rank that scores the halves ``k`` and ``2 n - 1 - k`` does the
-mean. Each rank scores one half of its own, and another rank's instead of its second. Index queries
-and weights travel under the scoring of the own half, selected keys travel back: keys are the same
-buffer on every rank, and so the caller gets what it would have selected itself.
+The positions of a sequence are cut into ``2 n`` halves, two for each of ``n`` ranks. Half ``k``
+costs in proportion to ``k + 1/2``, so a rank that scores the halves ``k`` and ``2 n - 1 - k`` does
+the mean. Each rank scores one local half, and another rank's instead of its second. Index queries
+and weights travel while the local half is scored, selected keys travel back; keys are the same
+buffer on every rank.
 
-Packed batches stay as they are: what a row costs depends on lengths that only the device knows,
-and all ranks must decide alike without asking it.
+Packed batches stay as they are: their costs depend on lengths that are on the device, and all ranks
+must decide alike without a synchronisation.
 """
 
 import dataclasses
@@ -30,25 +29,23 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Rows are exchanged where the rank with most work has more than this times the mean (zigzag: 1.0;
-#: two contiguous parts: 1.5). Below, there is less to gain than three messages cost.
+#: Tokens are exchanged where the rank with most work has more than this times the mean (zigzag:
+#: 1.0; two contiguous parts: 1.5). Below, there is less to gain than three messages cost.
 LONGEST_TO_MEAN = 1.1
-#: ... and where a row sees, in the mean, at least this times the number of keys that it selects.
-#: A row that travels takes about 25 KB both ways (64 heads of 128, 2048 keys): 0.1 to 0.2 us over
-#: NVLink, which scoring it against a few thousand keys takes as well.
+#: ... and where a token sees, in the mean, at least this times the number of keys that it selects.
+#: A token that travels takes about 25 KB both ways (64 heads of 128, 2048 keys): 0.1 to 0.2 us over
+#: NVLink, as long as scoring it against a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
 @dataclass(frozen=True)
 class Swap:
-    """What a rank scores for another, and another for it.
-
-    Halves are numbered by place: half ``k`` holds the places ``k * size ... (k + 1) * size - 1``.
+    """Halves that ranks score for each other; half ``k`` starts at position ``k * size``.
 
     Attributes:
-        size: places of a half.
-        kept, given: own halves: the one that the rank scores itself, and the other.
-        taken: the half that it scores besides ``kept``.
+        size: positions of a half.
+        kept, given: local halves: the one that the rank scores itself, and the other.
+        taken: the half that it scores in place of ``given``.
         kept_second: whether ``kept`` is behind ``given`` in the rank's tokens.
         to: rank that scores ``given``; source: rank whose half ``taken`` is. Either may be the rank
             itself.
@@ -71,7 +68,7 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
 
     Args:
         sharding: of the query tokens.
-        total: places of all ranks.
+        total: positions of all ranks.
     """
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
@@ -92,14 +89,14 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
             rank = holder[last - half]
             half = sum(held[rank]) - (last - half)
 
-    halves, own = held[sharding.rank], kept[sharding.rank]
-    given, taken = sum(halves) - own, last - own
+    halves, local = held[sharding.rank], kept[sharding.rank]
+    given, taken = sum(halves) - local, last - local
     return Swap(
         size=size,
-        kept=own,
+        kept=local,
         given=given,
         taken=taken,
-        kept_second=halves[1] == own,
+        kept_second=halves[1] == local,
         to=holder[last - given],
         source=holder[taken],
         longest_to_mean=max(sum(pair) + 1 for pair in held) / (last + 1),
@@ -107,13 +104,12 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
 
 
 def _held_halves(sharding: Sharding, rank: int, total: int, size: int) -> list[int]:
-    """Return the numbers of the two halves that a rank holds, in the order of its tokens."""
     one = dataclasses.replace(sharding, cp_rank=rank // sharding.sp, sp_rank=rank % sharding.sp)
     # Chunks begin and end between halves.
     return [
-        place // size
+        position // size
         for first, length in one.chunks(total)
-        for place in range(first, first + length, size)
+        for position in range(first, first + length, size)
     ]
 
 
@@ -155,37 +151,34 @@ def balanced_topk(
     if inputs.fp32_weights is not None:
         of_queries.append(inputs.fp32_weights)
 
-    def select(rows: Layout, q: torch.Tensor, weights: torch.Tensor, *fp32_weights) -> torch.Tensor:
+    def select(
+        tokens: Layout, q: torch.Tensor, weights: torch.Tensor, *fp32_weights
+    ) -> torch.Tensor:
         part = dataclasses.replace(inputs, q=q, weights=weights)
         if fp32_weights:
             part = dataclasses.replace(part, fp32_weights=fp32_weights[0])
-        return indexer_topk(part, rows, topk, policy=policy)[0]
+        return indexer_topk(part, tokens, topk, policy=policy)[0]
 
     half = layout.num_queries // 2
     first, second = slice(0, half), slice(half, 2 * half)
-    own, given = (second, first) if swap.kept_second else (first, second)
+    local, given = (second, first) if swap.kept_second else (first, second)
     group = ranks.query_group
     there = [
         _Message(x[given], x.new_empty(half, *x.shape[1:]), swap.to, swap.source, group)
         for x in of_queries
     ]
-    selected = select(kept, *(x[own] for x in of_queries))
+    selected = select(kept, *(x[local] for x in of_queries))
     for_other = select(taken, *(message.wait() for message in there))
     indices = for_other.new_empty(2 * half, topk)
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
-    indices[own] = selected
+    indices[local] = selected
     back.wait()
-    # How many keys a row selects follows from how many it sees: it need not travel.
+    # How many keys a token selects follows from how many it sees: it need not travel.
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
 def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
-    """Return what to exchange, if anything, by a rule that comes out the same on all ranks.
-
-    Args:
-        layout: of this rank's query tokens; topk: keys per query; ratio: positions per key.
-        sharding: of the query tokens.
-    """
+    """Return the exchange, if it is worth it, by a rule that has one outcome on all ranks."""
     if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None
@@ -198,7 +191,6 @@ def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -
 
 
 def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
-    """Return the layouts of the tokens that the rank scores: kept ones, taken ones."""
     kept, taken = (run_layout(layout, k * swap.size, swap.size) for k in (swap.kept, swap.taken))
     if ratio == 1:
         return kept, taken
@@ -206,22 +198,21 @@ def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
 
 
 class _Message:
-    """Rows under way to one rank, and as many from another."""
+    """Tokens under way to one rank, and as many from another."""
 
-    def __init__(self, rows: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
+    def __init__(self, tokens: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
         # Kept until they have arrived: NCCL reads them from a stream of its own.
-        sent = rows.contiguous()
+        sent = tokens.contiguous()
         self._sent: torch.Tensor | None = sent
         self._received = received
         splits = [[0] * group.size() for _ in range(2)]
         for split, rank in zip(splits, (source, to), strict=True):
-            split[rank] = rows.shape[0]
+            split[rank] = tokens.shape[0]
         self._work: Any = torch.distributed.all_to_all_single(
             received, sent, splits[0], splits[1], group=group, async_op=True
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what has been received; the current stream waits for it."""
         self._work.wait()
         self._work = self._sent = None
         return self._received

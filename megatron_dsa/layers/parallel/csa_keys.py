@@ -1,8 +1,8 @@
 """The key buffer of V4's attention on several ranks: compressed keys of all, windows of a few.
 
-Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
-query tokens, and the last ones before each run of them (:mod:`megatron_dsa.ops.layout.halo`).
-Gradients travel through proxies in fp32 (:mod:`megatron_dsa.layers.parallel.gather`).
+Compressed keys are gathered from all ranks. A rank holds keys of the positions of its query tokens,
+and the last ones before each run of them (:mod:`megatron_dsa.ops.layout.halo`). Gradients travel
+through fp32 proxies (:mod:`megatron_dsa.layers.parallel.gather`).
 """
 
 import torch
@@ -12,7 +12,7 @@ from megatron_dsa.layers.parallel.groups import (
     Ranks,
     finish_index_gather,
     gather_keys,
-    gather_rows,
+    gather_tokens,
     scatter_sum,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
@@ -20,7 +20,7 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.halo import Halo
 
 
-def join_keys(
+def join_keys_of_ranks(
     kv: torch.Tensor,
     compressed: torch.Tensor | None,
     keys: CompressedKeys | None,
@@ -31,18 +31,16 @@ def join_keys(
 
     Args:
         kv: ``[s, b, D]``, the keys of this rank's positions.
-        compressed: ``[G, D]``, this rank's compressed keys, or ``None``.
-        keys: says where they belong.
+        compressed: ``[G, D]``, this rank's compressed keys, or ``None``; keys: their slots.
         halo: of the query tokens; ``None`` if one rank has all of them.
         ranks: who shares the microbatch.
 
     Returns:
-        ``buffer``: compressed keys in the order of their slots, query tokens, shared rows of all
-        ranks; and ``grad_proxy`` as in :func:`~megatron_dsa.layers.parallel.gather.finish_gather`.
-        Without ``halo`` the query tokens are all tokens.
+        ``buffer``: compressed keys in the order of their slots, query tokens, shared tokens of all
+        ranks; and ``grad_proxy``.
     """
     batch = kv.shape[1]
-    buffer, grad_proxy = gather_keys(kv, ranks.row_group)
+    buffer, grad_proxy = gather_keys(kv, ranks.token_group)
     if halo is not None:
         buffer, grad_proxy = _HoldKeys.apply(buffer, grad_proxy, halo, batch, ranks.query_group)
     if compressed is None:
@@ -54,12 +52,14 @@ def join_keys(
     return torch.cat([pooled, buffer]), _JoinProxies.apply(pooled_proxy, grad_proxy)
 
 
-def index_keys(compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks) -> torch.Tensor:
+def index_keys_of_ranks(
+    compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks
+) -> torch.Tensor:
     """Return the indexer's compressed keys of all ranks in the order of slots, ``[count, D]``."""
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
-    # Slots without a group have no row; they are never visible, so any row will do.
+    # Slots without a group have no key; they are never visible, so any key will do.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 
 
@@ -70,7 +70,7 @@ def extend(
 
     Args:
         tensors: ``[tokens * batch, width]`` each, of one dtype.
-        halo: of the tokens that this rank holds; batch: rows per place.
+        halo: of this rank's tokens; batch: sequences.
         ranks: who shares the microbatch.
 
     Returns:
@@ -79,27 +79,26 @@ def extend(
     return _Extend.apply(halo, batch, ranks.group, *tensors)
 
 
-def _rows(places: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return the rows of places; negative ones stay negative."""
+def _tokens(positions: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return the token indices of positions; negative ones stay negative."""
     if batch == 1:
-        return places
-    rows = places[:, None] * batch + torch.arange(batch, device=places.device)
-    return torch.where(places[:, None] < 0, -1, rows).flatten()
+        return positions
+    tokens = positions[:, None] * batch + torch.arange(batch, device=positions.device)
+    return torch.where(positions[:, None] < 0, -1, tokens).flatten()
 
 
 def _share(x: torch.Tensor, halo: Halo, batch: int, group) -> torch.Tensor:
-    """Return ``[own tokens, shared rows of all ranks]``."""
-    return torch.cat([x, gather_rows(x.index_select(0, _rows(halo.shared, batch)), group)])
+    """Return ``[local tokens, shared tokens of all ranks]``."""
+    return torch.cat([x, gather_tokens(x.index_select(0, _tokens(halo.shared, batch)), group)])
 
 
-def _unshare(grad: torch.Tensor, rows: int, halo: Halo, batch: int, group) -> torch.Tensor:
-    """Return the gradient of the own tokens from that of :func:`_share`'s result, in its dtype."""
-    own = grad[:rows].clone()
-    return own.index_add_(0, _rows(halo.shared, batch), scatter_sum(grad[rows:], group))
+def _unshare(grad: torch.Tensor, tokens: int, halo: Halo, batch: int, group) -> torch.Tensor:
+    local = grad[:tokens].clone()
+    return local.index_add_(0, _tokens(halo.shared, batch), scatter_sum(grad[tokens:], group))
 
 
 class _HoldKeys(torch.autograd.Function):
-    """Keys of the own query tokens and shared ones of others, and the grad_proxy of both."""
+    """Keys of local query tokens and shared ones of others, and the grad_proxy of both."""
 
     @staticmethod
     def forward(ctx, keys, grad_proxy, halo, batch, group):
@@ -129,7 +128,7 @@ class _InOrder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
-        # No query sees a slot without a key: what all of them write to the spare row is cut off.
+        # No query sees a slot without a key: all of them write to the spare row.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
         return None, back.index_copy_(0, rows, grad)[:-1], None
 
@@ -150,16 +149,16 @@ class _JoinProxies(torch.autograd.Function):
 
 
 class _Extend(torch.autograd.Function):
-    """One group pools each channel of a token: gradients have one term, exact in any dtype."""
+    """Each channel of a token is in one group: gradients have one term, exact in any dtype."""
 
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):
         ctx.halo, ctx.batch, ctx.group = halo, batch, group
-        shared, own = _rows(halo.shared, batch), _rows(halo.local, batch)
-        before, source = _rows(halo.before, batch), _rows(halo.source, batch)
+        shared, own = _tokens(halo.shared, batch), _tokens(halo.local, batch)
+        before, source = _tokens(halo.before, batch), _tokens(halo.source, batch)
         widths = [x.shape[1] for x in tensors]
         sent = torch.cat([x.index_select(0, shared) for x in tensors], 1)
-        received = gather_rows(sent, group).index_select(0, source.clamp_min(0))
+        received = gather_tokens(sent, group).index_select(0, source.clamp_min(0))
         received.masked_fill_((source < 0)[:, None], 0.0)
         results = []
         for x, part in zip(tensors, received.split(widths, 1), strict=True):
@@ -171,15 +170,15 @@ class _Extend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         halo, batch, group = ctx.halo, ctx.batch, ctx.group
-        own = _rows(halo.local, batch)
-        before, source = _rows(halo.before, batch), _rows(halo.source, batch)
+        own = _tokens(halo.local, batch)
+        before, source = _tokens(halo.before, batch), _tokens(halo.source, batch)
         count = halo.shared.numel() * batch * group.size()
         part = torch.cat([grad.index_select(0, before) for grad in grads], 1)
         part.masked_fill_((source < 0)[:, None], 0.0)
         sent = part.new_zeros(count, part.shape[1]).index_add_(0, source.clamp_min(0), part)
         shared = scatter_sum(sent, group).split([grad.shape[1] for grad in grads], 1)
         results = [
-            grad.index_select(0, own).index_add_(0, _rows(halo.shared, batch), x)
+            grad.index_select(0, own).index_add_(0, _tokens(halo.shared, batch), x)
             for grad, x in zip(grads, shared, strict=True)
         ]
         return None, None, None, *results

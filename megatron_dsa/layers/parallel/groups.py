@@ -4,7 +4,6 @@ Keys are gathered by :mod:`megatron_dsa.layers.parallel.gather`.
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from megatron_dsa.config.model import options_of
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.layers.parallel.gather import (
     Gathering,
-    all_gather_async,
-    finish_gather,
-    finish_gather_with_gradient,
-    reduce_scatter_async,
+    finish_with_gradient,
+    finish_with_proxy,
     start_gather,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async, several
 from megatron_dsa.ops.dispatch import count
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
@@ -30,15 +28,22 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 class Ranks:
     """The ranks that share a microbatch.
 
+    Query tokens are the tokens that the indexer selects keys for.
+
     Attributes:
         sharding: which tokens this rank holds, and so makes keys of.
         group: all ranks that hold different tokens; ``None`` if one holds all.
         tp: the part of ``group`` with one context-parallel rank (sequence parallelism), or
             ``None``.
-        cp: the part of ``group`` at one place of sequence parallelism, or ``None``.
-        tp_mode: what the ranks of ``tp`` divide, see
-            :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode`. Query tokens, below, are
-            those that the indexer selects keys for.
+        cp: the part of ``group`` with one index of sequence parallelism, or ``None``.
+        tp_mode: what the ranks of ``tp`` divide (:mod:`megatron_dsa.config.attention_choice`).
+        by_sequence: attention is for this rank's tokens and all heads; otherwise for the tokens of
+            all of ``tp`` and the local heads.
+        queries: how query tokens are sharded.
+        query_group: the ranks that have different query tokens, or ``None``.
+        token_group: the ranks whose tokens are put together for queries, or ``None``.
+        attention_group: the ranks whose query tokens are put together only for attention, or
+            ``None``.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -46,48 +51,38 @@ class Ranks:
     tp: object = None
     cp: object = None
     tp_mode: TPMode = "heads"
+    by_sequence: bool = field(init=False)
+    queries: Sharding = field(init=False)
+    query_group: Any = field(init=False)
+    token_group: Any = field(init=False)
+    attention_group: Any = field(init=False)
 
-    @property
-    def by_sequence(self) -> bool:
-        """Whether attention is computed for this rank's tokens and all heads; otherwise for the
-        tokens of all of ``tp`` and the local heads."""
-        return self.tp_mode == "sequence"
-
-    @cached_property
-    def queries(self) -> Sharding:
-        """How query tokens are sharded."""
-        return self.sharding.whole() if self.tp_mode == "heads" else self.sharding
-
-    @property
-    def query_group(self) -> Any:
-        """The ranks that have different query tokens, or ``None``."""
-        return self.cp if self.tp_mode == "heads" else self.group
-
-    @property
-    def row_group(self) -> Any:
-        """The ranks whose tokens are put together for queries, or ``None``."""
-        return self.tp if self.tp_mode == "heads" else None
-
-    @property
-    def attention_group(self) -> Any:
-        """The ranks whose query tokens are put together for attention alone, or ``None``."""
-        return self.tp if self.tp_mode == "select" else None
+    def __post_init__(self):
+        by_heads = self.tp_mode == "heads"
+        for name, value in {
+            "by_sequence": self.tp_mode == "sequence",
+            "queries": self.sharding.whole() if by_heads else self.sharding,
+            "query_group": self.cp if by_heads else self.group,
+            "token_group": self.tp if by_heads else None,
+            "attention_group": self.tp if self.tp_mode == "select" else None,
+        }.items():
+            object.__setattr__(self, name, value)
 
     def count(self) -> None:
-        """Let the dispatch report tell how heads and tokens are divided."""
+        """Add the division of heads and tokens to the dispatch report."""
         if self.tp is not None:
             count("tensor_parallel_attention", self.tp_mode)
         if self.cp is not None:
             count("context_parallel_attention", self.sharding.cp_layout)
 
-    def own(self, tables) -> Any:
+    def local(self, tables) -> Any:
         """Return the part of per-query tables that belongs to the tokens this rank holds."""
-        if self.row_group is None:
+        if self.token_group is None:
             return tables
         return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
 
     def attended(self, layout: Layout) -> Layout:
-        """Return the layout of the tokens that attention is for, given that of query tokens."""
+        """Return the layout of attention's tokens; ``layout`` is of query tokens."""
         if self.attention_group is None:
             return layout
         keys = layout.key_ownership
@@ -97,8 +92,8 @@ class Ranks:
             "attended tokens", lambda: sharded_layout(layout.all_tokens, whole, keys)
         )
 
-    def own_attended(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``x``, one entry per token attended for, of the query tokens."""
+    def local_attended(self, x: torch.Tensor) -> torch.Tensor:
+        """Slice ``x`` (all tokens that attention is for) to this rank's query tokens."""
         if self.attention_group is None:
             return x
         return x.chunk(self.sharding.sp)[self.sharding.sp_rank]
@@ -137,14 +132,14 @@ def _both(pg_collection):
     return group
 
 
-def gather_rows(x: torch.Tensor, group) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, group) -> torch.Tensor:
     """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
     return all_gather_async(x, group).wait()
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
     """All-gather tokens. Every rank computes the same gradient, so the backward slices."""
-    if group is None or group.size() == 1:
+    if not several(group):
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
 
@@ -155,25 +150,25 @@ def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and wait for them: ``start_gather`` and ``finish_gather`` of :mod:`.gather`."""
-    return finish_gather(start_gather(kv, group))
+    """Gather keys and wait for them; returns keys and ``grad_proxy``."""
+    return finish_with_proxy(start_gather(kv, group))
 
 
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
-    """Wait for the indexer's keys of all ranks; each rank gets the gradient of its own.
+    """Wait for the indexer's keys of all ranks; each rank gets the gradient of its local ones.
 
-    Where everything runs by heads, the ranks of ``ranks.tp`` have the same query tokens and form
-    the same gradient: the sum is over ``ranks.cp`` alone.
+    Where everything runs by heads, the ranks of ``ranks.tp`` have the same query tokens and compute
+    the same gradient: the sum is over ``ranks.cp`` only.
     """
-    if ranks.row_group is None:
-        return finish_gather_with_gradient(gathering)
+    if ranks.token_group is None:
+        return finish_with_gradient(gathering)
     sharding = ranks.sharding
 
-    def own(grad: torch.Tensor) -> torch.Tensor:
+    def local(grad: torch.Tensor) -> torch.Tensor:
         parts = grad.view(sharding.cp, sharding.sp, -1, grad.shape[1])
         return parts[:, sharding.sp_rank].flatten(0, 1)
 
-    return finish_gather_with_gradient(gathering, own, ranks.cp)
+    return finish_with_gradient(gathering, local, ranks.cp)
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
@@ -181,7 +176,7 @@ def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
 
     Args:
         x: ``[tokens * ranks, H / ranks, D]``.
-        group: the tensor-parallel group; rows and heads lie in the order of its ranks.
+        group: the tensor-parallel group; tokens and heads lie in the order of its ranks.
 
     Returns:
         ``[tokens, H, D]``. One all-to-all; its backward is :func:`sequence_to_heads`.
@@ -190,32 +185,31 @@ def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def sequence_to_heads(x: torch.Tensor, group) -> torch.Tensor:
-    """Turn ``[tokens, H, D]`` into ``[tokens * ranks, H / ranks, D]``; undoes
-    :func:`heads_to_sequence`."""
+    """Undo :func:`heads_to_sequence`."""
     return _Exchange.apply(x, group, False)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group, rows_out):
-        ctx.group, ctx.rows_out = group, rows_out
-        return _exchange(x, group, rows_out)
+    def forward(ctx, x, group, to_sequence):
+        ctx.group, ctx.to_sequence = group, to_sequence
+        return _exchange(x, group, to_sequence)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _exchange(grad, ctx.group, not ctx.rows_out), None, None
+        return _exchange(grad, ctx.group, not ctx.to_sequence), None, None
 
 
-def _exchange(x: torch.Tensor, group, rows_out: bool) -> torch.Tensor:
+def _exchange(x: torch.Tensor, group, to_sequence: bool) -> torch.Tensor:
     ranks = group.size()
-    rows, heads, dim = x.shape
-    if rows_out:
-        sent = x.contiguous().view(ranks, rows // ranks, heads, dim)
+    tokens, heads, dim = x.shape
+    if to_sequence:
+        sent = x.contiguous().view(ranks, tokens // ranks, heads, dim)
     else:
-        sent = x.view(rows, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
+        sent = x.view(tokens, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     torch.distributed.all_to_all_single(received, sent, group=group)
-    if rows_out:
-        return received.transpose(0, 1).reshape(rows // ranks, heads * ranks, dim)
-    return received.view(rows * ranks, heads // ranks, dim)
+    if to_sequence:
+        return received.transpose(0, 1).reshape(tokens // ranks, heads * ranks, dim)
+    return received.view(tokens * ranks, heads // ranks, dim)

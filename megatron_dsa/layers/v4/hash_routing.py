@@ -1,8 +1,8 @@
-"""Hash routing: experts of the first layers are looked up by token id (DeepSeek-V4).
+"""Hash routing: the first layers look experts up by token id (DeepSeek-V4).
 
-Token ids reach the first hash layer as ``context``, the tensor that Megatron passes from layer to
-layer for cross attention, which a GPT has not (``patches/token_ids.py`` puts them there). So they
-belong to their microbatch, and activation recompute saves and restores them like any other input.
+Token ids reach the first hash layer as ``context`` (``patches/token_ids.py``), the tensor that
+Megatron passes from layer to layer for cross attention, which a GPT has not: they belong to their
+microbatch, and activation recompute saves and restores them like any other input.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.errors import require
-from megatron_dsa.layers.layers import parameter_device
+from megatron_dsa.layers.linears import parameter_device
 from megatron_dsa.layers.v4.hash_table import balanced_table, check_table
 
 
@@ -28,13 +28,13 @@ class HashRouter(TopKRouter):
     """Router that looks the experts of a token up in a table.
 
     The gate is trained: its scores of these experts, normalised and scaled as Megatron does, are
-    their weights. The layer has no expert bias and no load-balancing loss, which could not change
-    what the table says; the z-loss stays.
+    their weights. Expert bias and load-balancing loss could not change the table, so there are
+    none; the z-loss stays.
 
     Attributes:
         tid2eid: buffer, int32 ``[vocabulary, topk]``: the experts of every token id. Saved and
-            loaded with the model. A new one is made from ``moe_hash_seed`` and the layer's number.
-        token_ids: int64 ``[s, b]`` of the tokens that come next, given by the layer of experts.
+            loaded with the model; a new one comes from ``moe_hash_seed`` and the layer's number.
+        token_ids: int64 ``[s, b]`` of the next call, set by the layer of experts.
     """
 
     tid2eid: torch.Tensor
@@ -42,7 +42,7 @@ class HashRouter(TopKRouter):
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Megatron finds what it updates by these names.
+        # Megatron finds the biases that it updates by these names.
         del self.expert_bias, self.local_tokens_per_expert
         self.enable_expert_bias = False
         rows = config.moe_hash_vocab_size
@@ -66,14 +66,7 @@ class HashRouter(TopKRouter):
         super().set_layer_number(layer_number)
 
     def set_table(self, table: torch.Tensor) -> None:
-        """Take the table of a checkpoint; rows behind its last one stay (padding ids).
-
-        Args:
-            table: integers ``[n, topk]``, ``n`` at most the rows of :attr:`tid2eid`.
-
-        Raises:
-            ConfigError: see :func:`~megatron_dsa.layers.v4.hash_table.check_table`.
-        """
+        """Take the table ``[n, topk]`` of a checkpoint; rows behind its last one stay (padding)."""
         name, rows = self._name(), len(self.tid2eid)
         check_table(table, self.topk, self.config.num_moe_experts, name)
         require(
@@ -125,7 +118,7 @@ class HashRouter(TopKRouter):
         return probs, routing_map
 
     def _check(self) -> None:
-        """Check the table whenever it has changed: before the first step, as a rule."""
+        """Check the table whenever it has changed."""
         table = self.tid2eid
         if table.device.type == "meta":
             return
@@ -140,18 +133,14 @@ class HashRouter(TopKRouter):
 
 
 class HashMoELayer(MoELayer):
-    """Layer of experts with a :class:`HashRouter`.
-
-    Attributes:
-        token_ids: int64 ``[s, b]``, to be set before each call.
-    """
+    """Layer of experts with a :class:`HashRouter`; ``token_ids [s, b]`` are set before a call."""
 
     token_ids: torch.Tensor | None = None
     moe_layer_recompute: bool
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Megatron's checkpoint has no place for token ids.
+        # Megatron's checkpoint function passes no token ids.
         self._recompute: bool = self.moe_layer_recompute
         self.moe_layer_recompute = False
 
@@ -197,11 +186,7 @@ class HashRoutedLayer:
     def forward(
         self, *args, context: torch.Tensor | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return hidden states, and the token ids or ``None``.
-
-        Raises:
-            ConfigError: without token ids.
-        """
+        """Return hidden states, and the token ids or ``None``."""
         require(
             context is not None,
             f"context must hold the token ids of layer {self.layer_number} (--moe-hash-layers), "
@@ -215,7 +200,7 @@ class HashRoutedLayer:
         return out, context if self.layer_number < self.config.moe_hash_layers else None
 
     def _maybe_unflatten_for_moe(self, hidden_states, padding_mask, packed_seq_params):
-        """Token ids follow hidden states, which some packed batches arrange by sample here."""
+        """Arrange token ids like hidden states: by sample in some packed batches."""
         out = super()._maybe_unflatten_for_moe(  # type: ignore[misc]  # of the layer
             hidden_states, padding_mask, packed_seq_params
         )
@@ -227,7 +212,6 @@ class HashRoutedLayer:
 
 @functools.cache
 def _hash_routed(layer: type) -> type:
-    """Return a transformer layer class with the mixin."""
     return type(f"HashRouted{layer.__name__}", (HashRoutedLayer, layer), {"__module__": __name__})
 
 

@@ -1,4 +1,4 @@
-"""Tables of hash routing: which experts a token goes to, by its id."""
+"""Tables of hash routing: token id -> experts."""
 
 import torch
 
@@ -6,10 +6,10 @@ from megatron_dsa.errors import require
 
 
 def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
-    """Return a random table in which every expert stands equally often, up to rounding.
+    """Return a random table in which every expert appears equally often, up to rounding.
 
-    The experts in random orders, one order after the other, are cut into rows. Where a row would
-    hold an expert of two orders twice, the second of them is exchanged within its order.
+    Random orders of the experts, one after the other, are cut into rows. Where a row would hold an
+    expert twice, the second one is exchanged within its order.
 
     Args:
         vocabulary: rows.
@@ -40,11 +40,11 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
 def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
     """Exchange the ``first`` entries of an order that are taken with later ones, in place."""
     later = first
-    for place in range(first):
-        if order[place] in taken:
+    for index in range(first):
+        if order[index] in taken:
             while order[later] in taken:
                 later += 1
-            order[place], order[later] = order[later], order[place]
+            order[index], order[later] = order[later], order[index]
             later += 1
 
 
@@ -58,8 +58,7 @@ def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None
         name: of the table, for messages.
 
     Raises:
-        ConfigError: another width or dtype, an expert that does not exist, or an expert that
-            stands twice in a row.
+        ConfigError: another width or dtype, a missing expert, or one that is twice in a row.
     """
     require(
         table.dim() == 2 and table.shape[1] == topk and not table.is_floating_point(),

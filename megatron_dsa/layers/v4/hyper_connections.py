@@ -1,9 +1,8 @@
 """Hyper-connections around Megatron's transformer layer: reads, write-backs and the head.
 
 A layer's hidden states are ``[s, b, n * C]``, ``n`` streams one after the other. Megatron's layer
-takes a pair (output, residual) from its norms: here, what the layer reads and the streams. What it
-calls to add an output to the residual is the write-back, which takes the streams from there and its
-weights from the read before it.
+takes a pair (output, residual) from its norms: here, the read and the streams. The write-back
+replaces its addition of output and residual, with weights of the read before it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dsa.config.model import options_of
 from megatron_dsa.errors import require
-from megatron_dsa.layers.layers import Fp32Parameters, new_norm_weight, new_parameter
+from megatron_dsa.layers.linears import Fp32Parameters, new_norm_weight, new_parameter
 from megatron_dsa.layers.required_ops import stream_ops
 from megatron_dsa.layers.warm_up import resolve_kernels
 from megatron_dsa.ops.hyper_connections.api import (
@@ -29,7 +28,7 @@ from megatron_dsa.ops.hyper_connections.api import (
     write_streams,
 )
 
-#: Sublayers: how their parameters are called, their norm and what adds their output.
+#: Sublayers: name in parameters, norm, addition of the output.
 _SUBLAYERS = (
     ("attn", "input_layernorm", "self_attn_bda"),
     ("ffn", "pre_mlp_layernorm", "mlp_bda"),
@@ -51,7 +50,6 @@ def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -
 
 
 def _connection(module: Any, kind: str, config) -> Connection:
-    """Return the parameters of a hyper-connection as they are now."""
     fn, base, scale = (getattr(module, f"hc_{kind}_{part}") for part in _PARTS)
     return Connection(
         fn, base, scale, config.hc_eps, config.layernorm_epsilon, config.hc_sinkhorn_iters
@@ -59,14 +57,14 @@ def _connection(module: Any, kind: str, config) -> Connection:
 
 
 def _by_token(streams: torch.Tensor, config) -> torch.Tensor:
-    """``[s, b, n * C]`` as ``[tokens, n, C]``."""
+    """Return ``[s, b, n * C]`` as ``[tokens, n, C]``."""
     return streams.reshape(-1, config.hc_mult, config.hidden_size)
 
 
 class StreamsNorm(MegatronModule):
     """Read and norm of a sublayer, in place of its norm; ``weight [C]`` is the norm's.
 
-    The layer gives it its other parameters, which are the layer's own, and its write-back.
+    The layer holds the other parameters; it sets ``connection`` and ``write``.
     """
 
     connection: Callable[[], Connection]
@@ -94,9 +92,7 @@ class StreamsNorm(MegatronModule):
 class StreamsWrite:
     """Write-back of a sublayer, in place of Megatron's bias, dropout and addition.
 
-    Attributes:
-        read: what the norm of this sublayer has read last; ``None`` once it is written back.
-        policy: which implementations may run.
+    ``read`` is the last read of this sublayer's norm, ``None`` once it is written back.
     """
 
     def __init__(self) -> None:
@@ -115,19 +111,18 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Through Megatron's residual, so that whatever it did to that is in the graph.
+        # Megatron's residual, so that its changes to that are in the graph.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
 
 
 class HyperConnections(Fp32Parameters):
-    """Mixin for Megatron's transformer layer, which makes ``n`` streams of its residual.
+    """Mixin for Megatron's transformer layer, whose residual is ``n`` streams.
 
     The layer takes ``[s, b, n * C]``, the decoder's first one ``[s, b, C]``, and returns
-    ``[s, b, n * C]``.
-    Its spec has :class:`StreamsNorm` and :class:`StreamsWrite` in the places of norms and
-    additions. The parameters are the layer's own: ``hc_attn_fn``, ``hc_ffn_base``, ...
+    ``[s, b, n * C]``. Its spec has :class:`StreamsNorm` and :class:`StreamsWrite` for norms and
+    additions. Parameters: ``hc_attn_fn``, ``hc_ffn_base``, ...
     """
 
     fp32_parameters = tuple(f"hc_{kind}_{part}" for kind, *_ in _SUBLAYERS for part in _PARTS)

@@ -1,8 +1,8 @@
 """Multi-token prediction on residual streams, as in DeepSeek-V4.
 
-A layer of Megatron's predicts from what the final norm makes of the decoder's last layer. Here it
-takes the streams of that layer, and the next one takes the streams of the layer before. So the main
-head hands the streams on beside its output, and a block of layers takes the two apart.
+Megatron's layers predict from the output of the final norm. Here the first one takes the streams of
+the decoder's last layer, and the next one those of the layer before. So the main head returns the
+streams behind its output, and the block of layers splits the two.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from megatron_dsa.layers.v4.hyper_connections import StreamsHead
 
 
 class HeadBeforePrediction(StreamsHead):
-    """Head of a model with multi-token prediction: it returns the streams behind its output.
+    """Head of a model with multi-token prediction, which returns the streams behind its output.
 
-    Both are laid one after the other along the first dimension, as Megatron lays the outputs of its
-    prediction layers, so that one tensor reaches these layers, also on another pipeline stage.
+    Along the first dimension, as Megatron lays the outputs of its prediction layers: one tensor
+    reaches these layers, also on another pipeline stage.
     """
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
@@ -38,12 +38,7 @@ class HeadBeforePrediction(StreamsHead):
 
 @dataclasses.dataclass
 class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
-    """Parts of a :class:`StreamPredictionLayer`; ``eh_proj`` has to be one that does nothing.
-
-    Attributes:
-        e_proj: linear that every tensor-parallel rank holds in full, of the embedding.
-        h_proj: the same of every stream.
-    """
+    """Parts of a :class:`StreamPredictionLayer`; replicated linears of embedding and streams."""
 
     e_proj: Any = None
     h_proj: Any = None
@@ -52,12 +47,9 @@ class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
 class StreamPredictionLayer(MultiTokenPredictionLayer):
     """Multi-token-prediction layer that reads and returns streams.
 
-    ``hnorm`` and ``h_proj`` take every stream; what ``enorm`` and ``e_proj`` make of the embedding
-    of the next token is added to each. The transformer layer has hyper-connections,
-    ``final_layernorm`` is a :class:`StreamsHead`.
-
-    Both projections are replicated over tensor-parallel ranks: sharded, they would gather all
-    streams of all ranks before and after, under sequence parallelism.
+    ``hnorm`` and ``h_proj`` take every stream; ``e_proj(enorm(embedding of the next token))`` is
+    added to each. Both projections are replicated over tensor-parallel ranks: sharded, they would
+    gather all streams of all ranks before and after, under sequence parallelism.
     """
 
     submodules: StreamPredictionLayerSubmodules
@@ -75,7 +67,7 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
             init_method=config.init_method, bias=False, skip_bias_add=False,
             skip_weight_param_allocation=False, parallel_mode="duplicated",
         )  # fmt: skip
-        # It sees this rank's tokens only: the gradient is summed over tensor-parallel ranks.
+        # It sees this rank's tokens: the gradient is summed over tensor-parallel ranks.
         layer.weight.sequence_parallel = config.sequence_parallel
         return layer
 
@@ -110,7 +102,7 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
 
         Args:
             hidden_states: ``[(1 + n) * s, b, C]`` of a :class:`HeadBeforePrediction`.
-            input_ids, position_ids, padding_mask, extra_block_kwargs, layer_arguments: as of
+            input_ids, position_ids, padding_mask, extra_block_kwargs, layer_arguments: see
                 Megatron's block.
         """
         count = hidden_states.shape[0] // (1 + self.config.hc_mult)

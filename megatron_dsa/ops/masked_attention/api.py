@@ -238,7 +238,7 @@ def masked_attention(
         softmax_scale: factor on ``q . k`` before the softmax.
         topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
         k_pe_grad: fp32 ``[Skv, R]``: if given, the gradient of ``k_pe`` is sent here, unrounded,
-            instead of to ``k_pe`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+            instead of to ``k_pe`` (see ``layers/parallel/gather.py``).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         indexer: train the indexer on these probabilities in the backward, for the query tokens of
             ``bits``.
@@ -259,7 +259,7 @@ def masked_attention(
     check_bits(bits, q, kv, _local_tokens(q, indexer, group))
     if k_pe_grad is not None:
         wanted = accumulation_dtype(k_pe.dtype)
-        fix = "pass the rope dims of the proxy that finish_gather (layers/parallel/gather.py) made"
+        fix = "pass the rope dims of the proxy of finish_with_proxy (layers/parallel/gather.py)"
         require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
     check_topk(topk, want_p_sum or indexer is not None)
     call = describe_attention(q, kv, k_pe, topk)

@@ -211,7 +211,7 @@ def sparse_attention(
         attn_sink: fp32 ``[H]``: a logit per head in the denominator that has no value
             (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+            instead of to ``kv`` (see ``layers/parallel/gather.py``).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         in_order: all lists follow one order of the keys, as the results of ``indexer_topk`` and
             ``KeyLists`` do: spares a backward from sorting them.
@@ -274,7 +274,7 @@ def describe_attention(
 
 def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
     if kv_grad is not None:
-        fix = "pass the proxy that megatron_dsa.layers.parallel.gather.finish_gather returned"
+        fix = "pass the proxy that megatron_dsa.layers.parallel.gather.finish_with_proxy returned"
         wanted = accumulation_dtype(kv.dtype)
         require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), kv, fix)
 

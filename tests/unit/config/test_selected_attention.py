@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from megatron_dsa.config.attention_choice import MASKED_OPERATIONS as OPERATIONS
+from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras import info
 from megatron_dsa.extras.cli import build_parser
 from megatron_dsa.extras.planner.text import describe
 from megatron_dsa.layers import warm_up
-from megatron_dsa.layers.required_ops import MASKED_OPERATIONS as OPERATIONS
-from megatron_dsa.layers.required_ops import required_ops, selected_attention
+from megatron_dsa.layers.required_ops import required_ops
 from megatron_dsa.ops import dispatch
 from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
@@ -22,7 +23,7 @@ CROSSOVER = 74
 
 def choice(**options):
     changes = options.pop("config", {})
-    return selected_attention(small_config(options=DSAOptions(**options), **changes))
+    return attention_of(small_config(options=DSAOptions(**options), **changes))
 
 
 @pytest.mark.parametrize("length", [1, 12, 40, CROSSOVER])
@@ -30,14 +31,14 @@ def test_masked_where_it_is_fused_and_cheaper(fused, length):
     assert not choice(sequence_length=length).masked
     fused()
     found = choice(sequence_length=length)
-    assert found.masked and found.crossover == CROSSOVER
+    assert found.masked and found.masked_up_to == CROSSOVER
     assert found.reason == f"sequences of {length} tokens, 4 heads on a rank"
 
 
 def test_sparse_for_long_sequences(fused):
     fused()
     found = choice(sequence_length=CROSSOVER + 1)
-    assert not found.masked and found.crossover == CROSSOVER
+    assert not found.masked and found.masked_up_to == CROSSOVER
     assert not choice(sequence_length=40, interleaved_sequences=3).masked
     assert choice(sequence_length=40, selected_attention="masked").masked
     assert choice(sequence_length=10**6, selected_attention="masked").masked
@@ -54,7 +55,7 @@ def test_a_configuration_without_a_length_stays_sparse(fused):
 def test_every_operation_has_to_be_fused(fused, missing):
     fused(*(op.name for op in OPERATIONS if op.name != missing))
     found = choice(sequence_length=40)
-    assert not found.masked and missing in found.reason and found.crossover is None
+    assert not found.masked and missing in found.reason and found.masked_up_to is None
     # Also under a strict policy, which refuses what would run and not what was asked about.
     assert not choice(sequence_length=40, strict=True).masked
 
@@ -97,24 +98,14 @@ def test_keys_of_other_ranks_count(fused):
     """The more context-parallel ranks there are, the more tokens a rank makes keys of."""
     fused()
     found = choice(sequence_length=40, config={"context_parallel_size": 2})
-    assert found.masked and CROSSOVER > found.crossover > 40
+    assert found.masked and CROSSOVER > found.masked_up_to > 40
     assert found.reason == (
         "sequences of 40 tokens, 4 heads on a rank, which makes keys of the latents of 2"
     )
     found = choice(sequence_length=40, config={"context_parallel_size": 64})
-    assert not found.masked and found.crossover == 0 and "of the latents of 64" in found.reason
+    assert not found.masked and found.masked_up_to == 0 and "of the latents of 64" in found.reason
     asked = choice(selected_attention="masked", config={"context_parallel_size": 64})
     assert asked.masked
-
-
-@pytest.mark.parametrize("stage", ["dense", "warmup"])
-def test_other_stages_and_v4_select_otherwise(fused, stage):
-    fused()
-    for asked in ("auto", "masked"):
-        options = DSAOptions(stage=stage, selected_attention=asked, sequence_length=40)
-        assert not selected_attention(small_config(options=options)).masked
-    options = DSAOptions(sequence_length=40)
-    assert not selected_attention(small_csa_config(4, options=options)).masked
 
 
 @pytest.mark.parametrize(
@@ -207,7 +198,7 @@ def test_plans_choose_for_their_gpu(fused):
     assert not any(name.startswith("sparse_attention") for name in ran)
     assert "selected keys: masked dense attention" in describe(after)
     assert "selected keys" not in describe(before)
-    assert not long.attention.masked and long.attention.crossover < 96
+    assert not long.attention.masked and long.attention.masked_up_to < 96
     assert "selected keys: sparse attention (sequences of 96 tokens" in describe(long)
     assert only_chunk(after).kept != only_chunk(before).kept
     assert after.operations["attention"] != before.operations["attention"]

@@ -3,16 +3,19 @@
 import pytest
 import torch
 
+from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.extras import info
 from megatron_dsa.extras.cli import build_parser
 from megatron_dsa.extras.planner.text import describe
 from megatron_dsa.layers import warm_up
-from megatron_dsa.layers.required_ops import attention_of, required_ops, visible_attention
+from megatron_dsa.layers.required_ops import required_ops
 from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.masked_attention.api import MOST_KEPT
 from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.training.model import print_start_table
+from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
 from tests.plans import BF16, only_chunk, plan
 
@@ -21,7 +24,7 @@ OPERATIONS = (VISIBLE_BITS, FORWARD, BACKWARD)
 
 def choice(stage="dense", **options):
     changes = options.pop("config", {})
-    return visible_attention(small_config(options=DSAOptions(stage=stage, **options), **changes))
+    return attention_of(small_config(options=DSAOptions(stage=stage, **options), **changes))
 
 
 @pytest.mark.parametrize("stage", ["dense", "warmup"])
@@ -29,17 +32,17 @@ def choice(stage="dense", **options):
 def test_masked_where_it_is_fused(fused, stage, length):
     found = choice(stage, sequence_length=length)
     assert not found.masked and "visible_bits is not fused here" in found.reason
-    assert not found.masked_runs
+    assert found.masked_up_to is None
     fused()
     found = choice(stage, sequence_length=length)
-    assert found.masked and found.masked_runs
+    assert found.masked and found.masked_up_to == MOST_KEPT
     assert found.reason == f"{length} tokens of a microbatch"
 
 
 def test_what_stays_with_dense_attention(fused):
     fused()
     found = choice(sequence_length=MOST_KEPT + 1)
-    assert not found.masked and found.longest == MOST_KEPT
+    assert not found.masked and found.masked_up_to == MOST_KEPT
     assert not choice(sequence_length=MOST_KEPT, packed_sequences=2).masked
     assert choice(sequence_length=MOST_KEPT // 2, packed_sequences=2).masked
     found = choice(sequence_length=64, interleaved_sequences=2)
@@ -72,23 +75,14 @@ def test_every_operation_has_to_be_fused(fused, missing):
     assert not choice(sequence_length=64, strict=True).masked
 
 
-def test_kernels_that_never_ran_on_the_gpu_are_not_taken(fused):
-    with dispatch.meta_dispatch((9, 0)):
-        fused(capabilities=((9, 0), (10, 0)), not_run=((10, 0),))
-        assert choice(sequence_length=64).masked
-    with dispatch.meta_dispatch((10, 0)):
-        found = choice(sequence_length=64)
-    assert not found.masked and "not run on one" in found.reason
-
-
 def test_stages_and_models_that_select(fused):
     fused()
     options = DSAOptions(sequence_length=64)
-    assert not visible_attention(small_config(options=options)).masked
+    assert not attention_of(small_config(options=options)).masked
     assert "selected keys" in attention_of(small_config(options=options)).describe()
     for stage in ("dense", "sparse"):
         config = small_csa_config(4, options=DSAOptions(stage=stage, sequence_length=64))
-        assert not visible_attention(config).masked and not attention_of(config).masked
+        assert not attention_of(config).masked
 
 
 def test_heads_of_a_rank_count(fused):
@@ -175,12 +169,3 @@ def test_info_says_which(fused, capsys):
     assert "visible_bits" not in found["operations"]["DeepSeek-V4-Pro"]
     info.print_info(build_parser().parse_args(["info"]))
     assert "visible keys: dense attention (no sequence length is given)" in capsys.readouterr().out
-
-
-def test_the_table_at_start_up_says_which(fused, capsys):
-    start()
-    fused()
-    candidate = dispatch.Candidate("torch", "", dispatch.Support(""), fused=False)
-    found = choice(sequence_length=64)
-    print_start_table([dispatch.Choice("one", candidate)], found)
-    assert capsys.readouterr().out.splitlines()[-1] == f"> megatron_dsa {found.describe()}"

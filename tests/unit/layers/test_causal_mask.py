@@ -5,8 +5,8 @@ import torch
 from megatron.core.transformer import cuda_graphs
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers import causal_mask
-from megatron_dsa.layers.causal_mask import require_causal_mask
+from megatron_dsa.layers import from_megatron
+from megatron_dsa.layers.from_megatron import require_causal_mask
 from megatron_dsa.ops.layout.sharding import CP_LAYOUTS, Sharding
 from tests.host import attention_module, hidden_like, packed, small_config, small_csa_config
 
@@ -49,7 +49,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("block", [1, 1 << 24])
 def test_refused(name, block, monkeypatch):
-    monkeypatch.setattr(causal_mask, "_BLOCK", block)
+    monkeypatch.setattr(from_megatron, "_MASK_BLOCK", block)
     with pytest.raises(ConfigError, match=r"attention_mask must be None.*packed_seq_params"):
         require_causal_mask(WRONG[name], ROWS, Sharding(), packed=False)
 
@@ -59,7 +59,7 @@ def test_causal_masks_are_taken_and_read_once(leading, monkeypatch):
     mask = causal(*leading)
     require_causal_mask(mask, ROWS, Sharding(), packed=False)
     with monkeypatch.context() as patch:
-        patch.setattr(causal_mask, "_is_causal", None)
+        patch.setattr(from_megatron, "_is_causal", None)
         require_causal_mask(mask, ROWS, Sharding(), packed=False)
     mask[..., 3, 1] = True  # in place: read again
     with pytest.raises(ConfigError, match="attention_mask"):

@@ -63,7 +63,7 @@ def built(config, delayed, monkeypatch):
     if delayed:
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        from megatron_dsa.layers.layers import ReplicatedLinear
+        from megatron_dsa.layers.linears import ReplicatedLinear
 
         for linear in (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear):
             original = linear.__init__

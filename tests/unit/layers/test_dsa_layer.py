@@ -211,7 +211,7 @@ def test_evaluation_computes_no_loss():
 @pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, evaluates):
-    """16: start-up probes what a step calls."""
+    """Start-up chooses the operations that a step calls."""
     from megatron_dsa.layers.required_ops import called_ops
 
     def without_teacher(original):

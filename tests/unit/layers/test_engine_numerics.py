@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
-from megatron_dsa.layers import csa_core, dsa_core
+from megatron_dsa.layers.core import CoreAttention
 from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import small_config, small_csa_config
 from tests.reference import engine_scores as reference
@@ -38,15 +38,14 @@ def model_of(kind, options, dtype=torch.float32, **settings):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layer_selects_what_the_reference_does(kind, monkeypatch):
     """From its own bf16 projections, with weights whose constants are multiplied in fp32."""
-    core = csa_core if kind == "hybrid" else dsa_core
-    calls, original = [], core.balanced_topk
+    calls, original = [], CoreAttention.topk
 
-    def recorded(inputs, *arguments, **settings):
-        made = original(inputs, *arguments, **settings)
+    def recorded(core, inputs, *arguments):
+        made = original(core, inputs, *arguments)
         calls.append((inputs, made[0]))
         return made
 
-    monkeypatch.setattr(core, "balanced_topk", recorded)
+    monkeypatch.setattr(CoreAttention, "topk", recorded)
     model = model_of(kind, ENGINE, torch.bfloat16)
     raw = []
     for name, module in model.named_modules():

@@ -218,7 +218,7 @@ def test_dsa(stage, mode, add):
         for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
             add(operation.name, lambda torchs: torchs)
     module, sizes = small_dsa(stage, mode)
-    assert module.masked == (stage in ("masked", "visible"))
+    assert module.choice.masked == (stage in ("masked", "visible"))
     check(dsa_rows(), saved(module, sizes["s"]), sizes, stage, mode)
 
 

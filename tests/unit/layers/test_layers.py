@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.layers.linears import ReplicatedLinear
 from tests.host import small_config, start
 
 

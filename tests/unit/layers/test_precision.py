@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.layers.precision import bf16_linear, bf16_weight_linear, dequantised
+from megatron_dsa.layers.linears import bf16_linear, bf16_weight_linear, dequantised
 from tests.host import attention_module, small_config, small_csa_config, start
 
 QUANTISED = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}

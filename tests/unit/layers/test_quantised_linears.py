@@ -95,7 +95,7 @@ def test_a_quantised_weight_is_read_in_bf16(recipe):
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
     from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
 
-    from megatron_dsa.layers.frame import weight_of
+    from megatron_dsa.layers.linears import weight_of
 
     with get_fp8_context(config, is_init=True):
         linear = TEColumnParallelLinear(

@@ -8,8 +8,9 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import preset
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers import dsa_indexer
 from megatron_dsa.layers.dsa_indexer import DSAIndexer
-from megatron_dsa.layers.precision import multiplies_plainly
+from megatron_dsa.layers.linears import uses_plain_weight
 from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs, LatentQueries
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error
@@ -62,7 +63,7 @@ def test_steps_are_those_of_queries_that_are_kept(attention, recompute, blocks, 
     options = in_small_blocks(options) if blocks else options
     found = step(layer(options=options, recompute=recompute))
     assert kinds == [True]
-    monkeypatch.setattr(DSAIndexer, "_reads_query_weight", lambda self: False)
+    monkeypatch.setattr(dsa_indexer, "can_read_weight", lambda *_: False)
     expected = step(layer(options=options, recompute=recompute))
     assert kinds == [True, False]
     assert found.keys() == expected.keys()
@@ -195,7 +196,7 @@ def recipe(quantised=True, nonquantised=False, fp8=None, fp4=None):
 )
 def test_a_quantised_linear_is_called(fp8, params, plain):
     config = SimpleNamespace(fp8=fp8, fp4=None)
-    assert multiplies_plainly(SimpleNamespace(te_quant_params=params), config) == plain
+    assert uses_plain_weight(SimpleNamespace(te_quant_params=params), config) == plain
 
 
 @pytest.mark.gpu
@@ -211,7 +212,7 @@ def test_steps_of_v3_2_are_those_of_queries_that_are_kept(attention, kinds, monk
         persist_layer_norm=False, bias_dropout_fusion=False,
     )  # fmt: skip
     found = step(attention_module(config).train(), 4096)
-    monkeypatch.setattr(DSAIndexer, "_reads_query_weight", lambda self: False)
+    monkeypatch.setattr(dsa_indexer, "can_read_weight", lambda *_: False)
     expected = step(attention_module(config).train(), 4096)
     assert kinds == [True, False]
     for name, gradient in expected.items():

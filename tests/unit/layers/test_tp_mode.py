@@ -2,16 +2,11 @@
 
 import pytest
 
+from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.planner.text import describe
-from megatron_dsa.layers.required_ops import (
-    SelectedAttention,
-    VisibleAttention,
-    required_ops,
-    selected_attention,
-    tensor_parallel_mode,
-)
+from megatron_dsa.layers.required_ops import required_ops
 from tests.host import small_config, small_csa_config, stop
 from tests.plans import BF16, plan
 
@@ -21,7 +16,7 @@ NO_LOSS = {"dsa_indexer_loss_coeff": 0.0}
 
 
 def mode_of(changes=TP2, **options):
-    return tensor_parallel_mode(small_config(options=DSAOptions(**options), **changes))
+    return attention_of(small_config(options=DSAOptions(**options), **changes)).tp_mode
 
 
 @pytest.mark.parametrize(
@@ -51,14 +46,6 @@ def test_other_stages_go_by_heads(stage):
     changes = TP2 | DENSE_LOSS
     assert mode_of(changes, tp_mode="select", stage=stage) == "heads"
     assert mode_of(changes, tp_mode="auto", stage=stage) == "heads"
-
-
-def test_what_is_known_is_not_decided_again():
-    config = small_config(options=DSAOptions(selected_attention="masked"), **TP2)
-    assert tensor_parallel_mode(config, SelectedAttention(False, "")) == "sequence"
-    assert tensor_parallel_mode(config, selected_attention(config)) == "select"
-    config = small_config(options=DSAOptions("dense"), **TP2)
-    assert tensor_parallel_mode(config, VisibleAttention(True, "")) == "heads"
 
 
 @pytest.mark.parametrize(

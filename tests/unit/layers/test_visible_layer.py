@@ -36,7 +36,7 @@ def step(masked, stage, case=Step(), **changes):
     options = DSAOptions(stage=stage, freeze_main=False, sequence_length=TOKENS, named=named)
     changes = {"dsa_indexer_use_sparse_loss": False} | case.changes | changes
     module = attention_module(small_config(options=options, **changes)).train()
-    assert module.masked == masked
+    assert module.choice.masked == masked
     found = train(module, case)
     ran, ours = set(report()), {operation.name for operation in OPERATIONS}
     assert ours <= ran if masked else not ours & ran
@@ -120,4 +120,4 @@ def test_delayed_weight_gradients(all_fused):
 def test_long_batches_stay_with_dense_attention(all_fused):
     options = DSAOptions(stage="dense", sequence_length=MOST_KEPT + 1)
     module = attention_module(small_config(options=options))
-    assert not module.masked
+    assert not module.choice.masked

@@ -198,9 +198,9 @@ def no_pairs(monkeypatch):
         return touch(v, q, k), None
 
     start()
-    for name in ("modules.dsa_core", "modules.csa_core"):
-        module = importlib.import_module(f"megatron_dsa.{name}")
-        monkeypatch.setattr(module, "balanced_topk", select)
+    monkeypatch.setattr(importlib.import_module("megatron_dsa.layers.core"), "indexer_topk", select)
+    for name in ("dsa_core", "csa_core"):
+        module = importlib.import_module(f"megatron_dsa.layers.{name}")
         monkeypatch.setattr(module, "dense_indexer_loss", loss)
     core = importlib.import_module("megatron_dsa.layers.csa_core")
     monkeypatch.setattr(core, "sparse_attention", sparse)

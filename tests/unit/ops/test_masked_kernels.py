@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import preset
 from megatron_dsa.dsa_kernels import (
@@ -18,7 +19,6 @@ from megatron_dsa.dsa_kernels import (
     masked_attention,
 )
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
-from megatron_dsa.layers.required_ops import selected_attention
 from megatron_dsa.ops.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.ops.layout.layout import packed_layout
 from megatron_dsa.ops.masked_attention.spec import (
@@ -173,7 +173,7 @@ def test_glm_5_takes_them_where_they_are_cheaper():
             params_dtype=torch.bfloat16,
         )  # fmt: skip
         with meta_dispatch((9, 0)):
-            assert selected_attention(config).masked == masked
+            assert attention_of(config).masked == masked
 
 
 def random_lists(tokens, topk, causal=True, keys=None, seed=0):

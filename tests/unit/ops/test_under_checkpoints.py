@@ -72,12 +72,12 @@ def absorbed(q, kv, weights, *index, **settings):
 
 
 def gathered(x, weight):
-    keys, proxy = gather.finish_gather(gather.start_gather(x, None))
+    keys, proxy = gather.finish_with_proxy(gather.start_gather(x, None))
     return gather.gathered_product(keys, proxy, weight)
 
 
 def ordered(x):
-    keys, proxy = gather.finish_gather(gather.start_gather(x, None))
+    keys, proxy = gather.finish_with_proxy(gather.start_gather(x, None))
     ours, proxy = csa_keys._InOrder.apply(keys, proxy, torch.arange(T).flip(0))
     return kernels.sparse_attention(
         ours[:, None], ours, indices(), v_dim=4, kv_grad=proxy, **SCALE

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.muon.blocks import is_left_to_adamw, number_of_blocks
 from megatron_dsa.layers.weight_blocks import (
     LocalBlocks,
     block_rows,
-    is_left_to_adamw,
-    leave_to_adamw,
     local_blocks,
-    number_of_blocks,
-    split_for_muon,
+    mark_row_blocks,
+    mark_table,
 )
 
 
@@ -59,28 +58,28 @@ def test_a_mark_is_the_same_on_every_rank():
     """It names the rows of a block: nothing of it depends on how many blocks a rank holds."""
     for ranks in (1, 2, 8):
         part = weight(32 // ranks, partition_dim=0 if ranks > 1 else None)
-        split_for_muon(part, (4,), ranks)
+        mark_row_blocks(part, (4,), ranks)
         assert block_rows(part) == (4,) and number_of_blocks(part, ranks) == 8
 
 
 def test_a_replicated_weight_is_whole():
     part = weight(12)
-    split_for_muon(part, (3,), 4)
+    mark_row_blocks(part, (3,), 4)
     assert number_of_blocks(part, 4) == 4
     with pytest.raises(ConfigError, match="must divide the 12 rows"):
-        split_for_muon(part, (48,), 4)
+        mark_row_blocks(part, (48,), 4)
 
 
 def test_columns_are_refused():
     with pytest.raises(ConfigError, match="divided along dim 1"):
-        split_for_muon(weight(12, partition_dim=1), (3,), 2)
+        mark_row_blocks(weight(12, partition_dim=1), (3,), 2)
     with pytest.raises(ConfigError, match="rows of a matrix"):
-        split_for_muon(torch.nn.Parameter(torch.zeros(12)), (3,), 1)
+        mark_row_blocks(torch.nn.Parameter(torch.zeros(12)), (3,), 1)
 
 
 def test_what_is_left_to_adamw():
     matrix, vector, table, embedding = weight(8), torch.zeros(8), weight(8), weight(8)
-    leave_to_adamw(table)
+    mark_table(table)
     embedding.is_embedding_or_output_parameter = True
     left = [is_left_to_adamw(p) for p in (matrix, vector, table, embedding)]
     assert left == [False, True, True, True]

@@ -32,14 +32,14 @@ def full_gradient(rows, columns):
 
 
 def marked(gradient, pattern, ranks=1, partition_dim=None):
-    from megatron_dsa.layers.weight_blocks import split_for_muon
+    from megatron_dsa.layers.weight_blocks import mark_row_blocks
 
     parameter = torch.nn.Parameter(torch.ones_like(gradient))
     parameter.grad = gradient.clone()
     parameter.tensor_model_parallel = partition_dim is not None
     parameter.partition_dim = 0 if partition_dim is None else partition_dim
     if pattern is not None:
-        split_for_muon(parameter, pattern, ranks)
+        mark_row_blocks(parameter, pattern, ranks)
     return parameter
 
 

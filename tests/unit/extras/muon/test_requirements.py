@@ -91,7 +91,7 @@ def test_rows_that_do_not_fit_stop_the_start():
     """A module whose blocks do not divide its weight is not built."""
     import torch
 
-    from megatron_dsa.layers.weight_blocks import split_for_muon
+    from megatron_dsa.layers.weight_blocks import mark_row_blocks
 
     with pytest.raises(ConfigError, match="must divide the 10 rows"):
-        split_for_muon(torch.nn.Parameter(torch.zeros(10, 4)), (4,), 1)
+        mark_row_blocks(torch.nn.Parameter(torch.zeros(10, 4)), (4,), 1)

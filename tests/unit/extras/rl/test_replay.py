@@ -80,7 +80,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
 
     Without a loss the indexer does not even run.
     """
-    from megatron_dsa.layers import csa_core, dsa_core
+    from megatron_dsa.layers.core import CoreAttention
 
     config, arguments, changes = MODELS[kind]
     model = gpt(config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient))
@@ -104,13 +104,13 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
     # Every layer's calls come in the order of microbatches, in forward and recomputed passes.
     calls, current = {}, []
 
-    def instead(inputs, layout, width, ranks, *, compressed=None, policy=None):
+    def instead(core, inputs, layout, ranks, compressed=None):
+        width = core.config.dsa_indexer_topk
         keys = layout if compressed is None else compressed.layout
         place = calls.setdefault((in_backward(), id(current[-1])), iter(lists))
         return positions_to_rows(next(place), keys, width)
 
-    for module in (dsa_core, csa_core):
-        monkeypatch.setattr(module, "balanced_topk", instead)
+    monkeypatch.setattr(CoreAttention, "topk", instead)
     for core in (m for m in model.modules() if getattr(m, "selects", False)):
         of_dsa = ("forward_sparse", "forward_masked")
         for name in of_dsa if hasattr(core, of_dsa[0]) else ("forward",):

@@ -16,10 +16,10 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel import absorbed_attention as module
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.ops.sparse_attention import absorbed as module
 from megatron_dsa.ops.sparse_attention.api import token_blocks
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 from megatron_dsa.ops.sparse_attention.tilelang import launch
@@ -638,7 +638,7 @@ def test_fixed_point_hides_nothing_that_is_not_finite(blocks_of, hopper, fixed_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_host_synchronisation(recompute, blocks_of, hopper):
-    """24."""
+    """The host runs ahead of the device: a synchronisation per layer would stall it."""
     blocks_of(64)
     call = real_call(64)
     for attempt in range(2):  # the first call may load kernels

@@ -4,7 +4,6 @@ On GPUs in bf16 by fused kernels, over NCCL; on the CPU few tokens and heads in 
 """
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -105,14 +104,14 @@ def case_of(layer, is_packed, mode, backend):
 
 def _step(case, tp, cp):
     """Output, gradients and selections of a step; what ran."""
+    from megatron_dsa.layers.core import CoreAttention
     from megatron_dsa.ops.dispatch import report, reset_report
 
     module, x, packing = build(case, tp, cp)
-    selector = importlib.import_module(f"megatron_dsa.{case.selector}")
-    original, lists = selector.balanced_topk, []
+    original, lists = CoreAttention.topk, []
 
-    def recorded(inputs, layout, *args, compressed=None, **settings):
-        found = original(inputs, layout, *args, compressed=compressed, **settings)
+    def recorded(core, inputs, layout, ranks, compressed=None):
+        found = original(core, inputs, layout, ranks, compressed)
         rows = (layout if compressed is None else compressed.layout).key_rows
         slots = found[0].long()
         if rows is not None:
@@ -121,7 +120,7 @@ def _step(case, tp, cp):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selector, "balanced_topk", recorded)
+        patch.setattr(CoreAttention, "topk", recorded)
         reset_report()
         out, _ = module(x, None, packed_seq_params=packing)
         out.square().sum().backward()

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron_dsa.layers.parallel.ring.combine import Combined, merge_torch
+from megatron_dsa.ops.dense_attention.ring.combine import Combined, merge_torch
 from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
 from tests.helpers import relative_error
 
-KERNELS = "megatron_dsa.layers.parallel.ring.combine_triton"
+KERNELS = "megatron_dsa.ops.dense_attention.ring.combine_triton"
 SHAPES = [(52, 3, 24), (64, 128, 128)]
 #: Of the query rows that the second and the third part are of.
 RANGES = [(0, None), (40, None), (0, 17), (9, 50)]
@@ -83,7 +83,7 @@ def test_triton_interpreted():
 
 def main():
     """What runs in the interpreter: into sums in place, and into a result of another dtype."""
-    from megatron_dsa.layers.parallel.ring.combine_triton import merge
+    from megatron_dsa.ops.dense_attention.ring.combine_triton import merge
 
     prepare_interpreter()
     for ranges in RANGES:

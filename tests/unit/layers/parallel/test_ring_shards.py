@@ -9,15 +9,15 @@ import torch
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.layers.parallel.ring import (
+from megatron_dsa.ops import dispatch
+from megatron_dsa.ops.dense_attention import torch as torch_block
+from megatron_dsa.ops.dense_attention.ring import (
     ContiguousShard,
     PackedRuns,
     PackedZigzagShard,
     ZigzagShard,
     token_shard,
 )
-from megatron_dsa.ops import dispatch
-from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.compressed import visible_groups
@@ -183,10 +183,7 @@ def test_what_evaluation_formed_can_be_trained_with():
         assert kept and not any(x.is_inference() for x in kept)
 
 
-def test_wrong_rows_are_explained():
-    cu = cumulative((5, 3))
-    with pytest.raises(ConfigError, match=r"runs must be those of 2 ranks, 4 rows each, got \[4"):
-        PackedRuns(2, 0, 4, cu, 5, runs=(((0, 4),), ((4, 2),)))
+def test_layouts_without_sequences_are_refused():
     with pytest.raises(ConfigError, match="layout must be one of sequences"):
         token_shard(visible_groups(bshd_layout(8, 1, CPU), 4))
 
@@ -269,7 +266,7 @@ def test_wrong_latents_are_explained():
     weights = {"softmax_scale": 0.3}
     with pytest.raises(ConfigError, match=r"latents must be \[32, R \+ P\]"):
         gathered_latent_attention(q[16:], latents[:16], w_uk, w_uv, layout, **weights)
-    with pytest.raises(ConfigError, match=r"latent_grad must be torch\.float64 \[32, 14\]"):
+    with pytest.raises(ConfigError, match="latent_grad must have dtype float64"):
         gathered_latent_attention(
             q[16:], latents, w_uk, w_uv, layout, latent_grad=latents.float(), **weights
         )

@@ -36,7 +36,7 @@ def _run(case, tp, cp):
         if all(candidate.name != "mine" for candidate in operation.candidates):
             operation.add(Candidate("mine", torchs.kernel, Support("any shape")))
     module, x, packing = build(case, tp, cp)
-    assert module.masked
+    assert module.choice.masked
     empty_log(1, x.device)
     reset_report()
     out, _ = module(x, None, packed_seq_params=packing)

@@ -21,10 +21,14 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.layers.parallel.gather import gathered_product
-from megatron_dsa.layers.parallel.ring import ContiguousShard, attention, gathered_latent_attention
-from megatron_dsa.layers.parallel.ring.exchange import Ring
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.dense_attention.blocks import torch_kernel
+from megatron_dsa.ops.dense_attention.ring import (
+    ContiguousShard,
+    attention,
+    gathered_latent_attention,
+)
+from megatron_dsa.ops.dense_attention.ring.exchange import Ring
 from megatron_dsa.ops.hyper_connections.api import (
     Connection,
     read_head,

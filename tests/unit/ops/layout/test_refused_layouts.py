@@ -1,7 +1,6 @@
 """Layouts that describe no batch are refused: on the CPU at once, on a GPU by an assertion."""
 
 import dataclasses
-import functools
 import os
 from types import SimpleNamespace
 
@@ -12,9 +11,8 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.layers.parallel.ring.runs import PackedRuns
-from megatron_dsa.layers.parallel.ring.shards import PackedZigzagShard
 from megatron_dsa.ops.common import checks
+from megatron_dsa.ops.dense_attention.ring.shards import PackedZigzagShard
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
@@ -218,29 +216,9 @@ def test_tables_of_other_ranks_are_refused():
         compressed_keys(layout, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "cu_seqlens", "max_seqlen", "message"),
-    [
-        ("zigzag", (0, 8, 4, 16), 16, "cu_seqlens must never decrease"),
-        ("zigzag", (0, 8, 20), 16, "end at or before the 16 tokens"),
-        ("zigzag", (0, 4, 16), 7, "max_seqlen must be at least the longest"),
-        ("zigzag", (0, 6, 16), 16, r"lengths with padding must be multiples of 2 \* cp = 4"),
-        ("runs", (0, 4, 16), 7, "max_seqlen must be at least the longest"),
-        ("runs", (1, 4, 16), 16, "cu_seqlens must start at 0"),
-    ],
-)
-def test_rows_of_a_ring_are_refused_alike(kind, cu_seqlens, max_seqlen, message):
-    make = PackedZigzagShard
-    if kind == "runs":
-        make = functools.partial(PackedRuns, runs=(((0, 8),), ((8, 8),)))
-    make(2, 0, 8, ends(0, 4, 16), 12)
-    with pytest.raises(ConfigError, match=message):
-        make(2, 0, 8, ends(*cu_seqlens), max_seqlen)
-
-
-def test_padding_counts_in_the_longest_length_of_a_zigzag():
-    with pytest.raises(ConfigError, match="longest sequence with its padding, got 6"):
-        PackedZigzagShard(2, 0, 8, ends(0, 3, 9), 6, ends(0, 4, 16))
+def test_uneven_sequences_of_a_zigzag_are_refused():
+    with pytest.raises(ConfigError, match=r"lengths with padding must be multiples of 2 \* cp = 4"):
+        PackedZigzagShard(2, 0, 8, ends(0, 6, 16), 16)
 
 
 # On a GPU

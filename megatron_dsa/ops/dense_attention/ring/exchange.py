@@ -1,8 +1,7 @@
-"""How blocks of keys come to a rank and their gradients go home: over a ring, or all at once.
+"""Key exchange between ranks (ring, or blocks that are gathered already) and its backward.
 
-On the ring, the next block is on its way while the current one is computed with, and the gradient
-of the last block while that of the current one is. Gathered blocks are there before; their gather
-sends their gradients home (:mod:`megatron_dsa.layers.parallel.gather`).
+On the ring, the next block and the last gradient travel while the current ones are computed. The
+gather of gathered blocks returns their gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Exchange(Protocol):
         """
 
     def wait(self) -> None:
-        """End the step: what is computed from here on sees ``receive`` and may reuse ``send``."""
+        """End the step: from here on ``receive`` can be read, and ``send`` written."""
 
 
 class RingExchange:
@@ -37,7 +36,6 @@ class RingExchange:
         self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        """See :class:`Exchange`."""
         # One batch: a rank that sends first and receives later would wait for itself.
         requests = distributed.batch_isend_irecv(
             [
@@ -49,7 +47,6 @@ class RingExchange:
         self._pending = (requests, send, receive)
 
     def wait(self) -> None:
-        """See :class:`Exchange`; with NCCL the current stream waits, the host does not."""
         assert self._pending is not None
         for request in self._pending[0]:
             request.wait()
@@ -57,31 +54,25 @@ class RingExchange:
 
 
 class Ring:
-    """Blocks go round a ring, from each rank to the next.
-
-    Args:
-        exchange: makes an :class:`Exchange`; one is asked for per kind of message.
-        cp, rank: ranks on the ring, and which of them this is.
-    """
+    """Blocks go round a ring; ``exchange`` makes an :class:`Exchange` per kind of message."""
 
     def __init__(self, exchange: Callable[[], Exchange], cp: int, rank: int):
         self._exchange, self._cp, self._rank = exchange, cp, rank
 
-    def blocks(self, own: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank's block with its rank, the own one first.
+    def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield every rank's block with its rank, the local one first.
 
-        A block is good until the next one is asked for. Later ones may overwrite ``own`` if it is
-        ``disposable``.
+        A block is valid until the next one. Later ones overwrite ``local`` if it is ``disposable``.
         """
         exchange = self._exchange() if self._cp > 1 else None
-        # One buffer is computed with and sent, another receives.
-        current = own
+        # One buffer is read and sent, another receives.
+        current = local
         spares: list[torch.Tensor] = []
         for step in range(self._cp):
             more = step + 1 < self._cp
             if more:
                 assert exchange is not None
-                received = spares.pop() if spares else torch.empty_like(own)
+                received = spares.pop() if spares else torch.empty_like(local)
                 exchange.start(current, received)
             yield (self._rank - step) % self._cp, current
             if more:
@@ -92,7 +83,7 @@ class Ring:
                 current = received
 
     def gradients(self, shape, dtype: torch.dtype, device) -> RingGradients:
-        """Return what collects the gradients of the blocks, in the order of :meth:`blocks`."""
+        """Return a collector of the gradients, in the order of :meth:`blocks`."""
         exchange = self._exchange() if self._cp > 1 else None
         return RingGradients(exchange, torch.empty(shape, dtype=dtype, device=device))
 
@@ -106,7 +97,7 @@ class RingGradients:
         self._spare: torch.Tensor | None = None
 
     def start(self) -> None:
-        """Send the last block's gradient on; call it before computing with the next block."""
+        """Send the last block's gradient on; to be called before the next block's is computed."""
         if self._fresh:
             return
         self._arrive()
@@ -117,10 +108,9 @@ class RingGradients:
         self._coming = True
 
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
-        """Return the current block's gradient so far, and how to put a part there.
+        """Return the current block's gradient, and ``Tensor.copy_`` or ``Tensor.add_``.
 
-        The second is ``torch.Tensor.copy_`` where nothing is there yet, else ``Tensor.add_``. What
-        is put there first must be of all tokens.
+        The first part, which is copied, must be of all tokens.
         """
         if self._fresh:
             self._fresh = False
@@ -129,7 +119,7 @@ class RingGradients:
         return self._current, torch.Tensor.add_
 
     def home(self) -> torch.Tensor:
-        """Return the gradient of the own block; call it after all blocks."""
+        """Return the gradient of the local block; to be called after all blocks."""
         if self._exchange is not None:
             self.start()
             self._arrive()
@@ -145,27 +135,20 @@ class RingGradients:
 
 
 class Gathered:
-    """Blocks that are all there already, one rank's after the other; nothing is sent.
-
-    Args:
-        cp, rank: number of blocks, and which of them is this rank's.
-    """
+    """Blocks that are gathered already, one rank's after the other; nothing is sent."""
 
     def __init__(self, cp: int, rank: int):
         self._cp, self._rank = cp, rank
 
-    def blocks(self, own: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank's block with its rank, the own one first.
-
-        ``own`` is all of them and is never written.
-        """
-        blocks = own.chunk(self._cp)
+    def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield every rank's block with its rank, the local one first; ``local`` holds all."""
+        blocks = local.chunk(self._cp)
         for step in range(self._cp):
             source = (self._rank - step) % self._cp
             yield source, blocks[source]
 
     def gradients(self, shape, dtype: torch.dtype, device) -> GatheredGradients:
-        """Return what collects the gradients of all blocks; ``shape`` is that of them together."""
+        """Return a collector of the gradients; ``shape`` is of all blocks together."""
         return GatheredGradients(torch.zeros(shape, dtype=dtype, device=device), self._cp)
 
 

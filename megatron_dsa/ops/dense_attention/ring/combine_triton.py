@@ -21,7 +21,7 @@ def _merge(
     inside = (head < H)[:, None] & (dim < D)[None, :]
     at = row * sums_row + head[:, None] * sums_head + dim[None, :]
     value = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
-    # Rows outside of the part are only copied: they are treated as if they saw nothing there.
+    # Tokens outside of the part are only copied, as if they saw nothing there.
     row_in_part = row - first
     heads = (head < H) & (row_in_part >= 0) & (row_in_part < count)
     old = tl.load(lse + row * H + head, mask=head < H, other=float("-inf"))

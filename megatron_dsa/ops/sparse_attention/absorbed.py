@@ -2,15 +2,11 @@
 
 Attention runs in the space of the latents: ``W_uk`` is multiplied into the queries and ``W_uv``
 follows the output, so that all heads share one key. Queries and outputs are three to four times
-wider there. They and their gradients exist for one block of tokens at a time
-(``token_blocks``), forward and backward.
+wider there, so they and their gradients exist for one block of tokens at a time; the backward
+computes absorbed queries again.
 
-What is saved is the narrow ``q``, ``kv``, the index lists, ``lse``, the local weights and, unless
-it is recomputed, the latent output. Absorbed queries are formed again in the backward.
-
-In sequence mode a rank attends with all heads, so it needs the weights of all tensor-parallel
-ranks. They are gathered once per pass: kept, they would take 34 MB per layer of DeepSeek-V3.2.
-Their gradient is summed over ranks in fp32 and rounded once.
+With ``group`` a rank attends with all heads. The weights of all ranks are gathered once per pass
+(kept, they would take 34 MB per layer of DeepSeek-V3.2); their gradient is summed in fp32.
 """
 
 from collections.abc import Iterator
@@ -21,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.layers.parallel.gather import all_gather_async, reduce_scatter_async
 from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     add_bmm,
@@ -31,6 +26,7 @@ from megatron_dsa.ops.common.arithmetic import (
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
 from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.fixed_point import largest
@@ -46,48 +42,33 @@ from megatron_dsa.ops.sparse_attention.spec import (
 
 
 class AbsorbedAttentionOutput(NamedTuple):
-    """What :func:`absorbed_attention` returns."""
+    """See :func:`absorbed_attention`."""
 
-    #: ``[Sq, H, V]`` in q's dtype; 0 for tokens that select nothing.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32, natural log over the selected keys, ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[Sq, K]`` fp32, sum over the heads of ``q`` of the probabilities, 0 at invalid entries;
-    #: ``None`` unless it was asked for.
     p_sum: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What takes no part in autograd and holds no tensor.
-
-    Attributes:
-        attention: how the operations are called.
-        blocks: of tokens, one after the other.
-        kernel_heads: heads that the forward's kernel computes: those of the call, and padding.
-        keeps_latents: whether the latent output is saved for the backward.
-        group: the ranks that share the heads, or ``None``.
-    """
+    """Arguments that take no part in autograd."""
 
     attention: Settings
     blocks: tuple[slice, ...]
-    kernel_heads: int
+    kernel_heads: int  # heads that the forward's kernel computes, padding included
     keeps_latents: bool
     group: Any
 
 
 class _Blocks:
-    """The inputs of a pass, and buffers for what a block makes of them.
-
-    Absorbed queries are written into a tensor of ``heads`` heads, of which q has the first.
-    """
+    """Inputs of a pass, and a buffer for the absorbed queries of a block, padded to ``heads``."""
 
     def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
         self.rank = weights.shape[2]
-        self.own = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
-        self.w_uk, self.w_uv = weights[:, : self.own], weights[:, self.own :]
+        self.nope = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
+        self.w_uk, self.w_uv = weights[:, : self.nope], weights[:, self.nope :]
         self.absorbed = self.buffer(heads, kv.shape[1])
         if heads > q.shape[1]:
             self.absorbed[:, q.shape[1] :] = 0.0
@@ -97,12 +78,12 @@ class _Blocks:
         return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return the attention of some tokens; absorbed queries stay until the next call."""
+        """Return the inputs of a block; its absorbed queries stay until the next call."""
         q = self.q[tokens]
         padded = self.absorbed[: len(q)]
         absorbed = padded[:, : q.shape[1]]
-        write_head_products(q[..., : self.own], self.w_uk, absorbed[..., : self.rank])
-        absorbed[..., self.rank :] = q[..., self.own :]
+        write_head_products(q[..., : self.nope], self.w_uk, absorbed[..., : self.rank])
+        absorbed[..., self.rank :] = q[..., self.nope :]
         length = None if self.length is None else self.length[tokens]
         inputs = self.attention.inputs(
             absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
@@ -117,7 +98,7 @@ class _AbsorbedAttention(torch.autograd.Function):
     def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
         blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, indices, length)
-        out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.own)
+        out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         latents, lses, p_sums = [], [], []
         for tokens in p.blocks:
             inputs = blocks.inputs(tokens, p.attention.want_p_sum)
@@ -142,7 +123,6 @@ class _AbsorbedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
-        """Return all gradients; the sparse indexer loss exists in here only."""
         p: _Plan = ctx.plan
         q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
@@ -150,7 +130,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         # The kernels of the backward take queries without padding.
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
         if dout is None:  # nothing reads the output; other ranks take part
-            dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.own)
+            dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
@@ -175,14 +155,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Backward:
-    """The backward of all blocks, run one after the other.
-
-    Attributes:
-        keys: the gradient of the keys.
-        dq: ``[Sq, H, D]``, filled block by block, or ``None``.
-        dweights: that of the weights of all heads ``[H, A + V, R]``, in the accumulation dtype, or
-            ``None``.
-    """
+    """The backward of all blocks, run one after the other; sums gradients."""
 
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
@@ -207,8 +180,8 @@ class _Backward:
             part = blocks[some]
             tokens = slice(part[0].start, part[-1].stop)
             teacher = _joined([self.run(block, teaches=True) for block in part])
-            own_length = None if length is None else length[tokens]
-            yield TeacherPart(tokens, indices[tokens], own_length, teacher)
+            of_part = None if length is None else length[tokens]
+            yield TeacherPart(tokens, indices[tokens], of_part, teacher)
             del teacher  # before the next part takes memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
@@ -234,36 +207,33 @@ class _Backward:
         return p_sum
 
     def _add_weights(self, tokens: slice, absorbed, latent) -> None:
-        """Add the gradient of the weights, given that of absorbed queries, and latent outputs."""
         blocks, q, dout = self.blocks, self.blocks.q[tokens], self.dout[tokens]
         if self.dweights is None:
-            shape = q.shape[1], blocks.own + dout.shape[2], blocks.rank
+            shape = q.shape[1], blocks.nope + dout.shape[2], blocks.rank
             self.dweights = q.new_zeros(shape, dtype=accumulation_dtype(q.dtype))
-        of_keys, of_values = self.dweights.split([blocks.own, dout.shape[2]], dim=1)
-        own = q[..., : blocks.own].permute(1, 2, 0)
-        add_bmm(of_keys, own, absorbed[..., : blocks.rank].transpose(0, 1))
+        of_keys, of_values = self.dweights.split([blocks.nope, dout.shape[2]], dim=1)
+        nope = q[..., : blocks.nope].permute(1, 2, 0)
+        add_bmm(of_keys, nope, absorbed[..., : blocks.rank].transpose(0, 1))
         add_bmm(of_values, dout.permute(1, 2, 0), latent.transpose(0, 1))
 
     def _write_queries(self, tokens: slice, absorbed) -> None:
-        """Write the gradient of the queries, given that of absorbed ones."""
         blocks = self.blocks
         if self.dq is None:
             self.dq = torch.empty_like(blocks.q, memory_format=torch.contiguous_format)
-        dq, rank, to_own = self.dq[tokens], blocks.rank, blocks.w_uk.transpose(1, 2)
-        write_head_products(absorbed[..., :rank], to_own, dq[..., : blocks.own])
-        dq[..., blocks.own :] = absorbed[..., rank:]
+        dq, rank, w_ku = self.dq[tokens], blocks.rank, blocks.w_uk.transpose(1, 2)
+        write_head_products(absorbed[..., :rank], w_ku, dq[..., : blocks.nope])
+        dq[..., blocks.nope :] = absorbed[..., rank:]
 
 
 def _bounds(x: _Blocks, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bounds of absorbed queries and gradients of latent outputs, by Cauchy-Schwarz."""
-    own, rope = x.q.split([x.own, x.q.shape[2] - x.own], dim=2)
-    queries = largest(_largest_vector(own) * _largest_column(x.w_uk))
+    nope, rope = x.q.split([x.nope, x.q.shape[2] - x.nope], dim=2)
+    queries = largest(_largest_vector(nope) * _largest_column(x.w_uk))
     outputs = largest(_largest_vector(dout) * _largest_column(x.w_uv))
     return torch.maximum(queries, largest(rope)), outputs
 
 
 def _largest_column(weights: torch.Tensor) -> torch.Tensor:
-    """Return the largest norm of a column of each head's ``weights [H, A, R]``."""
     wide = accumulation_dtype(weights.dtype)
     return torch.linalg.vector_norm(weights, dim=1, dtype=wide).amax(1)
 
@@ -292,7 +262,7 @@ def absorbed_attention(
 ) -> AbsorbedAttentionOutput:
     """Attend from every query token to its own list of latents (multi-head latent attention).
 
-    The result is that of plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
+    The result equals plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
     ``weights``, it is ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T``
     per head. The wide tensors of that chain exist for a block of tokens only.
 
@@ -302,11 +272,11 @@ def absorbed_attention(
         weights: ``[H, A + V, R]``, same dtype: per head what makes its key without rope of a latent
             (``W_uk``), then its value (``W_uv``). With ``group`` ``[H / ranks, ...]``, of this
             rank's heads, which come in the order of ranks.
-        indices, topk_length, in_order, indexer: as of
+        indices, topk_length, in_order, indexer: see
             :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
         softmax_scale: factor on ``q . k`` before the softmax.
         kv_grad: fp32 ``[Skv, R + P]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+            instead of to ``kv`` (see ``layers/parallel/gather.py``).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         group: process group of ranks that share the heads and have other tokens each. All of them
             call together, forward and backward.
@@ -315,7 +285,9 @@ def absorbed_attention(
         policy: which implementations may run; its workspace bounds the blocks.
 
     Returns:
-        :class:`AbsorbedAttentionOutput`; ``out`` is differentiable in q, kv and weights.
+        ``out [Sq, H, V]`` in q's dtype, 0 for tokens that select nothing, differentiable in q, kv
+        and weights; ``lse [Sq, H]`` fp32, natural log over the selected keys, ``-inf`` if none;
+        ``p_sum [Sq, K]`` fp32, 0 at invalid entries, ``None`` unless it was asked for.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -332,9 +304,9 @@ def absorbed_attention(
     fix = "give the up projection of keys and values of this rank's heads"
     require_tensor("weights", weights, shape, (q.dtype,), q, fix)
     rank = weights.shape[2]
-    own = q.shape[2] - (kv.shape[1] - rank)
+    nope = q.shape[2] - (kv.shape[1] - rank)
     require(
-        0 < own < weights.shape[1] and own <= q.shape[2],
+        0 < nope < weights.shape[1] and nope <= q.shape[2],
         f"kv must have the R = {rank} columns of weights and the P dims of q with rope, got "
         f"{kv.shape[1]} columns beside q of {q.shape[2]} dims and weights of {weights.shape[1]}: "
         "fit them to each other",
@@ -343,13 +315,9 @@ def absorbed_attention(
     require_lists(indices, q, topk_length)
     require_kv_grad(kv_grad, kv)
     call = describe_call(
-        q.device,
-        dtype=q.dtype,
-        heads=q.shape[1],
-        qk_dim=kv.shape[1],
-        v_dim=rank,
+        q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=kv.shape[1], v_dim=rank,
         topk=indices.shape[1],
-    )
+    )  # fmt: skip
     trains = indexer is not None
     indexer, trained = separate_tensors(indexer, q=q)
     tensors = (q, kv, kv_grad, weights)

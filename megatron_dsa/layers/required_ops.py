@@ -1,4 +1,9 @@
-"""The operations that a layer calls in a training step, and the keys of each."""
+"""Operations that a layer calls in a training step, forward and backward, and the keys of each.
+
+Start-up chooses and compiles them (:mod:`megatron_dsa.layers.warm_up`), ``info`` and the planner
+list them, FLOP counts add them up. A test compares them with the calls of real steps, for every
+stage and preset.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,21 +11,21 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.config.attention_choice import LayerCalls, attention_of, query_heads
 from megatron_dsa.config.model import (
     indexer_is_trained,
     loss_is_sparse,
     options_of,
-    query_heads,
     selects_keys,
     uses_csa,
     uses_indexer,
+    uses_streams,
 )
 from megatron_dsa.config.rules import CSA_RATIO
-from megatron_dsa.layers.required_ops.attention import selected_attention, visible_attention
-from megatron_dsa.layers.required_ops.calls import LayerCalls, calls_of
 from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.hyper_connections.declaration import HEAD, READ, WRITE
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.masked_attention import spec as masked
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teacher
@@ -28,28 +33,19 @@ from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teac
 
 @dataclass(frozen=True, order=True)
 class Keys:
-    """Which keys a query has: the query at position ``t`` (from 0) ``(t + 1) // ratio`` of them.
-
-    Attributes:
-        ratio: positions per key; 1 if they are not compressed.
-        limit: no query has more; 0 for no limit.
-    """
+    """Keys of a query at position ``t`` (from 0): ``(t + 1) // ratio``, at most ``limit``."""
 
     ratio: int = 1
     limit: int = 0
 
     def pairs(self, length) -> Any:
-        """Return how many pairs of a query and a key sequences have.
-
-        Args:
-            length: of a sequence, an ``int`` or an integer tensor of any shape.
-        """
+        """Return the pairs of query and key of a sequence; ``length``: an int or a tensor."""
         free = length  # queries whose number of keys the limit does not touch
         if self.limit:
             most = self.ratio * self.limit - 1
             free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
         last = free // self.ratio
-        # Every number of keys below the last is that of `ratio` queries.
+        # `ratio` queries have each number of keys below the last.
         pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
         return pairs + (length - free) * self.limit
 
@@ -61,8 +57,8 @@ class RequiredOp:
     Attributes:
         operation: its name in :data:`megatron_dsa.ops.OPERATIONS`.
         call: the description of the call on a rank.
-        keys: the keys that every query has to do with, one kind after the other.
-        in_training: whether training steps call it; else evaluation passes alone do.
+        keys: of every query, one kind after the other.
+        in_training: training steps call it; else only evaluation passes.
         unless_from: attention whose teacher makes the call superfluous.
     """
 
@@ -85,11 +81,24 @@ def required_ops(
         device: ``cuda`` or ``cpu``; by default the one that training would use here.
     """
     declare = _csa_ops if uses_csa(config) else _dsa_ops
-    return list(declare(calls_of(config, device), layer_number, is_mtp))
+    return list(declare(LayerCalls(config, device), layer_number, is_mtp))
+
+
+def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
+    """Return what attention and MLP of a layer call for their streams; nothing without streams.
+
+    Args:
+        config, device: see :func:`required_ops`.
+        head: return what the end of the model calls instead.
+    """
+    if not uses_streams(config):
+        return []
+    call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
+    return [RequiredOp(each.name, call) for each in ((HEAD,) if head else (READ, WRITE))]
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield ``(operation, call)`` for what is called on this machine under ``policy``."""
+    """Yield ``(operation, call)`` of the calls on this machine under ``policy``."""
     for op in ops:
         attention = op.unless_from
         asked = replace(op.call, teacher=attention is BACKWARD)
@@ -101,13 +110,14 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     config, options = calls.config, options_of(calls.config)
     heads, visible, rope = query_heads(config), Keys(), config.qk_pos_emb_head_dim
     indexer = uses_indexer(config) and selects_keys(config, layer_number, is_mtp)
+    masks = attention_of(config, calls.device).masked
     if indexer:
         head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         yield RequiredOp("index_rotation", calls.of(*head))
         yield RequiredOp("index_rotation", calls.of(1, config.dsa_indexer_head_dim))
     if options.stage != "sparse":
         call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
-        if visible_attention(config, calls.device).masked:
+        if masks:
             yield from visible_ops(config, calls.device)
         else:
             yield from _ropes(calls, heads)
@@ -118,7 +128,7 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     selected, latent = Keys(limit=config.dsa_indexer_topk), config.kv_lora_rank
     if indexer:
         yield from _selection(calls, visible)
-    if selected_attention(config, calls.device).masked:
+    if masks:
         yield from _masked_ops(calls, indexer, visible, selected)
         return
     yield from _ropes(calls, heads)
@@ -135,12 +145,8 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
 
 
 def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
-    """Yield what masked dense attention to all visible keys calls, whether it is chosen or not.
-
-    Args:
-        config, device: as of :func:`required_ops`.
-    """
-    calls = calls_of(config, device)
+    """Yield what masked dense attention to all visible keys calls, whether it is chosen or not."""
+    calls = LayerCalls(config, device)
     yield from _ropes(calls, calls.masked_attention().heads)
     for operation, call in calls.visible_attention():
         keys = () if operation is masked.VISIBLE_BITS else (Keys(),)
@@ -148,14 +154,12 @@ def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
 
 
 def _ropes(calls: LayerCalls, heads: int) -> Iterator[RequiredOp]:
-    """Yield the rotations of MLA: of queries, and of the rope key."""
     rope = calls.config.qk_pos_emb_head_dim
     yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
     yield RequiredOp("rotate", calls.of(1, rope))
 
 
 def _masked_ops(calls: LayerCalls, indexer: bool, visible: Keys, selected: Keys):
-    """Yield masked dense attention, which reads all visible keys, and the indexer's loss."""
     config, call = calls.config, calls.masked_attention(calls.config.dsa_indexer_topk)
     yield from _ropes(calls, call.heads)
     yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
@@ -208,7 +212,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         return
     trained, evaluated = indexer_is_trained(config), options.evaluate_indexer
     if loss_is_sparse(config) and alone:
-        # A softmax over the selected keys alone is computed again, without window and sink.
+        # A softmax over selected keys only is computed again, without window and sink.
         call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
         again = RequiredOp("sparse_attention_forward", call, (selected,), trained)
         teachers = [again, _probabilities(call, selected, FORWARD, trained)]
@@ -233,7 +237,7 @@ def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
 def _loss(
     calls: LayerCalls, visible: Keys, selected: Keys, teachers: list[RequiredOp], teacher_dim: int
 ) -> Iterator[RequiredOp]:
-    """Yield the indexer's loss, with what forms the teacher of a sparse one.
+    """Yield the indexer's loss and the calls that compute its teacher.
 
     ``teacher_dim``: dims of the attention's queries.
     """
@@ -251,7 +255,7 @@ def _loss(
 
 
 def _teachers(attention: OpCall, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
-    """Return the calls that form the teacher of a sparse loss where attention does not."""
+    """Return the calls that compute the teacher of a sparse loss where attention does not."""
     teachers = []
     if trained:
         teachers.append(_probabilities(attention, keys, BACKWARD, True))

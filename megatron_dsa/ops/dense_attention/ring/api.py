@@ -6,17 +6,18 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel.ring import attention
-from megatron_dsa.layers.parallel.ring.attention import describe_dense_call
-from megatron_dsa.layers.parallel.ring.runs import PackedRuns
-from megatron_dsa.layers.parallel.ring.shards import (
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.dense_attention.ring import attention
+from megatron_dsa.ops.dense_attention.ring.attention import describe_dense_call
+from megatron_dsa.ops.dense_attention.ring.runs import PackedRuns
+from megatron_dsa.ops.dense_attention.ring.shards import (
     ContiguousShard,
     PackedZigzagShard,
     TokenShard,
     ZigzagShard,
 )
-from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, padded_bound
@@ -52,7 +53,11 @@ def dense_attention(
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
     require_scale(softmax_scale)
-    _check_operands(q, k, v)
+    fix = "flatten [s, b, H, D] to [s * b, H, D]"
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix=fix)
+    fix = "repeat the heads of grouped queries' keys"
+    require_tensor("k", k, tuple(q.shape), (q.dtype,), q, fix)
+    require_tensor("v", v, (*q.shape[:2], "Dv"), (q.dtype,), q, fix)
     require_layout(layout, {"q": q, "k": k}, {})
     shard = token_shard(layout)
     arguments = (q, k, v, shard, group, softmax_scale)
@@ -84,24 +89,33 @@ def gathered_latent_attention(
             this rank's queries.
         layout: of this rank's tokens, sharded over context-parallel ranks.
         softmax_scale: factor on ``q . k``.
-        latent_grad: fp32 ``[cp * tokens, R + P]``: if given, the gradient of ``latents`` is sent
-            here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+        latent_grad: fp32 (fp64 for fp64) ``[cp * tokens, R + P]``: if given, the gradient of
+            ``latents`` is sent here, unrounded, instead of to ``latents`` (see
+            :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`).
         policy: which implementations may run, as of the operation ``dense_attention``.
 
     Returns:
-        ``out`` and ``lse`` as of :func:`dense_attention`.
+        ``out`` and ``lse``, see :func:`dense_attention`.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
     require_scale(softmax_scale)
-    require_tensor(
-        "q", q, ("tokens", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]"
-    )
-    require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
+    fix = "flatten [s, b, H, D] to [s * b, H, D]"
+    require_tensor("q", q, ("tokens", "H", "D"), FLOATS, fix=fix)
     require_layout(layout, {"q": q}, {})
     shard = token_shard(layout)
+    keys, fix = shard.cp * len(q), "gather the latents of all ranks"
+    require_tensor("latents", latents, (keys, "R + P"), (q.dtype,), q, fix)
+    fix = "split the weight of linear_kv_up_proj by heads, and there into keys and values"
+    require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, fix)
+    rank = w_uv.shape[2]
+    nope = q.shape[2] - (latents.shape[1] - rank)
+    require_tensor("w_uk", w_uk, (q.shape[1], nope, rank), (q.dtype,), q, fix)
+    if latent_grad is not None:
+        fix = "pass the proxy that finish_with_proxy (layers/parallel/gather.py) returned"
+        wide = accumulation_dtype(q.dtype)
+        require_tensor("latent_grad", latent_grad, tuple(latents.shape), (wide,), q, fix)
     call = describe_dense_call(q, w_uv.shape[1], shard.packed)
     return DENSE_ATTENTION.run(call, policy, attention.gathered_latent_attention,
         policy.workspace_bytes, q, latents, w_uk, w_uv, shard, softmax_scale,
@@ -109,23 +123,14 @@ def gathered_latent_attention(
     )  # fmt: skip
 
 
-def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise a :class:`ConfigError` unless shapes, dtypes and devices fit each other."""
-    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
-    fix = "repeat the heads of grouped queries' keys"
-    require_tensor("k", k, tuple(q.shape), (q.dtype,), q, fix)
-    require_tensor("v", v, (*q.shape[:2], "Dv"), (q.dtype,), q, fix)
-
-
 def token_shard(layout: Layout) -> TokenShard:
-    """Return the rows of the layout of a context-parallel rank, formed once per layout.
+    """Return the tokens of a context-parallel rank, cached by their layout.
 
     Args:
-        layout: of the query tokens of a context-parallel rank (or of the only one), all parts of
-            sequence parallelism together; of any ``cp_layout``, packed or not.
+        layout: of the query tokens of a rank, all parts of sequence parallelism together.
 
     Raises:
-        ConfigError: the layout does not say which sequences there are, or has other keys.
+        ConfigError: the layout is not one of sequences, or has other keys.
     """
     if layout.sequences is None:
         raise ConfigError(

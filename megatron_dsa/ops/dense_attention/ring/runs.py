@@ -1,10 +1,9 @@
 """Packed tokens that are cut without regard to sequences.
 
 A rank holds *runs* of neighbouring global positions of the packed tokens. A sequence may begin and
-end anywhere in them. Two facts keep the work small: local tokens are in the order of
-    global_positions, so what a rank has of
-a sequence are neighbouring tokens also across its runs; and of the sequences at most one goes on
-from keys before a run into that run, the one that holds the run's first place.
+end anywhere in them. Two facts keep the work small: local tokens are in the order of global
+positions, so a rank's tokens of a sequence are neighbours also across its runs; and at most one
+sequence goes on from keys before a run into that run, the one that holds the run's first position.
 """
 
 from collections.abc import Iterator
@@ -13,60 +12,45 @@ from itertools import groupby
 
 import torch
 
-from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.parallel.ring.shards import PackedShard, Part, own_part
+from megatron_dsa.ops.dense_attention.ring.shards import PackedShard, Part, local_part
 from megatron_dsa.ops.dense_attention.sequences import Packed, covering
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRuns(PackedShard):
-    """Runs of neighbouring global positions, whatever sequences they belong to; these have any
-    length.
+    """Runs of neighbouring global positions.
 
     ``max_seqlen`` bounds real lengths: keys of a block that lie further away are left out, and
-    blocks that do altogether, too.
+    whole blocks as well.
 
     Attributes:
-        runs: of every rank its pairs ``(first place, length)``, in the order of global positions.
-
-    Raises:
-        ConfigError: ``runs`` are not those of ``cp`` ranks with ``rows`` rows each.
+        runs: of every rank its pairs ``(first position, length)``, in order.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...] = field(kw_only=True)
 
-    def __post_init__(self):
-        super().__post_init__()
-        held = [sum(length for _, length in runs) for runs in self.runs]
-        if held != [self.tokens] * self.cp:
-            raise ConfigError(
-                f"runs must be those of {self.cp} ranks, {self.tokens} rows each, got {held} rows; "
-                "pass Sharding.chunks of every context-parallel rank."
-            )
-
     def parts(self, source: int) -> tuple[Part, ...]:
-        """See :meth:`TokenShard.parts`."""
-        make = self._own if source == self.rank else lambda: tuple(self._of_another(source))
+        make = self._local if source == self.rank else lambda: tuple(self._of_another(source))
         return self._once(source, make)
 
-    def _own(self) -> tuple[Part, ...]:
+    def _local(self) -> tuple[Part, ...]:
         _, real, end = (
-            self._rows_before(self.rank, global_positions) for global_positions in self._sequences()
+            self._before(self.rank, global_positions) for global_positions in self._sequences()
         )
         if self.cu_seqlens_padded is None:
-            return own_part(covering([(end, end)], self.tokens, self.max_seqlen))
+            return local_part(covering([(end, end)], self.tokens, self.max_seqlen))
         # How much padding follows a sequence is on the device.
-        return own_part(
+        return local_part(
             covering(
                 [(real, real), (end, real), (end, end)], self.tokens, self.tokens, self.max_seqlen
             )
         )
 
     def _of_another(self, source: int) -> Iterator[Part]:
-        """Yield a part per group of own runs that have the same keys before them."""
+        """Yield a part per group of local runs that have the same keys before them."""
 
         def keys_before(run: tuple[int, int]) -> int:
-            return self._rows_before(source, run[0])
+            return self._before(source, run[0])
 
         for keys, group in groupby(self.runs[self.rank], keys_before):
             runs = list(group)
@@ -76,23 +60,23 @@ class PackedRuns(PackedShard):
                 yield part
 
     def _part(self, source: int, first: int, end: int, seen: int) -> Part | None:
-        """Return what own tokens at ``[first, end)`` do with the first ``seen`` of another rank."""
+        """Return the work of local tokens at ``[first, end)`` on another rank's first ``seen``."""
         reach = self.max_seqlen - 1
-        keys = slice(self._rows_before(source, first - reach), seen)
+        keys = slice(self._before(source, first - reach), seen)
         if keys.start == keys.stop:
             return None
-        nearest = max(place + length for place, length in self.runs[source] if place < first)
+        nearest = max(start + length for start, length in self.runs[source] if start < first)
         queries = slice(
-            self._rows_before(self.rank, first),
-            self._rows_before(self.rank, min(end, nearest + reach)),
+            self._before(self.rank, first),
+            self._before(self.rank, min(end, nearest + reach)),
         )
         start, real, _ = self._sequences()
         holds_first = (start <= first) & (first < real)
         last_query = torch.where(holds_first, real, first).amax()
         first_key = torch.where(holds_first, start, first).amin()
         counts = queries.stop - queries.start, keys.stop - keys.start
-        busy = self._rows_before(self.rank, last_query) - queries.start
-        idle = self._rows_before(source, first_key) - keys.start
+        busy = self._before(self.rank, last_query) - queries.start
+        idle = self._before(source, first_key) - keys.start
         # Keys that no query sees, then the sequence's, then queries that see nothing.
         none = torch.zeros_like(busy)
         cu_q = torch.stack([none, none, busy.clamp_max(counts[0]), none + counts[0]])
@@ -104,13 +88,13 @@ class PackedRuns(PackedShard):
         start, end = self.offsets[:-1], self.offsets[1:]
         return start, torch.minimum(start + self.cu_seqlens.diff(), end), end
 
-    def _rows_before(self, rank: int, place):
-        """How many tokens of a rank lie before a place: an int, or a tensor of global positions."""
-        rows = 0
+    def _before(self, rank: int, position):
+        """Count the tokens of a rank before a global position, an int or a tensor of them."""
+        tokens = 0
         for first, length in self.runs[rank]:
-            inside = place - first
-            if isinstance(place, torch.Tensor):
-                rows = rows + inside.clamp(0, length)
+            inside = position - first
+            if isinstance(position, torch.Tensor):
+                tokens = tokens + inside.clamp(0, length)
             else:
-                rows += min(max(inside, 0), length)
-        return rows
+                tokens += min(max(inside, 0), length)
+        return tokens

@@ -1,0 +1,56 @@
+"""Asynchronous collectives along dim 0, outside of autograd; nothing is sent on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Travel:
+    """A collective under way, and its result."""
+
+    result: torch.Tensor | None = None
+    work: Any = None
+
+    def begin(self, other: Travel) -> torch.Size:
+        """Take over a collective that was started; return the shape of its result."""
+        assert other.result is not None
+        self.result, self.work = other.result, other.work
+        return other.result.shape
+
+    def wait(self) -> torch.Tensor:
+        """Return the result; the current stream waits for it."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        result, self.result = self.result, None
+        assert result is not None
+        return result
+
+
+def several(group) -> bool:
+    """Return True for a group of more than one rank."""
+    return group is not None and group.size() > 1
+
+
+def all_gather_async(x: torch.Tensor, group) -> Travel:
+    """Start to gather ``x`` of all ranks, one rank's after the other."""
+    if not several(group):
+        return Travel(x.detach())
+    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    work = torch.distributed.all_gather_into_tensor(
+        gathered, x.detach().contiguous(), group=group, async_op=True
+    )
+    return Travel(gathered, work)
+
+
+def reduce_scatter_async(x: torch.Tensor, group) -> Travel:
+    """Start to sum ``x`` over ``group``; the result is this rank's part."""
+    if not several(group):
+        return Travel(x)
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    work = torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=True)
+    return Travel(part, work)

@@ -1,0 +1,61 @@
+"""Joining attention over blocks of keys: sums of outputs, weighted by their log-sum-exp.
+
+``1 / (1 + exp(lse - part_lse))`` is the part's share of the joint softmax. A block costs one pass,
+the first one none.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.dispatch.packages import TRITON
+
+
+class Combined:
+    """Output and lse over all blocks so far; sums are in the accumulation dtype of ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.out: Any = None  # tensors once the first part is there
+        self.lse: Any = None
+
+    def add(self, out: torch.Tensor, lse: torch.Tensor, tokens: slice, last: bool) -> None:
+        """Add a part ``out [n, H, Dv]``, ``lse [n, H]`` of some query tokens.
+
+        The first part must be of all tokens. After the ``last`` one, ``self.out`` is the result.
+        """
+        if self.out is None:
+            self.lse = lse.contiguous()
+            self.out = out.to(self.dtype).contiguous() if last else out
+            return
+        dtype = self.dtype if last else accumulation_dtype(self.dtype)
+        first = tokens.start or 0
+        merge = _fused_merge(out.device.type, out.dtype) or merge_torch
+        self.out = merge(self.out, self.lse, out, lse, first, dtype)
+
+
+def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Tensor:
+    """Merge ``part [n, H, Dv]`` into ``sums [tokens, H, Dv]`` from token ``first`` on.
+
+    ``lse`` is updated in place, and ``sums`` if it has the ``dtype`` of the result.
+    """
+    acc, tokens = accumulation_dtype(dtype), slice(first, first + part.shape[0])
+    old = lse[tokens]
+    # Tokens that see nothing in either: -inf minus -inf.
+    share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
+    torch.logaddexp(old, part_lse, out=old)
+    merged = torch.lerp(sums[tokens].to(acc), part.to(acc), share.to(acc))
+    result = sums.to(dtype).contiguous()
+    result[tokens] = merged
+    return result
+
+
+@cache
+def _fused_merge(device: str, dtype: torch.dtype):
+    if device != "cuda" or dtype == torch.float64 or TRITON.problem() is not None:
+        return None
+    from megatron_dsa.ops.dense_attention.ring.combine_triton import merge
+
+    return merge

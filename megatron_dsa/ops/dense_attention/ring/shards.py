@@ -1,0 +1,194 @@
+"""The tokens of a context-parallel rank, and the keys of another rank that they see.
+
+Zigzag: a sequence is cut into ``2 * cp`` chunks and rank ``r`` holds chunks ``r`` and
+``2 * cp - 1 - r``. All its tokens see the first chunk of a rank before it, and the tokens of its
+second chunk see both chunks of a rank after it: the same work for all ranks. Contiguous: rank ``r``
+holds the ``r``-th of ``cp`` parts and sees everything of the ranks before it.
+
+Local tokens are in the order of the sequence, so the local block is causal and one part. Packed
+tokens that are cut without regard to sequences are in :mod:`.runs`.
+
+Shards are made by :func:`.api.token_shard` of a checked layout.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_dsa.ops.common.checks import require_values
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed, covering
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work of one rank on the block of another: some local queries, some keys of the block.
+
+    Attributes:
+        causal: a query sees keys up to its position in the sequence only.
+        sequences: which of these queries see which of these keys.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+    sequences: Dense | Packed
+
+
+class TokenShard(Protocol):
+    """Tokens of context-parallel rank ``rank`` of ``cp``."""
+
+    @property
+    def cp(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def packed(self) -> bool: ...
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        """Return this rank's work on the block of rank ``source``.
+
+        The first part of the local block has all tokens, as queries and as keys.
+        """
+
+
+def local_part(sequences: Dense | Packed) -> tuple[Part, ...]:
+    """Return a rank's work on its local block."""
+    return (Part(_ALL, _ALL, True, sequences),)
+
+
+@dataclass(frozen=True)
+class UnpackedShard:
+    """Tokens ``s * batch + b`` of ``batch`` sequences with ``length`` local positions each."""
+
+    cp: int
+    rank: int
+    batch: int
+    length: int
+
+    packed = False
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.batch
+
+
+class ZigzagShard(UnpackedShard):
+    """Two chunks of every sequence."""
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        dense, half = Dense(self.batch), self.tokens // 2
+        if source == self.rank:
+            return local_part(dense)
+        if source < self.rank:
+            return (Part(_ALL, slice(0, half), False, dense),)
+        return (Part(slice(half, None), _ALL, False, dense),)
+
+
+class ContiguousShard(UnpackedShard):
+    """One part of every sequence."""
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        if source == self.rank:
+            return local_part(Dense(self.batch))
+        return (Part(_ALL, _ALL, False, Dense(self.batch)),) if source < self.rank else ()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedShard:
+    """Tokens of packed sequences.
+
+    Tokens past a sequence's real length, and tokens after the last sequence, see nothing and no
+    query sees them. Nothing here waits for the device. Parts are built once, so the layers of a
+    microbatch share the shard.
+
+    Attributes:
+        tokens: local tokens.
+        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, cumulative lengths
+            of the whole sequences; padded ones ``None`` without padding.
+        max_seqlen: host-side upper bound of a whole sequence's length, see the classes.
+    """
+
+    cp: int
+    rank: int
+    tokens: int
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    cu_seqlens_padded: torch.Tensor | None = None
+    derived: dict = field(default_factory=dict, repr=False)
+
+    packed = True
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+    @torch.inference_mode(False)  # parts of an evaluation are used in training as well
+    def _once(self, key, make: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedZigzagShard(PackedShard):
+    """Two chunks of every sequence, whose padded length is a multiple of ``2 * cp``.
+
+    Sequence ``k`` has the local tokens ``[padded[k] / cp, padded[k + 1] / cp)``. ``max_seqlen``
+    bounds its padded length where that is not just the next multiple of ``2 * cp``: tokens beyond
+    it are not computed.
+    """
+
+    def __post_init__(self):
+        if self.cp > 1:
+            chunks = 2 * self.cp
+            rule = f"lengths with padding must be multiples of 2 * cp = {chunks}: pad the sequences"
+            require_values({rule: (self.offsets.diff() % chunks == 0).all()}, rule)
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        # Without padding all earlier ranks look the same, and so do all later ones.
+        key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
+        return self._once(key, lambda: self._parts(source))
+
+    def _parts(self, source: int) -> tuple[Part, ...]:
+        bounds = self.offsets // self.cp
+        # A bound for real lengths is one for padded lengths after rounding up.
+        longest = -(-self.max_seqlen // (2 * self.cp)) * 2
+        sequences = covering(self._ends(source, bounds[:-1], bounds[1:]), self.tokens, longest)
+        return (Part(_ALL, _ALL, source == self.rank, sequences),)
+
+    def _ends(self, source: int, start, end) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        middle = start + (end - start) // 2
+        if self.cu_seqlens_padded is None:
+            if source == self.rank:
+                return [(end, end)]
+            if source < self.rank:
+                return [(end, middle), (end, end)]
+            return [(middle, start), (end, end)]
+        if source > self.rank:
+            # Where the second chunk has a real token, all chunks before it are full.
+            queries = middle + self._real(start, end, 2 * self.cp - 1 - self.rank)
+            keys = start + self._real_of_rank(start, end, source)
+            return [(middle, start), (queries, keys), (end, keys), (end, end)]
+        queries = start + self._real_of_rank(start, end, self.rank)
+        keys = queries if source == self.rank else start + self._real(start, end, source)
+        return [(queries, keys), (end, keys), (end, end)]
+
+    def _real(self, start, end, chunk: int) -> torch.Tensor:
+        size = (end - start) // 2
+        return torch.minimum((self.cu_seqlens.diff() - chunk * size).clamp_min(0), size)
+
+    def _real_of_rank(self, start, end, rank: int) -> torch.Tensor:
+        """Return the real tokens of a rank, per sequence; they come first."""
+        if self.cp == 1:
+            return torch.minimum(self.cu_seqlens.diff(), end - start)
+        return self._real(start, end, rank) + self._real(start, end, 2 * self.cp - 1 - rank)
+
+
+def _order(source: int, rank: int) -> str:
+    return "local" if source == rank else "before" if source < rank else "after"
