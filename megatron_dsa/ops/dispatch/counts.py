@@ -1,4 +1,4 @@
-"""How often each implementation ran, its time, and ranges for profilers."""
+"""Counts, times and profiler ranges of what ran."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ _counting = True
 
 
 def count(what: str, name: str) -> None:
-    """Let :func:`report` tell that ``what`` was done by way of ``name``."""
+    """Count for :func:`report` that ``name`` ran ``what``."""
     if _counting:
         _calls[what, name] += 1
 
@@ -34,7 +34,7 @@ def reset_report() -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Calls inside do not show in :func:`report` (warm-up and plans are not the run)."""
+    """Leave calls inside out of :func:`report` (warm-up and plans)."""
     global _counting
     before, _counting = _counting, False
     try:
@@ -44,10 +44,7 @@ def uncounted() -> Iterator[None]:
 
 
 class profiler_range:
-    """A range of that name in torch's profiler and, on a GPU, in NVTX (Nsight Systems).
-
-    Without a profiler it costs next to nothing.
-    """
+    """A range of that name in torch's profiler and, on a GPU, in NVTX (Nsight Systems)."""
 
     __slots__ = ("_name", "_nvtx", "_recorded")
 
@@ -70,14 +67,14 @@ class profiler_range:
 
 
 class OperationTimes:
-    """Time per operation (``--dsa-time-operations``); nested ones count their own time only.
+    """Time per operation (``--dsa-time-operations``), without the operations called inside it.
 
-    On a GPU by events on the stream, which cost no synchronisation, on the CPU by its clock. The
-    backward that an implementation leaves to autograd runs outside of dispatch and is not in it.
+    GPU time is measured by events, without synchronisation. A backward that an implementation
+    leaves to autograd runs outside of dispatch and is not included.
 
     Attributes:
-        on: whether anything is measured.
-        paused: not now (evaluation is no part of an iteration).
+        on: measure.
+        paused: skip calls for now (evaluation is no part of an iteration).
     """
 
     def __init__(self):
@@ -118,7 +115,7 @@ class OperationTimes:
 
 
 def _now(cuda: bool):
-    """A point in time: an event on the current stream, or seconds of the host's clock."""
+    """Return an event on the current stream, or seconds of the host's clock."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -126,5 +123,5 @@ def _now(cuda: bool):
     return event
 
 
-#: Those of this process.
+#: Times of this process.
 TIMES = OperationTimes()

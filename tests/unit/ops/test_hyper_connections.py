@@ -11,7 +11,7 @@ from megatron_dsa.extras.planner.host import host
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.dispatch.operation import import_attribute
+from megatron_dsa.ops.dispatch.support import import_attribute
 from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections import torch as unfused
 from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams
@@ -264,7 +264,7 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
             monkeypatch.setattr(module.kernels, name_of, Silent())
     operation = OPERATIONS[f"hyper_connection_{name}"]
     (candidate,) = (c for c in operation.candidates if c.name == implementation)
-    meta = import_attribute(operation.meta)
+    meta = import_attribute(operation.fake)
     real = memory_of(getattr(module, name), inputs_of(case, name, torch.bfloat16))
     inputs = inputs_of(case, name, torch.bfloat16)
     with host((9, 0)):

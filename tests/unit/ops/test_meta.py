@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.extras.planner.host import host
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.dispatch.operation import import_attribute
+from megatron_dsa.ops.dispatch.support import import_attribute
 from megatron_dsa.ops.masked_attention.bits import groups
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
@@ -55,7 +55,7 @@ def peak(run, given, *more):
 
 def planned(capability, operation, name, given, *more):
     (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
-    meta = import_attribute(OPERATIONS[operation].meta)
+    meta = import_attribute(OPERATIONS[operation].fake)
     with host(capability):
         return peak(lambda *all: meta(candidate, *all), given, *more)
 
@@ -82,8 +82,8 @@ def kernels():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_meta_function_lies_beside_the_implementations(name):
     operation = OPERATIONS[name]
-    assert callable(import_attribute(operation.meta))
-    folder = operation.meta.partition(".meta:")[0]
+    assert callable(import_attribute(operation.fake))
+    folder = operation.fake.partition(".meta:")[0]
     for candidate in operation.candidates:
         assert candidate.kernel == "declined" or candidate.kernel.startswith(f"{folder}.")
 
