@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron_dsa.extras.torch_library.registration import (
     check_lengths,
     derivatives,
+    empty_like,
     layout_of,
     policy_of,
     policy_text,
@@ -118,7 +119,7 @@ def _(
     policy="",
 ):  # fmt: skip
     _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
-    return tuple(x.new_empty(x.shape) for x in (values, scores, ape))
+    return tuple(map(empty_like, (values, scores, ape)))
 
 
 def _keep(ctx, inputs, output):

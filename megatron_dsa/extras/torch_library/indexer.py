@@ -11,6 +11,7 @@ from megatron_dsa.extras.torch_library.registration import (
     check_lengths,
     check_ratio,
     derivatives,
+    empty_like,
     index_layout,
     layout_of,
     none_of,
@@ -191,7 +192,7 @@ def _gradients_or_none(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not wanted:
         return none_of(q), none_of(k), none_of(weights)
-    return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
+    return empty_like(q), empty_like(k), empty_like(weights)
 
 
 def dense_indexer_loss(
@@ -292,7 +293,7 @@ def _(
     if not with_gradients:
         return value, *_gradients_or_none(q_index, k_index, weights, False)
     wide = [_wide(x, q_index) for x in (q_index, k_index, weights)]
-    return value, *(x.new_empty(x.shape) for x in wide)
+    return value, *map(empty_like, wide)
 
 
 def _wide(x: Tensor, q_index: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ def _scaled(
 
 @_scaled.register_fake
 def _(dloss, dq, dk, dweights):
-    return tuple(x.new_empty(x.shape) for x in (dq, dk, dweights))
+    return tuple(map(empty_like, (dq, dk, dweights)))
 
 
 def _register_backward(name: str, arguments: int, flag: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.dispatch import Policy, meta_dispatch
 from megatron_dsa.ops.layout.compressed import visible_groups
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 
@@ -57,9 +57,11 @@ def registered[**Arguments, Result](
 ) -> Callable[[Callable[Arguments, Result]], Any]:
     """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
 
-    It mutates nothing. Autocast is off inside: products have the dtype of the arguments in the
-    forward, as they have in the backward, which autocast never covers. Results have the strides of
-    ``new_empty(shape)``, whatever the strides of the arguments, as fake implementations return.
+    Autocast is off inside, as it is in every backward. Results have the strides of
+    ``new_empty(shape)``. The fake is the function around the fakes of the operations that it calls.
+    Others register one of their own: those that make a layout or work block by block, whose host
+    sizes would compile a graph per number of tokens, and those that call autograd, which needs the
+    device.
     """
 
     def register(function: Callable[Arguments, Result]):
@@ -67,19 +69,32 @@ def registered[**Arguments, Result](
         def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             first: Any = args[0]
             with torch.autocast(first.device.type, enabled=False):
-                return _with_default_strides(function(*args, **kwargs))
+                return _each(_with_default_strides, function(*args, **kwargs))
 
-        return torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+        def fake(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with meta_dispatch(None, choose=False):
+                return _each(empty_like, function(*args, **kwargs))
+
+        operation = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+        operation.register_fake(fake)
+        return operation
 
     return register
 
 
-def _with_default_strides(result: Any) -> Any:
-    if isinstance(result, tuple):
-        return tuple(_with_default_strides(x) for x in result)
-    if result.stride() == torch.empty(result.shape, device="meta").stride():
-        return result
-    return result.new_empty(result.shape).copy_(result)
+def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+    return tuple(map(change, result)) if isinstance(result, tuple) else change(result)
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Return an empty contiguous tensor of that shape, whatever the strides of ``x``."""
+    return x.new_empty(x.shape)
+
+
+def _with_default_strides(x: torch.Tensor) -> torch.Tensor:
+    if x.stride() == torch.empty(x.shape, device="meta").stride():
+        return x
+    return empty_like(x).copy_(x)
 
 
 def layout_of(

@@ -9,9 +9,7 @@ from megatron_dsa.extras.torch_library.registration import (
     policy_text,
     registered,
 )
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.checks import require_lists
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import api
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput
@@ -61,18 +59,6 @@ def _attend(
     return out, lse, none_of(lse) if p_sum is None else p_sum
 
 
-@_attend.register_fake
-def _(
-    q, kv, indices, topk_length, attn_sink, softmax_scale, v_dim, want_p_sum=False, in_order=False,
-    policy="",
-):  # fmt: skip
-    api.check_queries_and_keys(q, kv, v_dim, attn_sink)
-    require_lists(indices, q, topk_length)
-    dtype = accumulation_dtype(q.dtype)
-    lse = q.new_empty(q.shape[:2], dtype=dtype)
-    p_sum = q.new_empty(indices.shape, dtype=dtype) if want_p_sum else none_of(lse)
-    return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
-
 
 @registered("sparse_attention_backward")
 def _backward(
@@ -97,14 +83,6 @@ def _backward(
     dsink = none_of(lse) if attn_sink is None else dsink.to(attn_sink.dtype)
     return dq, dkv.to(kv.dtype), dsink
 
-
-@_backward.register_fake
-def _(
-    dout, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, in_order=False,
-    policy="",
-):  # fmt: skip
-    dsink = none_of(lse) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
-    return q.new_empty(q.shape), kv.new_empty(kv.shape), dsink
 
 
 def _keep(ctx, inputs, output):

@@ -48,21 +48,25 @@ class First:
 
 #: Device and compute capability that a plan describes calls for, in place of the real ones.
 _planned_for: tuple[str, tuple[int, int] | None] | None = None
+#: Fakes of torch's candidates run without a choice: sizes may be symbols.
+_unchosen = False
 
 
 @contextlib.contextmanager
-def meta_dispatch(capability: tuple[int, int] | None) -> Iterator[None]:
+def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> Iterator[None]:
     """Choose for a GPU of that compute capability (``None``: the CPU), and run fakes.
 
-    Nothing is counted or logged: the GPU is not there.
+    Nothing is counted or logged: the GPU is not there. ``choose=False``: run the fakes of torch's
+    candidates, whatever the policy names.
     """
-    global _planned_for
-    before, _planned_for = _planned_for, ("cpu" if capability is None else "cuda", capability)
+    global _planned_for, _unchosen
+    before = _planned_for, _unchosen
+    _planned_for, _unchosen = ("cpu" if capability is None else "cuda", capability), not choose
     try:
         with uncounted():
             yield
     finally:
-        _planned_for = before
+        _planned_for, _unchosen = before
 
 
 def on_meta() -> bool:
@@ -178,7 +182,7 @@ class Operation:
 
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""
-        candidate = self.choose(call, policy).candidate
+        candidate = self.candidates[-1] if _unchosen else self.choose(call, policy).candidate
         if on_meta():
             return import_attribute(self.fake)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
