@@ -8,10 +8,10 @@ memory-bounded torch implementation that runs everywhere; files and folders name
 hold fused ones.
 """
 
-from megatron_dsa.ops.compressor.declaration import COMPRESSOR
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.compressor.spec import COMPRESSOR
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Operation
-from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
+from megatron_dsa.ops.hyper_connections import spec as hyper_connections
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
@@ -19,7 +19,7 @@ from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BAC
 from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
 from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
-from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
+from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 
 #: By name, in the order in which a training step calls them.

@@ -78,7 +78,7 @@ def _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seql
     ratio = ape.shape[0] if ape.dim() else 0
     # The sizes of groups are checked before there are any.
     none = values.new_empty(0, dtype=torch.int32)
-    CompressorInputs(values, scores, ape, Groups(none, none, 1), ratio, overlap, 0)
+    CompressorInputs(values, scores, ape, Groups(none, none, 1), ratio, overlap, 0).check()
     return values.shape[0] // ratio
 
 

@@ -65,7 +65,6 @@ def _read(
     return read.normed, read.post, read.comb
 
 
-
 @registered("read_head")
 def _head(
     streams: Tensor,
@@ -80,7 +79,6 @@ def _head(
 ) -> Tensor:
     connection = Connection(fn, base, scale, eps, norm_eps, iterations)
     return api.read_head(streams, connection, weight, policy=policy_of(policy))
-
 
 
 @registered("read_streams_backward")
@@ -119,7 +117,6 @@ def _(dnormed, dpost, dcomb, streams, fn, base, scale, weight, *_settings):
     return tuple(map(empty_like, (streams, fn, base, scale, weight)))
 
 
-
 def _keep_read(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:5])
     ctx.rest = inputs[5:]
@@ -144,7 +141,6 @@ def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: 
     return api.write_streams(output, read, policy=policy_of(policy))
 
 
-
 @registered("write_streams_backward")
 def _write_backward(
     dout: Tensor, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = ""
@@ -162,7 +158,6 @@ def _write_backward(
 @_write_backward.register_fake
 def _(dout, output, streams, post, comb, *_settings):
     return tuple(map(empty_like, (output, streams, post, comb)))
-
 
 
 def _keep_write(ctx, inputs, output):

@@ -153,7 +153,6 @@ def _backward(
     return dq, dkv, dk_pe.to(k_pe.dtype)
 
 
-
 def _keep(ctx, inputs, output):
     q, kv, k_pe, bits, scale, topk, _want_p_sum, policy = inputs
     out, lse, p_sum = output

@@ -59,7 +59,6 @@ def _attend(
     return out, lse, none_of(lse) if p_sum is None else p_sum
 
 
-
 @registered("sparse_attention_backward")
 def _backward(
     dout: Tensor,
@@ -82,7 +81,6 @@ def _backward(
     dq, dkv, dsink, _ = s.run(api.BACKWARD, arguments, out, lse, dout.contiguous())
     dsink = none_of(lse) if attn_sink is None else dsink.to(attn_sink.dtype)
     return dq, dkv.to(kv.dtype), dsink
-
 
 
 def _keep(ctx, inputs, output):

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_dsa.config.model import uses_streams
 from megatron_dsa.layers.required_ops.calls import calls_of
 from megatron_dsa.layers.required_ops.layers import RequiredOp
-from megatron_dsa.ops.hyper_connections.declaration import HEAD, READ, WRITE
+from megatron_dsa.ops.hyper_connections.spec import HEAD, READ, WRITE
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:

@@ -16,8 +16,8 @@ from benchmarks.megatron_layer import MODELS
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock
 from megatron_dsa.config.presets import PRESETS
-from megatron_dsa.ops.hyper_connections import reference
-from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
+from megatron_dsa.ops.hyper_connections import spec
+from megatron_dsa.ops.hyper_connections.spec import Connection, ReadInputs, WriteInputs
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_expressions_equal_the_reference(operation):
         numbers = operations.EPS, operations.EPS, operations.ITERATIONS
         inputs = ReadInputs(x, Connection(*parameters, *numbers), weight, 0)
     got = outputs_of(job, expression(job), tensors)
-    wanted = outputs_of(job, lambda *_: getattr(reference, operation)(inputs), tensors)
+    wanted = outputs_of(job, lambda *_: getattr(spec, f"reference_{operation}")(inputs), tensors)
     # What a layer reads is rounded to bf16 in the expressions alone.
     for one, other in zip(got, wanted, strict=True):
         assert one.shape == other.shape and relative_error(one, other) < 3e-3

@@ -19,8 +19,8 @@ from megatron_dsa.layers.parallel.ring.payload import KeysAndValues, Latent
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
-from megatron_dsa.ops.compressor.api import CompressorInputs
+from megatron_dsa.ops.compressor.spec import CompressorInputs, reference
 from megatron_dsa.ops.layout.compressed import Groups
 from tests.cases.triton_kernels import (
     assembly,
@@ -79,7 +78,7 @@ LAYOUTS = list(layouts(2))
 def make_inputs(
     rows, groups, ratio, overlap, dim, *, dtype=torch.float64, device="cpu", poison=True
 ):
-    """A inputs on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
+    """Inputs on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
     width = dim * (2 if overlap else 1)
     both = leaf(rows, 2 * width, seed=rows + ratio).detach()
     both[:, width:] *= 3
@@ -120,7 +119,7 @@ def run(compress, arguments):
 
 def check(compress, inputs, tolerance):
     """Compare with the loops; return what ``compress`` gave."""
-    got, want = run(compress, inputs), run(reference.compress, in_double(inputs))
+    got, want = run(compress, inputs), run(reference, in_double(inputs))
     for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
         assert x.shape == y.shape
         assert relative_error(x, y) < tolerance, name
@@ -186,7 +185,7 @@ def test_messages(change, message):
     kwargs = {"values": torch.zeros(8, 8), "scores": torch.zeros(8, 8), "ape": torch.zeros(4, 8)}
     kwargs |= {"groups": groups, "ratio": 4, "overlap": True, "workspace_bytes": 1} | change
     with pytest.raises(ConfigError, match=message):
-        CompressorInputs(**kwargs)
+        CompressorInputs(**kwargs).check()
 
 
 def test_triton_interpreted():

@@ -12,10 +12,9 @@ from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.dispatch.support import import_attribute
-from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections import torch as unfused
 from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams
-from megatron_dsa.ops.hyper_connections.inputs import WriteInputs
+from megatron_dsa.ops.hyper_connections.spec import WriteInputs, reference_read, reference_write
 from tests.cases.hyper_connections import Case, check, in_float64, run
 from tests.cases.triton_kernels import (
     assembly,
@@ -164,8 +163,8 @@ def test_write_takes_the_streams_from_the_read():
     layers = []
     for read, write in ((read_streams, write_streams), (None, None)):
         if read is None:
-            normed, *rest = reference.read(given)
-            out = reference.write(WriteInputs(torch.sin(normed), *rest, 0))
+            normed, *rest = reference_read(given)
+            out = reference_write(WriteInputs(torch.sin(normed), *rest, 0))
         else:
             found = read(given.streams, given.connection, given.weight)
             out = write(torch.sin(found.normed), found)
@@ -211,12 +210,12 @@ ADDING = "add_parts"
 def test_compiles_without_a_gpu(monkeypatch, channels):
     """16 bytes per access, tiles that fit every GPU, and a write that exchanges nothing."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
-    monkeypatch.setattr(launch, "_programs_at_once", lambda x: 132)
+    monkeypatch.setattr(launch, "_processors", lambda x: 132)
     recorders = {}
     for module, names in (
         (launch.weights, ("project", *SMALL)),
         (launch.kernels, MOVING[1:]),
-        (launch.gradients, (ADDING,)),
+        (launch.weights, (ADDING,)),
     ):
         found = recorded(monkeypatch, module, names)
         recorders |= dict(zip(names, found, strict=True))
@@ -256,10 +255,10 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
     module = unfused
     if implementation == "triton":
         module = pytest.importorskip(f"{PACKAGE}.launch")
-        monkeypatch.setattr(module, "_programs_at_once", lambda x: 132)
+        monkeypatch.setattr(module, "_processors", lambda x: 132)
         for name_of in ("project", *SMALL):
             monkeypatch.setattr(module.weights, name_of, Silent())
-        monkeypatch.setattr(module.gradients, ADDING, Silent())
+        monkeypatch.setattr(module.weights, ADDING, Silent())
         for name_of in MOVING[1:]:
             monkeypatch.setattr(module.kernels, name_of, Silent())
     operation = OPERATIONS[f"hyper_connection_{name}"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.rope import reference
-from megatron_dsa.ops.rope import torch_index as unfused
+from megatron_dsa.ops.rope import torch as unfused
 from megatron_dsa.ops.rope.api import rotate_index
+from megatron_dsa.ops.rope.spec import reference_rotate_index
 from tests.cases.triton_kernels import (
     assembly,
     assert_repeatable,
@@ -18,7 +18,7 @@ from tests.cases.triton_kernels import (
 )
 from tests.helpers import double_leaf, leaf, relative_error
 
-KERNELS = "megatron_dsa.ops.rope.triton_index"
+KERNELS = "megatron_dsa.ops.rope.triton"
 #: tokens, heads, dim, R: no tile is full, all dims rotated, few, none; no token.
 SHAPES = [(5, 3, 16, 8), (70, 1, 32, 32), (9, 8, 64, 12), (3, 2, 16, 0), (1, 1, 16, 4)]
 KINDS = list(itertools.product((True, False), repeat=3))
@@ -40,10 +40,10 @@ def run(call, x, *rest):
     return y.detach().clone(), torch.autograd.grad(y, x, upstream)[0]
 
 
-def check(call, kind, x, cos, sin, tolerance, module=reference):
-    """Compare with ``module`` in float64."""
+def check(call, kind, x, cos, sin, tolerance, reference=reference_rotate_index):
+    """Compare with ``reference`` in float64."""
     got = run(call, x, cos, sin, *kind)
-    want = run(module.rotate_index, double_leaf(x), cos.double(), sin.double(), *kind)
+    want = run(reference, double_leaf(x), cos.double(), sin.double(), *kind)
     for part, a, b in zip(("y", "dx"), got, want, strict=True):
         assert a.shape == b.shape and a.dtype == x.dtype
         assert relative_error(a, b) < tolerance, part
@@ -90,15 +90,15 @@ def check_strided(kernels, kind, dtype, tolerance):
     x, cos, sin = make_case(7, 6, 32, 12, dtype=dtype)
     wide = torch.cat([x, x], 2).detach().requires_grad_()
 
-    def call(module):
+    def call(rotate):
         def strided(wide, cos, sin):
-            y = module.rotate_index(wide[:, ::2, 16:48], cos, sin, *kind)
+            y = rotate(wide[:, ::2, 16:48], cos, sin, *kind)
             return torch.cat([y, y.detach()], 2)
 
         return strided
 
-    got = run(call(kernels), wide, cos, sin)
-    want = run(call(reference), double_leaf(wide), cos.double(), sin.double())
+    got = run(call(kernels.rotate_index), wide, cos, sin)
+    want = run(call(reference_rotate_index), double_leaf(wide), cos.double(), sin.double())
     for a, b in zip(got, want, strict=True):
         assert relative_error(a, b) < tolerance
 
@@ -110,17 +110,17 @@ def test_triton_interpreted():
 
 def main():
     """What runs in the interpreter."""
-    from megatron_dsa.ops.rope import triton_index
+    from megatron_dsa.ops.rope import triton as kernels
 
     prepare_interpreter()
     for shape in (*SHAPES, (0, 2, 16, 4)):
         for kind in KINDS:
             case = make_case(*shape, dtype=torch.float32)
-            check(triton_index.rotate_index, kind, *case, 1e-5)
+            check(kernels.rotate_index, kind, *case, 1e-5)
     for kind in KINDS:
         # The interpreter has no products of bf16.
-        check(triton_index.rotate_index, kind, *make_case(9, 8, 64, 12, dtype=torch.float16), 4e-4)
-        check_strided(triton_index, kind, torch.float32, 1e-5)
+        check(kernels.rotate_index, kind, *make_case(9, 8, 64, 12, dtype=torch.float16), 4e-4)
+        check_strided(kernels, kind, torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +128,7 @@ def main():
 def test_compiles_without_a_gpu(monkeypatch, heads, kind):
     """For all generations: nothing is spilled; batches of any size take the same code."""
     kernels = pytest.importorskip(KERNELS)
-    recorders = recorded(monkeypatch, kernels, ("_forward", "_backward"))
+    recorders = recorded(monkeypatch, kernels, ("_index_forward", "_index_backward"))
     for tokens in (3, 16):
         x, cos, sin = make_case(tokens, heads, 128, 64, dtype=torch.bfloat16)
         kernels.rotate_index(x, cos, sin, *kind).sum().backward()
@@ -159,7 +159,7 @@ def test_triton_on_the_gpu(tokens, heads, dim, kind, dtype):
         return kernels.rotate_index(*x, *kind)
 
     tolerance = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4, torch.float32: 1e-5}[dtype]
-    check(kernels.rotate_index, kind, *case, tolerance, module=unfused)
+    check(kernels.rotate_index, kind, *case, tolerance, reference=unfused.rotate_index)
     assert_repeatable(lambda: call(*case), case[:1])
 
 

@@ -1,4 +1,4 @@
-"""Meta functions against what the adapters allocate when the kernels do nothing."""
+"""Fakes against what the adapters allocate when the kernels do nothing."""
 
 import dataclasses
 import importlib
@@ -80,10 +80,10 @@ def kernels():
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_meta_function_lies_beside_the_implementations(name):
+def test_a_fake_lies_beside_the_implementations(name):
     operation = OPERATIONS[name]
     assert callable(import_attribute(operation.fake))
-    folder = operation.fake.partition(".meta:")[0]
+    folder = operation.fake.partition(":")[0].rpartition(".")[0]
     for candidate in operation.candidates:
         assert candidate.kernel == "declined" or candidate.kernel.startswith(f"{folder}.")
 

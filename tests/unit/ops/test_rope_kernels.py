@@ -1,10 +1,12 @@
 """Query norm and rope on heads: unfused against autograd, Triton against both, and its assembly."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.rope import reference
+from megatron_dsa.ops.rope import spec
 from megatron_dsa.ops.rope import torch as unfused
 from megatron_dsa.ops.rope.api import rotate
 from tests.cases.triton_kernels import (
@@ -17,6 +19,7 @@ from tests.cases.triton_kernels import (
 from tests.helpers import double_leaf, leaf, relative_error
 
 EPS = 1e-6
+REFERENCE = SimpleNamespace(norm_rope=spec.reference_norm_rope, rotate=spec.reference_rotate)
 KERNELS = "megatron_dsa.ops.rope.triton"
 #: rows, heads, dim, R: one head, all dims rotated, none, sizes that are no powers of two.
 SHAPES = [(5, 1, 8, 4), (7, 3, 16, 16), (4, 2, 6, 0), (9, 5, 24, 10), (0, 2, 8, 4)]
@@ -47,7 +50,7 @@ def run(call, x, cos, sin):
     return y.detach().clone(), torch.autograd.grad(y, x, upstream)[0]
 
 
-def check(call, name, x, cos, sin, tolerance, module=reference):
+def check(call, name, x, cos, sin, tolerance, module=REFERENCE):
     """Compare with ``module`` in float64."""
     got = run(call, x, cos, sin)
     want = run(operations(module)[name], double_leaf(x), cos.double(), sin.double())
@@ -137,7 +140,7 @@ def main():
     got = run(
         lambda *a: triton_kernels.norm_rope(a[0][:, ::2], *a[1:], EPS, True), strided, cos, sin
     )
-    want = run(lambda *a: reference.norm_rope(a[0][:, ::2], *a[1:], EPS), strided, cos, sin)
+    want = run(lambda *a: spec.reference_norm_rope(a[0][:, ::2], *a[1:], EPS), strided, cos, sin)
     assert relative_error(got[0], want[0]) < 1e-5 and relative_error(got[1], want[1]) < 1e-5
     infinite = torch.full((1, 1, 8), float("inf"))
     infinite[..., 1::2] = 1.0

@@ -1,7 +1,5 @@
 """Tiles and programs of the kernels for hyper-connections, without Triton: plans read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 #: Tokens and warps of a program that computes weights, and of its backward.

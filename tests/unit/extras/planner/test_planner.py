@@ -20,7 +20,7 @@ from megatron_dsa.extras.planner.memory import LIBRARIES
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.ops import dispatch
-from megatron_dsa.ops.compressor.declaration import COMPRESSOR
+from megatron_dsa.ops.compressor.spec import COMPRESSOR
 from tests import host
 from tests.plans import BF16, CPU, EXPERTS, HYBRID, command, forget_layouts, only_chunk, plan
 
