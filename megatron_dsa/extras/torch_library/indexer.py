@@ -126,14 +126,14 @@ def sparse_indexer_loss(
 
     Args:
         q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        indices, topk_length: of :func:`indexer_topk`; they say all that a layout would.
+        indices, topk_length: of :func:`indexer_topk`; they replace a layout.
         teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite and not
             negative. Where heads are sharded over ranks, sum it over these first. No gradient
             flows to it.
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar, differentiable in q, k and weights, whose gradients are formed with it.
+        fp32 scalar, differentiable in q, k and weights; their gradients are computed with it.
     """
     wanted = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or weights.requires_grad
@@ -216,13 +216,13 @@ def dense_indexer_loss(
 
     Args:
         q_index, k_index, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        q, k, softmax_scale, other_lse, lse: of the attention that is the teacher, as there; no
-            gradient flows to them.
+        q, k, softmax_scale, other_lse, lse: of the attention that is the teacher; no gradient
+            flows to them.
         cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: as of :func:`indexer_topk`.
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar, differentiable in the indexer's tensors, whose gradients are formed with it.
+        fp32 scalar, differentiable in the indexer's tensors; their gradients are computed with it.
     """
     wanted = torch.is_grad_enabled() and (
         q_index.requires_grad or k_index.requires_grad or weights.requires_grad

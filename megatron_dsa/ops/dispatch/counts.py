@@ -43,38 +43,12 @@ def uncounted() -> Iterator[None]:
         _counting = before
 
 
-class profiler_range:
-    """A range of that name in torch's profiler and, on a GPU, in NVTX (Nsight Systems)."""
-
-    __slots__ = ("_name", "_nvtx", "_recorded")
-
-    def __init__(self, name: str, nvtx: bool):
-        self._name, self._nvtx = name, nvtx
-        self._recorded: Any = None
-
-    def __enter__(self) -> None:
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(self._name)
-        if torch.autograd._profiler_enabled():
-            self._recorded = torch.profiler.record_function(self._name)
-            self._recorded.__enter__()
-
-    def __exit__(self, *error) -> None:
-        if self._recorded is not None:
-            self._recorded.__exit__(*error)
-        if self._nvtx:
-            torch.cuda.nvtx.range_pop()
-
-
 class OperationTimes:
     """Time per operation (``--dsa-time-operations``), without the operations called inside it.
 
-    GPU time is measured by events, without synchronisation. A backward that an implementation
-    leaves to autograd runs outside of dispatch and is not included.
-
-    Attributes:
-        on: measure.
-        paused: skip calls for now (evaluation is no part of an iteration).
+    On a GPU by events, without synchronisation. A backward that an implementation leaves to
+    autograd runs outside of dispatch and is not included. ``paused``: evaluation is no part of an
+    iteration.
     """
 
     def __init__(self):
@@ -125,3 +99,22 @@ def _now(cuda: bool):
 
 #: Times of this process.
 TIMES = OperationTimes()
+
+
+@contextlib.contextmanager
+def measured(operation: str, name: str, on_gpu: bool) -> Iterator[None]:
+    """Count a call, and give it a range in torch's profiler and in NVTX (Nsight Systems)."""
+    count(operation, name)
+    label = f"megatron_dsa.{operation}.{name}"
+    profiled = torch.autograd._profiler_enabled()
+    if on_gpu:
+        torch.cuda.nvtx.range_push(label)
+    try:
+        with (
+            torch.profiler.record_function(label) if profiled else contextlib.nullcontext(),
+            TIMES.measure(operation, on_gpu),
+        ):
+            yield
+    finally:
+        if on_gpu:
+            torch.cuda.nvtx.range_pop()

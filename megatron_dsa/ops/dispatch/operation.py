@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 from megatron_dsa.ops.dispatch.choice_log import Choice, collect, listed, log_choice, log_once
-from megatron_dsa.ops.dispatch.counts import TIMES, count, profiler_range, uncounted
+from megatron_dsa.ops.dispatch.counts import measured, uncounted
 from megatron_dsa.ops.dispatch.gpus import of_device
 from megatron_dsa.ops.dispatch.packages import Reason
 from megatron_dsa.ops.dispatch.policy import (
@@ -185,13 +185,8 @@ class Operation:
         candidate = self.candidates[-1] if _unchosen else self.choose(call, policy).candidate
         if on_meta():
             return import_attribute(self.fake)(candidate, *args, **kwargs)
-        count(self.name, candidate.name)
-        on_gpu = call.device == "cuda"
-        with profiler_range(f"megatron_dsa.{self.name}.{candidate.name}", on_gpu):
-            if not TIMES.on:
-                return candidate.load()(*args, **kwargs)
-            with TIMES.measure(self.name, on_gpu):
-                return candidate.load()(*args, **kwargs)
+        with measured(self.name, candidate.name, call.device == "cuda"):
+            return candidate.load()(*args, **kwargs)
 
 
 def forget_choices() -> None:

@@ -23,7 +23,7 @@ class Reason(str):
 
 
 class Fix(NamedTuple):
-    """A defect that ``version`` repaired (or, in ``known_bad``, has)."""
+    """A defect that ``version`` repaired."""
 
     version: str
     what: str
@@ -48,7 +48,6 @@ class Package:
         minimum: lowest usable version.
         tested: newest version that this package was run with.
         history: defects that newer versions repaired.
-        known_bad: unusable versions at or above ``minimum``.
         needs: distributions that it needs; the last entry that applies counts.
     """
 
@@ -58,7 +57,6 @@ class Package:
     minimum: str | None = None
     tested: str | None = None
     history: tuple[Fix, ...] = ()
-    known_bad: tuple[Fix, ...] = ()
     needs: tuple[Need, ...] = ()
 
     def version(self) -> tuple[int, ...]:
@@ -94,9 +92,6 @@ class Package:
             because = f" ({wrong})" if wrong else ""
             needed = f", >= {floor} needed{because}{install}"
             return Reason(f"too old: {name} {found} found", needed)
-        for bad in self.known_bad:
-            if version == parse_version(bad.version):
-                return Reason(f"known bad: {name} {found}: {bad.what}", install)
         applying = [need for need in self.needs if version >= parse_version(need.since)]
         for need in applying[-1:]:
             have = installed_version(need.distribution)

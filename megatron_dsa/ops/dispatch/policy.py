@@ -21,7 +21,7 @@ DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Policy:
-    """Choices of the user.
+    """Choices of the user; out of range they raise a :class:`ConfigError`.
 
     Attributes:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
@@ -35,9 +35,6 @@ class Policy:
             By measurement (``docs/kernels/indexer.md``): from there on fp8 wins what these cost.
         indexer_numerics: arithmetic of the index scores that select, ``exact`` or
             ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
-
-    Raises:
-        ConfigError: a field is out of its range.
     """
 
     fused: bool = True
