@@ -1,11 +1,9 @@
 """The operations and their implementations, one folder per operation.
 
-``declaration.py`` says what implements an operation, in the order in which dispatch tries it, and
-what each implementation can run. ``api.py`` is what callers use, ``inputs.py`` what a call holds,
-``meta.py`` what the implementations return, keep and allocate, for plans.
-``reference.py`` is the plain, slow statement of what is computed; ``torch.py`` is the
-memory-bounded torch implementation that runs everywhere; files and folders named after a package
-hold fused ones.
+``api.py`` is the public function; ``spec.py`` holds inputs, candidates in the order in which
+dispatch tries them, fake (results and memory, for plans) and reference; ``torch.py`` is the
+memory-bounded implementation that runs everywhere. Files and folders named after a package hold
+fused ones.
 """
 
 from megatron_dsa.ops.compressor.spec import COMPRESSOR

@@ -53,15 +53,9 @@ def compress(
 
 @registered("compress")
 def _compress(
-    values: Tensor,
-    scores: Tensor,
-    ape: Tensor,
-    overlap: bool,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    policy: str = "",
-) -> Tensor:
+    values: Tensor, scores: Tensor, ape: Tensor, overlap: bool, cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None, policy: str = "",
+) -> Tensor:  # fmt: skip
     _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     keys = _keys(values, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     return api.compress(values, scores, ape, keys, overlap=overlap, policy=policy_of(policy))
@@ -93,16 +87,10 @@ def _(
 
 @registered("compress_backward")
 def _backward(
-    dpooled: Tensor,
-    values: Tensor,
-    scores: Tensor,
-    ape: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    overlap: bool,
-    max_seqlen: int | None = None,
+    dpooled: Tensor, values: Tensor, scores: Tensor, ape: Tensor, cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None, overlap: bool, max_seqlen: int | None = None,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     keys = _keys(values, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     asked = policy_of(policy)
 

@@ -50,16 +50,9 @@ def write_streams(output: Tensor, read: StreamsRead, *, policy: Policy = Policy(
 
 @registered("read_streams")
 def _read(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    eps: float,
-    norm_eps: float,
-    iterations: int,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor, eps: float,
+    norm_eps: float, iterations: int, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     connection = Connection(fn, base, scale, eps, norm_eps, iterations)
     read = api.read_streams(streams, connection, weight, policy=policy_of(policy))
     return read.normed, read.post, read.comb
@@ -67,35 +60,19 @@ def _read(
 
 @registered("read_head")
 def _head(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    eps: float,
-    norm_eps: float,
-    iterations: int,
-    policy: str = "",
-) -> Tensor:
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor, eps: float,
+    norm_eps: float, iterations: int, policy: str = "",
+) -> Tensor:  # fmt: skip
     connection = Connection(fn, base, scale, eps, norm_eps, iterations)
     return api.read_head(streams, connection, weight, policy=policy_of(policy))
 
 
 @registered("read_streams_backward")
 def _read_backward(
-    dnormed: Tensor,
-    dpost: Tensor | None,
-    dcomb: Tensor | None,
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    eps: float,
-    norm_eps: float,
-    iterations: int,
+    dnormed: Tensor, dpost: Tensor | None, dcomb: Tensor | None, streams: Tensor, fn: Tensor,
+    base: Tensor, scale: Tensor, weight: Tensor, eps: float, norm_eps: float, iterations: int,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     asked = policy_of(policy)
 
     def run(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor):

@@ -69,17 +69,10 @@ def indexer_topk(
 
 @registered("indexer_topk")
 def _topk(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    topk: int,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    ratio: int = 1,
-    relu: bool = True,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, weights: Tensor, topk: int, cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None, ratio: int = 1,
+    relu: bool = True, policy: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = layout_of(q.shape[0], q.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     indices, length = selection.indexer_topk(
         IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
@@ -145,16 +138,10 @@ def sparse_indexer_loss(
 
 @registered("sparse_indexer_loss")
 def _sparse_loss(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    teacher: Tensor,
-    topk_length: Tensor | None = None,
-    relu: bool = True,
-    with_gradients: bool = True,
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, teacher: Tensor,
+    topk_length: Tensor | None = None, relu: bool = True, with_gradients: bool = True,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
     teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
     layout = bshd_layout(q.shape[0], 1, q.device)  # the lists alone say which keys there are
@@ -242,25 +229,12 @@ def dense_indexer_loss(
 
 @registered("dense_indexer_loss")
 def _dense_loss(
-    q_index: Tensor,
-    k_index: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w_uk: Tensor | None,
-    k_pe: Tensor | None,
-    other_lse: Tensor | None,
-    lse: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    softmax_scale: float,
-    v_dim: int = 0,
-    max_seqlen: int | None = None,
-    ratio: int = 1,
-    relu: bool = True,
-    with_gradients: bool = True,
+    q_index: Tensor, k_index: Tensor, weights: Tensor, q: Tensor, k: Tensor, w_uk: Tensor | None,
+    k_pe: Tensor | None, other_lse: Tensor | None, lse: Tensor | None, cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None, softmax_scale: float, v_dim: int = 0,
+    max_seqlen: int | None = None, ratio: int = 1, relu: bool = True, with_gradients: bool = True,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     layout = layout_of(q_index.shape[0], q.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     layout = index_layout(layout, ratio)
     keys = _teacher_keys(k, w_uk, k_pe, v_dim)

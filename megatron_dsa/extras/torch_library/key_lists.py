@@ -57,16 +57,10 @@ def key_lists(
 
 @registered("key_lists")
 def _key_lists(
-    tokens: Tensor,
-    selected: Tensor | None,
-    selected_length: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    window: int,
-    ratio: int = 0,
-    max_seqlen: int | None = None,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+    tokens: Tensor, selected: Tensor | None, selected_length: Tensor | None,
+    cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, window: int, ratio: int = 0,
+    max_seqlen: int | None = None, policy: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(tokens, selected, selected_length, window, ratio)
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     compressed = compressed_keys(layout, ratio) if ratio else None

@@ -62,12 +62,9 @@ def visible_bits(
 
 @registered("visible_bits")
 def _visible_bits(
-    tokens: Tensor,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    policy: str = "",
-) -> Tensor:
+    tokens: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None, policy: str = "",
+) -> Tensor:  # fmt: skip
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     bits = visible.visible_bits(layout, policy_of(policy))
     # The layout of one sequence is kept, and its bits with it.
@@ -104,15 +101,9 @@ def masked_attention(
 
 @registered("masked_attention")
 def _attend(
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    bits: Tensor,
-    softmax_scale: float,
-    topk: int | None = None,
-    want_p_sum: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pe: Tensor, bits: Tensor, softmax_scale: float,
+    topk: int | None = None, want_p_sum: bool = False, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse, p_sum = api.masked_attention(
         q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=topk, want_p_sum=want_p_sum,
         policy=policy_of(policy),
@@ -133,17 +124,9 @@ def _(q, kv, k_pe, bits, softmax_scale, topk=None, want_p_sum=False, policy=""):
 
 @registered("masked_attention_backward")
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    bits: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk: int | None = None,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, kv: Tensor, k_pe: Tensor, bits: Tensor, out: Tensor, lse: Tensor,
+    softmax_scale: float, topk: int | None = None, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     asked = policy_of(policy)
     inputs = MaskedAttentionInputs(
         q, kv, k_pe, bits.contiguous(), out.shape[2], softmax_scale, asked.workspace_bytes

@@ -41,17 +41,10 @@ def sparse_attention(
 
 @registered("sparse_attention")
 def _attend(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
-    softmax_scale: float,
-    v_dim: int,
-    want_p_sum: bool = False,
-    in_order: bool = False,
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, attn_sink: Tensor | None,
+    softmax_scale: float, v_dim: int, want_p_sum: bool = False, in_order: bool = False,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse, p_sum = api.sparse_attention(
         q, kv, indices, softmax_scale=softmax_scale, v_dim=v_dim, topk_length=topk_length,
         attn_sink=attn_sink, want_p_sum=want_p_sum, in_order=in_order, policy=policy_of(policy),
@@ -61,18 +54,10 @@ def _attend(
 
 @registered("sparse_attention_backward")
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    in_order: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None,
+    attn_sink: Tensor | None, out: Tensor, lse: Tensor, softmax_scale: float,
+    in_order: bool = False, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = api.describe_attention(q, out.shape[2], indices.shape[1], attn_sink)
     s = api.Settings(
         out.shape[2], softmax_scale, policy_of(policy), call, False, None, None, in_order

@@ -15,38 +15,21 @@ _ROPE: Kind = (False, True, False)
 
 
 def norm_rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    inplace: bool = False,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    x, cos, sin, eps, inplace=False, workspace_bytes=DEFAULT_WORKSPACE_BYTES
 ) -> torch.Tensor:
     """See :func:`.api.norm_rope`; ``inplace`` is ignored."""
     return _NormRope.apply(x, cos, sin, eps, workspace_bytes)
 
 
-def rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-) -> torch.Tensor:
+def rotate(x, cos, sin, inverse, workspace_bytes=DEFAULT_WORKSPACE_BYTES) -> torch.Tensor:
     """See :func:`.api.rotate`."""
     return _Rotate.apply(x, cos, sin, _ROPE, inverse, workspace_bytes)
 
 
 def rotate_index(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    first: bool,
-    neighbours: bool,
-    transform: bool,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-    transposed: bool = False,
-) -> torch.Tensor:
+    x, cos, sin, first, neighbours, transform, workspace_bytes=DEFAULT_WORKSPACE_BYTES,
+    transposed=False,
+) -> torch.Tensor:  # fmt: skip
     """See :func:`.api.rotate_index`."""
     x = x.detach() if transposed else x
     kind = first, neighbours, transform

@@ -377,41 +377,22 @@ class _RotateIndex(torch.autograd.Function):
         return _launch_index(_index_backward, dy, *ctx.saved_tensors, ctx.kind), None, None, None
 
 
-def norm_rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    inplace: bool = False,
-    workspace_bytes: int | None = None,
-) -> torch.Tensor:
+def norm_rope(x, cos, sin, eps, inplace=False, workspace_bytes=None) -> torch.Tensor:
     """See :func:`.api.norm_rope`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x.contiguous(), cos, sin)
     return _NormRope.apply(x, cos, sin, float(eps), inplace)
 
 
-def rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    workspace_bytes: int | None = None,
-) -> torch.Tensor:
+def rotate(x, cos, sin, inverse, workspace_bytes=None) -> torch.Tensor:
     """See :func:`.api.rotate`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x, cos, sin)
     return _Rotate.apply(x, cos, sin, inverse)
 
 
 def rotate_index(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    first: bool,
-    neighbours: bool,
-    transform: bool,
-    workspace_bytes: int | None = None,
-    transposed: bool = False,
-) -> torch.Tensor:
+    x, cos, sin, first, neighbours, transform, workspace_bytes=None,
+    transposed=False,
+) -> torch.Tensor:  # fmt: skip
     """See :func:`.api.rotate_index`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x, cos, sin)
     kind = first, neighbours, transform
