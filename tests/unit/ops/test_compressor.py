@@ -27,7 +27,6 @@ KERNELS = "megatron_dsa.ops.compressor.triton.launch"
 
 
 def packed_groups(lengths, ratio, padding=0, slots=None):
-    """``(rows, Groups)`` of packed sequences and padding rows after them."""
     rows = sum(lengths) + padding
     slots = rows // ratio if slots is None else slots
     first = torch.full((slots,), -1, dtype=torch.int32)
@@ -42,7 +41,6 @@ def packed_groups(lengths, ratio, padding=0, slots=None):
 
 
 def batch_groups(seq_length, batch, ratio):
-    """``(rows, Groups)`` of Megatron's ``[s, b]`` rows."""
     position = torch.arange(seq_length // ratio).repeat(batch) * ratio
     element = torch.arange(batch).repeat_interleave(seq_length // ratio)
     return seq_length * batch, Groups((position * batch + element).int(), position, batch)
@@ -58,7 +56,6 @@ def covered(rows, groups, ratio):
 
 
 def layouts(ratio):
-    """The layouts that every implementation has to get right, by name."""
     mixed = [0, 1, ratio - 1, ratio, 3 * ratio + 2, 0, 2 * ratio]
     return {
         "packed": packed_groups(mixed, ratio, padding=ratio + 3),
@@ -95,7 +92,6 @@ def make_inputs(
 
 
 def in_double(inputs):
-    """The same inputs on float64 leaves."""
     leaves = (double_leaf(x) for x in (inputs.values, inputs.scores, inputs.ape))
     groups, rest = inputs.groups, (inputs.ratio, inputs.overlap, inputs.workspace_bytes)
     return CompressorInputs(*leaves, groups, *rest)
@@ -118,7 +114,6 @@ def run(compress, arguments):
 
 
 def check(compress, inputs, tolerance):
-    """Compare with the loops; return what ``compress`` gave."""
     got, want = run(compress, inputs), run(reference, in_double(inputs))
     for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
         assert x.shape == y.shape
@@ -142,7 +137,6 @@ def test_unfused(layout, ratio, dim, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_small_workspace(overlap):
-    """One group at a time gives what all at once give."""
     rows, groups = layouts(4)["packed"]
     inputs = make_inputs(rows, groups, 4, overlap, 16)
     small = CompressorInputs(
@@ -163,7 +157,6 @@ def test_channel_without_finite_score():
 
 
 def test_bf16_sums_in_fp32():
-    """The result is rounded once."""
     rows, groups = layouts(128)["packed"]
     check(unfused.compress, make_inputs(rows, groups, 128, False, 16, dtype=torch.bfloat16), 4e-3)
 
@@ -179,7 +172,6 @@ def test_bf16_sums_in_fp32():
     ],
 )
 def test_messages(change, message):
-    """Errors name the argument, the rule and the fix."""
     step = change.pop("row_step", 1)
     groups = Groups(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), step)
     kwargs = {"values": torch.zeros(8, 8), "scores": torch.zeros(8, 8), "ape": torch.zeros(4, 8)}
@@ -189,12 +181,10 @@ def test_messages(change, message):
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter: all layouts with one tile, several tiles and several chunks."""
     from megatron_dsa.ops.compressor.triton import launch as triton_kernels
 
     prepare_interpreter()

@@ -122,7 +122,6 @@ def test_rounding_is_not_systematic():
 
 
 def test_formulas_of_transformers():
-    """The modules of DeepSeek-V4 there, with the write-back of its decoder layer."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
@@ -185,7 +184,6 @@ def test_write_takes_the_streams_from_the_read():
     ],
 )
 def test_messages(change, message):
-    """Errors name the argument, the rule and the fix."""
     given = Case(3, 4, 16).read_inputs(torch.float32)
     if next(iter(change)) in ("streams", "weight"):
         given = replace(given, **change)
@@ -196,7 +194,6 @@ def test_messages(change, message):
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
@@ -251,7 +248,7 @@ PLANNED = {
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation, case):
-    """Meta functions against the adapters, whose kernels do nothing."""
+    """Fakes against the adapters, whose kernels do nothing."""
     module = unfused
     if implementation == "triton":
         module = pytest.importorskip(f"{PACKAGE}.launch")
@@ -273,8 +270,6 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
 
 
 class Silent:
-    """A kernel that does nothing."""
-
     def __getitem__(self, grid):
         return lambda *args, **kwargs: None
 
@@ -341,7 +336,6 @@ def test_extremes_and_rounding_on_the_gpu():
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts():
-    """140000 tokens of V4-Flash."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
     tokens, channels = 140_000, 4096
     inputs = Case(2, 4, channels).write_inputs(torch.bfloat16, "cuda")
@@ -379,7 +373,6 @@ def check_added(launch):
 
 
 def main():
-    """What runs in the interpreter."""
     from megatron_dsa.ops.hyper_connections.triton import launch
 
     prepare_interpreter()

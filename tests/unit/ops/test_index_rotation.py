@@ -34,14 +34,12 @@ def make_case(tokens, heads, dim, rotated, dtype=torch.float64, device="cpu"):
 
 
 def run(call, x, *rest):
-    """The result and the gradient for a fixed upstream gradient."""
     y = call(x, *rest)
     upstream = leaf(*y.shape, seed=5, device=y.device, dtype=torch.bfloat16).detach().to(y.dtype)
     return y.detach().clone(), torch.autograd.grad(y, x, upstream)[0]
 
 
 def check(call, kind, x, cos, sin, tolerance, reference=reference_rotate_index):
-    """Compare with ``reference`` in float64."""
     got = run(call, x, cos, sin, *kind)
     want = run(reference, double_leaf(x), cos.double(), sin.double(), *kind)
     for part, a, b in zip(("y", "dx"), got, want, strict=True):
@@ -52,14 +50,12 @@ def check(call, kind, x, cos, sin, tolerance, reference=reference_rotate_index):
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 2, 6, 4), (0, 2, 8, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfused(kind, shape):
-    """Result and gradient."""
     if kind[2] and shape[2] == 6:
         pytest.skip("no power of two")
     check(unfused.rotate_index, kind, *make_case(*shape), 1e-12)
 
 
 def test_small_workspace():
-    """Token by token gives what all at once gives."""
     case = make_case(9, 3, 16, 8)
     small = run(lambda *x: unfused.rotate_index(*x, True, False, True, 1), *case)
     large = run(lambda *x: unfused.rotate_index(*x, True, False, True), *case)
@@ -68,7 +64,6 @@ def test_small_workspace():
 
 
 def test_bf16_is_rounded_once():
-    """fp32 inside."""
     check(
         unfused.rotate_index, (True, True, True), *make_case(20, 4, 32, 8, dtype=torch.bfloat16),
         4e-3,
@@ -76,7 +71,6 @@ def test_bf16_is_rounded_once():
 
 
 def test_messages():
-    """Errors name the argument, the rule and the fix."""
     x, cos, sin = torch.zeros(4, 2, 6), torch.zeros(4, 1), torch.zeros(4, 1)
     with pytest.raises(ConfigError, match="power of two"):
         rotate_index(x, cos, sin)
@@ -104,12 +98,10 @@ def check_strided(kernels, kind, dtype, tolerance):
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter."""
     from megatron_dsa.ops.rope import triton as kernels
 
     prepare_interpreter()
@@ -165,7 +157,6 @@ def test_triton_on_the_gpu(tokens, heads, dim, kind, dtype):
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts():
-    """300000 tokens of 64 heads."""
     kernels = pytest.importorskip(KERNELS)
     tokens, kind = 300_000, (True, True, True)
     x = torch.empty(tokens, 64, 128, device="cuda", dtype=torch.bfloat16).normal_()

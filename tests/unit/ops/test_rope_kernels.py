@@ -35,7 +35,6 @@ def make_case(rows, heads, dim, rotated, dtype=torch.float64, device="cpu"):
 
 
 def operations(module):
-    """Name and function of ``x, cos, sin`` of what a module offers."""
     return {
         "norm_rope": lambda *x: module.norm_rope(*x, EPS),
         "rotate": lambda *x: module.rotate(*x, False),
@@ -44,14 +43,12 @@ def operations(module):
 
 
 def run(call, x, cos, sin):
-    """The result and the gradient for a fixed upstream gradient."""
     y = call(x, cos, sin)
     upstream = leaf(*y.shape, seed=5, device=y.device, dtype=torch.bfloat16).detach().to(y.dtype)
     return y.detach().clone(), torch.autograd.grad(y, x, upstream)[0]
 
 
 def check(call, name, x, cos, sin, tolerance, module=REFERENCE):
-    """Compare with ``module`` in float64."""
     got = run(call, x, cos, sin)
     want = run(operations(module)[name], double_leaf(x), cos.double(), sin.double())
     for part, a, b in zip(("y", "dx"), got, want, strict=True):
@@ -63,12 +60,10 @@ def check(call, name, x, cos, sin, tolerance, module=REFERENCE):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["norm_rope", "rotate", "inverse"])
 def test_unfused(name, shape):
-    """Result and gradient."""
     check(operations(unfused)[name], name, *make_case(*shape), 1e-12)
 
 
 def test_small_workspace():
-    """Row by row gives what all at once gives."""
     case = make_case(9, 5, 24, 10)
     for small, large in (
         (lambda *x: unfused.norm_rope(*x, EPS, False, 1), operations(unfused)["norm_rope"]),
@@ -79,7 +74,6 @@ def test_small_workspace():
 
 
 def test_inverse_undoes():
-    """And both keep the dims before the rotated ones."""
     x, cos, sin = make_case(7, 3, 24, 10)
     y = unfused.rotate(x, cos, sin, False)
     assert torch.equal(y[..., :14], x[..., :14])
@@ -87,7 +81,6 @@ def test_inverse_undoes():
 
 
 def test_bf16_is_rounded_once():
-    """fp32 inside."""
     for name, call in operations(unfused).items():
         check(call, name, *make_case(20, 4, 32, 8, dtype=torch.bfloat16), 4e-3)
 
@@ -98,7 +91,6 @@ def test_bf16_is_rounded_once():
      ((4, 2, 6), (3, 1), "cos must be"), ((4, 2, 6), (4, 4), "at most")],
 )  # fmt: skip
 def test_messages(x, tables, message):
-    """Errors name the argument, the rule and the fix."""
     with pytest.raises(ConfigError, match=message):
         rotate(torch.zeros(x), torch.zeros(tables), torch.zeros(tables))
 
@@ -120,12 +112,10 @@ def check_in_place(kernels, x, cos, sin):
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter."""
     from megatron_dsa.ops.rope import triton as triton_kernels
 
     prepare_interpreter()

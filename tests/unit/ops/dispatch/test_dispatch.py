@@ -34,7 +34,6 @@ def made_up_fake(candidate, *arguments):
 
 @pytest.fixture
 def operations(monkeypatch):
-    """Function that makes up an operation with these candidates."""
     dispatch.forget_choices()
     monkeypatch.setattr(choice_log, "_logged", set())
     monkeypatch.setattr(module, "_declared", dict(module._declared))
@@ -44,7 +43,6 @@ def operations(monkeypatch):
 
 @pytest.fixture
 def operation(operations):
-    """A made-up operation with two fused candidates and the torch one."""
     return operations(
         "made_up",
         candidate("first", True, lambda p: "no first"),
@@ -55,7 +53,6 @@ def operation(operations):
 
 @pytest.fixture
 def having(operation, monkeypatch):
-    """Function that gives the operation other candidates, and torch's; returns it."""
 
     def having(*candidates, first=()):
         monkeypatch.setattr(operation, "first", first)
@@ -95,7 +92,6 @@ def test_first_fused_candidate_that_can_run(operation):
 
 @pytest.fixture
 def all_candidates(monkeypatch):
-    """``--dsa-log-dispatch`` is given."""
     monkeypatch.setattr(choice_log.logger, "level", choice_log.logger.level)
     choice_log.logger.manager._clear_cache()
     dispatch.log_all_candidates()
@@ -116,7 +112,6 @@ def test_a_fallback_is_one_short_warning(operation, caplog, monkeypatch):
 
 
 def test_a_short_line_holds_what_is_wrong(having):
-    """Not what would be needed, and how to get it."""
     missing = Reason("missing: it is not installed", "; pip install it")
     choice = having(candidate("first", True, lambda p: missing)).choose(HOPPER, Policy())
     assert choice.summary() == "made_up: torch (first: missing: it is not installed)"
@@ -157,7 +152,6 @@ def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeyp
 def test_fallback_names_every_rejected_candidate_once(
     operation, caplog, monkeypatch, all_candidates
 ):
-    """With ``--dsa-log-dispatch``."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -208,7 +202,7 @@ def test_a_fallback_on_a_gpu_is_loud(having, caplog, monkeypatch):
 
 
 def test_torch_alone_runs_without_a_gpu():
-    """What the one line says: no fused candidate takes a call on the CPU."""
+    """No fused candidate takes a call on the CPU."""
     index = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048}
     for name in OPERATIONS:
         for shape in ({}, index, {"dtype": torch.float32}):
@@ -240,7 +234,6 @@ def test_report_counts_calls(operation):
 
 
 def test_every_operation_runs_everywhere():
-    """Each operation has a torch implementation that takes any call."""
     odd = OpCall("cpu", None, torch.float64, heads=3, qk_dim=7, v_dim=5, topk=1, packed=True)
     for name, one in OPERATIONS.items():
         assert callable(one.choose(odd, Policy(fused=False)).candidate.load()), name
@@ -392,7 +385,6 @@ def test_the_fastest_with_the_teacher(having):
 
 
 def committed_times(*parts):
-    """Rows of ``benchmarks/attention.csv`` with times of these parts."""
     for row in read_csv(Path(__file__).parents[4] / "benchmarks/attention.csv"):
         if row["status"] == "ok" and row["metric"] == "ms" and row["part"] in parts:
             yield row
