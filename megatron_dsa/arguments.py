@@ -14,12 +14,12 @@ from typing import Any, get_args, get_origin
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config.fields import Option, choices_of, given_values, option_fields
+from megatron_dsa.config.gpus import GPUS
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.config.rules.ranges import FLAGS, range_rules, schedule_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, require
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.dispatch.gpus import GPUS
 from megatron_dsa.ops.dispatch.policy import FLAG, check_operations
 
 BACKENDS = ("dsa_fused", "dsa_unfused")

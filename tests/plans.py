@@ -5,9 +5,9 @@ from unittest import mock
 
 import torch
 
+from megatron_dsa.config.gpus import GPU, GPUS
 from megatron_dsa.extras.planner.command import plan_of
 from megatron_dsa.layers import from_megatron as microbatch
-from megatron_dsa.ops.dispatch.gpus import GPU, GPUS
 from megatron_dsa.ops.layout import layout
 from tests.functional.launch import TINY
 

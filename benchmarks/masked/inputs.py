@@ -11,8 +11,8 @@ from benchmarks.masked.shapes import FLASH4, OPERATIONS, PEERS, Case
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.sequences import Dense
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.masked_attention import torch as in_torch
 from megatron_dsa.ops.masked_attention.spec import KeyBitsInputs, MaskedAttentionInputs

@@ -82,8 +82,8 @@ def command(thousands: int, hybrid: bool, flags: str, tiny: bool) -> list[str]:
 
 def plan(argv: list[str]):
     """Return the plan of a command line's step on this machine, as ``--dsa-dry-run`` makes it."""
+    from megatron_dsa.config.gpus import GPU, GPUS, gpu_here
     from megatron_dsa.extras.planner.command import plan_of
-    from megatron_dsa.ops.dispatch.gpus import GPU, GPUS, gpu_here
 
     gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
     return plan_of(argv, 1, gpu)

@@ -94,7 +94,6 @@ def _versions() -> str:
         install = package.install.format(floor=package.minimum)
         lines.append(f"**{package.module}**: {install}.\n")
         lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
-        lines += [f"* {bad.version} is refused: {bad.what}" for bad in package.known_bad]
         lines += [
             f"* from {n.since} it needs {n.distribution} >= {n.minimum}" for n in package.needs
         ]

@@ -22,7 +22,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.capture import TensorCache
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
-from megatron_dsa.ops.rope.signs import hadamard_signs
+from megatron_dsa.ops.rope.spec import hadamard_signs
 
 
 class TokenRope:

@@ -1,17 +1,15 @@
 """The operations and their implementations, one folder per operation.
 
-``declaration.py`` says what implements an operation, in the order in which dispatch tries it, and
-what each implementation can run. ``api.py`` is what callers use, ``inputs.py`` what a call holds,
-``meta.py`` what the implementations return, keep and allocate, for plans.
-``reference.py`` is the plain, slow statement of what is computed; ``torch.py`` is the
-memory-bounded torch implementation that runs everywhere; files and folders named after a package
-hold fused ones.
+``api.py`` is the public function; ``spec.py`` holds inputs, candidates in the order in which
+dispatch tries them, fake (results and memory, for plans) and reference; ``torch.py`` is the
+memory-bounded implementation that runs everywhere. Files and folders named after a package hold
+fused ones.
 """
 
-from megatron_dsa.ops.compressor.declaration import COMPRESSOR
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.compressor.spec import COMPRESSOR
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Operation
-from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
+from megatron_dsa.ops.hyper_connections import spec as hyper_connections
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
@@ -21,6 +19,12 @@ from megatron_dsa.ops.masked_attention.spec import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.spec import PROBABILITIES as MASKED_PROBABILITIES
 from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BACKWARD
+from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
+from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
+from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
+from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 
 #: By name, in the order in which a training step calls them.
 OPERATIONS: dict[str, Operation] = {

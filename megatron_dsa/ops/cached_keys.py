@@ -1,7 +1,7 @@
-"""Keys as the fp8 caches of inference engines hold them; the gradient passes straight through.
+"""Keys rounded as in the fp8 caches of inference engines; the gradient passes straight through.
 
-The engines keep a latent or a V4 key in blocks of e4m3 numbers with a scale each, and its rope dims
-in bf16. Their kernels multiply by the scale and round to bf16 (``docs/guide/rl.md``).
+Engines cache a latent or a V4 key in blocks of e4m3 numbers with a scale each, and rope dims in
+bf16. Their kernels multiply by the scale and round to bf16 (``docs/guide/rl.md``).
 """
 
 from collections.abc import Callable
@@ -19,11 +19,9 @@ _BYTES = 11
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How a cache holds the dims without rope.
+    """Format of the dims without rope: ``block`` dims share a scale.
 
-    Attributes:
-        block: dims that share a scale.
-        quantize: ``x [..., block]`` -> e4m3 and fp32 scales ``[...]``.
+    ``quantize``: ``x [..., block]`` -> e4m3 and fp32 scales ``[...]``.
     """
 
     block: int
@@ -39,16 +37,9 @@ CSA_CACHE = CacheFormat(64, engine.quantized)
 def as_cached(
     x: torch.Tensor, form: CacheFormat, workspace_bytes: int, rope_dims: int = 0
 ) -> torch.Tensor:
-    """Return keys as a cache holds them.
+    """Return keys ``[..., D]`` (bf16) as a cache holds them; the gradient is passed on.
 
-    Args:
-        x: ``[..., D]`` bf16; ``D - rope_dims`` is a multiple of ``form.block``.
-        form: of the cache.
-        workspace_bytes: budget for temporary memory.
-        rope_dims: the last dims, which stay as they are.
-
-    Returns:
-        ``[..., D]`` bf16. The gradient of x is that of the result.
+    The last ``rope_dims`` stay as they are; the others are a multiple of ``form.block``.
     """
     return _AsCached.apply(x, form, workspace_bytes, rope_dims)
 

@@ -1,9 +1,8 @@
-"""What the meta functions of operations share (``meta.py`` in their folders).
+"""Helpers of the operations' fakes.
 
-A meta function says what the implementations of an operation return, keep for the backward and
-allocate. It takes the chosen candidate, then the arguments of the implementations, and returns meta
-tensors. What it allocates and drops counts towards the peak, so it follows what adapters allocate;
-for packages that allocate by themselves, what was measured.
+A fake takes the chosen candidate and the arguments of the implementations, and returns meta
+tensors. It keeps and allocates what adapters do, also temporaries: they count towards the peak.
+Packages that allocate by themselves were measured.
 """
 
 from collections.abc import Callable, Sequence

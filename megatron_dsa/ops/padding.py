@@ -1,8 +1,8 @@
-"""What the adapters to other packages share: list widths, invalid entries, head padding.
+"""Padding of lists and heads for the kernels of other packages.
 
-cuDNN's Hopper kernels are compiled per list width, head count and dims when they are first called,
-and kept in this process only. Widths are therefore rounded up to a few buckets, and every call
-passes a ``topk_length``, so that a new ``K`` or a first packed batch does not compile again.
+cuDNN compiles its Hopper kernels per list width, heads and dims at the first call of a process.
+Widths are therefore rounded up to a few buckets, and every call passes a ``topk_length``: neither
+another ``K`` nor a first packed batch compiles again.
 """
 
 import torch
@@ -12,19 +12,16 @@ from megatron_dsa.ops.common.arithmetic import valid_entries
 
 
 def bucket(width: int) -> int:
-    """Smallest list width that kernels are compiled for: 128, 256, then multiples of 512."""
-    for size in (128, 256):
-        if width <= size:
-            return size
-    return -(-width // 512) * 512
+    """Return the least compiled list width that fits: 128, 256, then multiples of 512."""
+    return padded_heads(width, (128, 256, 512))
 
 
 def masked_indices(
     indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which entries ``[Sq, K]`` select a key, and the indices with -1 at all others.
+    """Return the mask ``[Sq, K]`` of valid entries, and the indices, -1 at others, widened.
 
-    The indices come in their bucket of widths. ``keys`` is the number of rows they may select.
+    ``keys``: number of keys.
     """
     valid = valid_entries(indices, topk_length, keys)
     return valid, widened(torch.where(valid, indices, -1), -1)
@@ -44,8 +41,6 @@ def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> tor
 
 
 def padded_heads(heads: int, sizes: tuple[int, ...]) -> int:
-    """Smallest of ``sizes`` that holds ``heads``, else the next multiple of the largest."""
-    for size in sizes:
-        if heads <= size:
-            return size
-    return -(-heads // sizes[-1]) * sizes[-1]
+    """Return the least of ``sizes`` that holds ``heads``, else the next multiple of the largest."""
+    fitting = next((size for size in sizes if heads <= size), None)
+    return fitting or -(-heads // sizes[-1]) * sizes[-1]

@@ -1,17 +1,21 @@
 """Inputs of hyper-connections, and comparisons of their results and gradients."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.hyper_connections import reference
-from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
+from megatron_dsa.ops.hyper_connections import spec
+from megatron_dsa.ops.hyper_connections.spec import Connection, ReadInputs, WriteInputs
 from tests.helpers import relative_error
 
 EPS, NORM_EPS = 1e-6, 1e-5
 RESULTS = ("normed", "streams", "post", "comb")
 TENSORS = ("streams", "fn", "base", "scale", "weight")
+REFERENCE = SimpleNamespace(
+    read=spec.reference_read, write=spec.reference_write, head=spec.reference_head
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def run(call, inputs, upstream=None):
     return [r.detach().clone() for r in results], list(gradients)
 
 
-def check(call, name, inputs, tolerance, expected=reference):
+def check(call, name, inputs, tolerance, expected=REFERENCE):
     """Compare a call with ``expected`` in float64; ``name`` is read, write or head."""
     got = run(call, inputs)
     want = run(getattr(expected, name), in_float64(inputs))

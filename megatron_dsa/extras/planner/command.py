@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 
 from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
+from megatron_dsa.config.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.config.rules.ranges import FLAGS, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.extras.planner.attention_only import leave_out_flags
 from megatron_dsa.extras.planner.host import META, host
 from megatron_dsa.extras.planner.plan import Plan, make_plan
 from megatron_dsa.extras.planner.text import describe, shortage
-from megatron_dsa.ops.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
 from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags
@@ -94,7 +94,7 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) 
     Args:
         argv: program and flags, as for ``megatron_dsa.pretrain``.
         world: GPUs of the job.
-        gpu: their kind, one of :data:`megatron_dsa.ops.dispatch.gpus.GPUS`.
+        gpu: their kind, one of :data:`megatron_dsa.config.gpus.GPUS`.
         device: see :func:`megatron_dsa.extras.planner.host.host`.
 
     Raises:

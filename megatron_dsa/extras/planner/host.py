@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
+from megatron_dsa.config.gpus import planned_processors
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.ops.dispatch import meta_dispatch
-from megatron_dsa.ops.dispatch.gpus import planned_processors
 from megatron_dsa.ops.meta import differentiable, empty_sums
 from megatron_dsa.patches.cpu_host import CudaTo, NoStream
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 from megatron_dsa import specs
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
+from megatron_dsa.config.gpus import GPU
 from megatron_dsa.config.model import options_of
 from megatron_dsa.extras.planner import attention_only
 from megatron_dsa.extras.planner.chunks import Chunk, measure_rank
@@ -19,7 +20,6 @@ from megatron_dsa.extras.planner.memory import (
     refuse_uncounted,
 )
 from megatron_dsa.metrics.flops import flops_by_part, model_work
-from megatron_dsa.ops.dispatch.gpus import GPU
 from megatron_dsa.patches.unfused_linears import require_kernel_of_deferred_gradients
 from megatron_dsa.training.model import padded_vocabulary
 

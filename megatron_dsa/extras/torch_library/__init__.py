@@ -1,9 +1,8 @@
 """The public operations registered with ``torch.library``, for ``torch.compile``, without Megatron.
 
-Functions have the names, results and errors of :mod:`megatron_dsa.dsa_kernels`; they take tensors
-and numbers where those take layouts and dataclasses of tensors. Each calls an operation of
-``torch.ops.megatron_dsa``, which runs the implementation that dispatch picks; its backward is an
-operation, too (``docs/guide/torch.md``).
+Names, results and errors are those of :mod:`megatron_dsa.dsa_kernels`; tensors and numbers replace
+layouts and dataclasses. Each function calls an operation of ``torch.ops.megatron_dsa``, which runs
+the implementation that dispatch picks; backwards also are operations (``docs/guide/torch.md``).
 """
 
 from megatron_dsa.extras.torch_library.compressor import compress

@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron_dsa.extras.torch_library.registration import (
     check_lengths,
     derivatives,
+    empty_like,
     layout_of,
     policy_of,
     policy_text,
@@ -52,15 +53,9 @@ def compress(
 
 @registered("compress")
 def _compress(
-    values: Tensor,
-    scores: Tensor,
-    ape: Tensor,
-    overlap: bool,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    policy: str = "",
-) -> Tensor:
+    values: Tensor, scores: Tensor, ape: Tensor, overlap: bool, cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None, policy: str = "",
+) -> Tensor:  # fmt: skip
     _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     keys = _keys(values, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     return api.compress(values, scores, ape, keys, overlap=overlap, policy=policy_of(policy))
@@ -77,7 +72,7 @@ def _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seql
     ratio = ape.shape[0] if ape.dim() else 0
     # The sizes of groups are checked before there are any.
     none = values.new_empty(0, dtype=torch.int32)
-    CompressorInputs(values, scores, ape, Groups(none, none, 1), ratio, overlap, 0)
+    CompressorInputs(values, scores, ape, Groups(none, none, 1), ratio, overlap, 0).check()
     return values.shape[0] // ratio
 
 
@@ -92,16 +87,10 @@ def _(
 
 @registered("compress_backward")
 def _backward(
-    dpooled: Tensor,
-    values: Tensor,
-    scores: Tensor,
-    ape: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    overlap: bool,
-    max_seqlen: int | None = None,
+    dpooled: Tensor, values: Tensor, scores: Tensor, ape: Tensor, cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None, overlap: bool, max_seqlen: int | None = None,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     keys = _keys(values, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     asked = policy_of(policy)
 
@@ -118,7 +107,7 @@ def _(
     policy="",
 ):  # fmt: skip
     _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
-    return tuple(x.new_empty(x.shape) for x in (values, scores, ape))
+    return tuple(map(empty_like, (values, scores, ape)))
 
 
 def _keep(ctx, inputs, output):

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron_dsa.extras.torch_library.registration import (
     derivatives,
+    empty_like,
     policy_of,
     policy_text,
     registered,
@@ -13,7 +14,6 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.hyper_connections import api
 from megatron_dsa.ops.hyper_connections.api import Connection, StreamsRead
-from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
 
 
 def read_streams(
@@ -50,68 +50,29 @@ def write_streams(output: Tensor, read: StreamsRead, *, policy: Policy = Policy(
 
 @registered("read_streams")
 def _read(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    eps: float,
-    norm_eps: float,
-    iterations: int,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor, eps: float,
+    norm_eps: float, iterations: int, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     connection = Connection(fn, base, scale, eps, norm_eps, iterations)
     read = api.read_streams(streams, connection, weight, policy=policy_of(policy))
     return read.normed, read.post, read.comb
 
 
-@_read.register_fake
-def _(streams, fn, base, scale, weight, eps, norm_eps, iterations, policy=""):
-    connection = Connection(fn, base, scale, eps, norm_eps, iterations)
-    ReadInputs(streams, connection, weight, 0).check(head=False)
-    tokens, n, channels = streams.shape
-    post, comb = fn.new_empty(tokens, n), fn.new_empty(tokens, n, n)
-    return streams.new_empty(tokens, channels), post, comb
-
-
 @registered("read_head")
 def _head(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    eps: float,
-    norm_eps: float,
-    iterations: int,
-    policy: str = "",
-) -> Tensor:
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor, eps: float,
+    norm_eps: float, iterations: int, policy: str = "",
+) -> Tensor:  # fmt: skip
     connection = Connection(fn, base, scale, eps, norm_eps, iterations)
     return api.read_head(streams, connection, weight, policy=policy_of(policy))
 
 
-@_head.register_fake
-def _(streams, fn, base, scale, weight, eps, norm_eps, iterations, policy=""):
-    connection = Connection(fn, base, scale, eps, norm_eps, iterations)
-    ReadInputs(streams, connection, weight, 0).check(head=True)
-    return streams.new_empty(streams.shape[0], streams.shape[2])
-
-
 @registered("read_streams_backward")
 def _read_backward(
-    dnormed: Tensor,
-    dpost: Tensor | None,
-    dcomb: Tensor | None,
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    eps: float,
-    norm_eps: float,
-    iterations: int,
+    dnormed: Tensor, dpost: Tensor | None, dcomb: Tensor | None, streams: Tensor, fn: Tensor,
+    base: Tensor, scale: Tensor, weight: Tensor, eps: float, norm_eps: float, iterations: int,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     asked = policy_of(policy)
 
     def run(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor):
@@ -129,10 +90,8 @@ def _read_backward(
 
 
 @_read_backward.register_fake
-def _(
-    dnormed, dpost, dcomb, streams, fn, base, scale, weight, eps, norm_eps, iterations, policy="",
-):  # fmt: skip
-    return tuple(x.new_empty(x.shape) for x in (streams, fn, base, scale, weight))
+def _(dnormed, dpost, dcomb, streams, fn, base, scale, weight, *_settings):
+    return tuple(map(empty_like, (streams, fn, base, scale, weight)))
 
 
 def _keep_read(ctx, inputs, output):
@@ -159,12 +118,6 @@ def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: 
     return api.write_streams(output, read, policy=policy_of(policy))
 
 
-@_write.register_fake
-def _(output, streams, post, comb, policy=""):
-    WriteInputs(output, streams, post, comb, 0).check()
-    return streams.new_empty(streams.shape)
-
-
 @registered("write_streams_backward")
 def _write_backward(
     dout: Tensor, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = ""
@@ -180,8 +133,8 @@ def _write_backward(
 
 
 @_write_backward.register_fake
-def _(dout, output, streams, post, comb, policy=""):
-    return tuple(x.new_empty(x.shape) for x in (output, streams, post, comb))
+def _(dout, output, streams, post, comb, *_settings):
+    return tuple(map(empty_like, (output, streams, post, comb)))
 
 
 def _keep_write(ctx, inputs, output):

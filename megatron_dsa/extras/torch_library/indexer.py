@@ -11,6 +11,7 @@ from megatron_dsa.extras.torch_library.registration import (
     check_lengths,
     check_ratio,
     derivatives,
+    empty_like,
     index_layout,
     layout_of,
     none_of,
@@ -68,17 +69,10 @@ def indexer_topk(
 
 @registered("indexer_topk")
 def _topk(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    topk: int,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    ratio: int = 1,
-    relu: bool = True,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, weights: Tensor, topk: int, cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None, ratio: int = 1,
+    relu: bool = True, policy: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = layout_of(q.shape[0], q.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     indices, length = selection.indexer_topk(
         IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
@@ -125,14 +119,14 @@ def sparse_indexer_loss(
 
     Args:
         q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        indices, topk_length: of :func:`indexer_topk`; they say all that a layout would.
+        indices, topk_length: of :func:`indexer_topk`; they replace a layout.
         teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite and not
             negative. Where heads are sharded over ranks, sum it over these first. No gradient
             flows to it.
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar, differentiable in q, k and weights, whose gradients are formed with it.
+        fp32 scalar, differentiable in q, k and weights; their gradients are computed with it.
     """
     wanted = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or weights.requires_grad
@@ -144,16 +138,10 @@ def sparse_indexer_loss(
 
 @registered("sparse_indexer_loss")
 def _sparse_loss(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    teacher: Tensor,
-    topk_length: Tensor | None = None,
-    relu: bool = True,
-    with_gradients: bool = True,
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, teacher: Tensor,
+    topk_length: Tensor | None = None, relu: bool = True, with_gradients: bool = True,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
     teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
     layout = bshd_layout(q.shape[0], 1, q.device)  # the lists alone say which keys there are
@@ -191,7 +179,7 @@ def _gradients_or_none(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not wanted:
         return none_of(q), none_of(k), none_of(weights)
-    return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
+    return empty_like(q), empty_like(k), empty_like(weights)
 
 
 def dense_indexer_loss(
@@ -215,13 +203,13 @@ def dense_indexer_loss(
 
     Args:
         q_index, k_index, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        q, k, softmax_scale, other_lse, lse: of the attention that is the teacher, as there; no
-            gradient flows to them.
+        q, k, softmax_scale, other_lse, lse: of the attention that is the teacher; no gradient
+            flows to them.
         cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: as of :func:`indexer_topk`.
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar, differentiable in the indexer's tensors, whose gradients are formed with it.
+        fp32 scalar, differentiable in the indexer's tensors; their gradients are computed with it.
     """
     wanted = torch.is_grad_enabled() and (
         q_index.requires_grad or k_index.requires_grad or weights.requires_grad
@@ -241,25 +229,12 @@ def dense_indexer_loss(
 
 @registered("dense_indexer_loss")
 def _dense_loss(
-    q_index: Tensor,
-    k_index: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w_uk: Tensor | None,
-    k_pe: Tensor | None,
-    other_lse: Tensor | None,
-    lse: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    softmax_scale: float,
-    v_dim: int = 0,
-    max_seqlen: int | None = None,
-    ratio: int = 1,
-    relu: bool = True,
-    with_gradients: bool = True,
+    q_index: Tensor, k_index: Tensor, weights: Tensor, q: Tensor, k: Tensor, w_uk: Tensor | None,
+    k_pe: Tensor | None, other_lse: Tensor | None, lse: Tensor | None, cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None, softmax_scale: float, v_dim: int = 0,
+    max_seqlen: int | None = None, ratio: int = 1, relu: bool = True, with_gradients: bool = True,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     layout = layout_of(q_index.shape[0], q.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     layout = index_layout(layout, ratio)
     keys = _teacher_keys(k, w_uk, k_pe, v_dim)
@@ -292,7 +267,7 @@ def _(
     if not with_gradients:
         return value, *_gradients_or_none(q_index, k_index, weights, False)
     wide = [_wide(x, q_index) for x in (q_index, k_index, weights)]
-    return value, *(x.new_empty(x.shape) for x in wide)
+    return value, *map(empty_like, wide)
 
 
 def _wide(x: Tensor, q_index: Tensor) -> Tensor:
@@ -317,7 +292,7 @@ def _scaled(
 
 @_scaled.register_fake
 def _(dloss, dq, dk, dweights):
-    return tuple(x.new_empty(x.shape) for x in (dq, dk, dweights))
+    return tuple(map(empty_like, (dq, dk, dweights)))
 
 
 def _register_backward(name: str, arguments: int, flag: int) -> None:

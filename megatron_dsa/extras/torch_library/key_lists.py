@@ -39,10 +39,10 @@ def key_lists(
 
     Args:
         tokens: ``[Sq, ...]``, any tensor with one entry per token: for their number and device.
-        window: latest positions that a query sees, its own included.
-        ratio: positions of a compressed key; 0: there is the window only.
-        selected, selected_length: what :func:`indexer_topk` returned with this ratio; without them
-            a query sees all compressed keys of its past.
+        window: latest positions that a query sees, including itself.
+        ratio: positions of a compressed key; 0: only the window.
+        selected, selected_length: results of :func:`indexer_topk` with this ratio; without them a
+            query sees all compressed keys of its past.
         cu_seqlens, max_seqlen, cu_seqlens_padded: as of :func:`indexer_topk`.
         policy: which implementations may run.
 
@@ -57,22 +57,16 @@ def key_lists(
 
 @registered("key_lists")
 def _key_lists(
-    tokens: Tensor,
-    selected: Tensor | None,
-    selected_length: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_padded: Tensor | None,
-    window: int,
-    ratio: int = 0,
-    max_seqlen: int | None = None,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+    tokens: Tensor, selected: Tensor | None, selected_length: Tensor | None,
+    cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, window: int, ratio: int = 0,
+    max_seqlen: int | None = None, policy: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(tokens, selected, selected_length, window, ratio)
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
     if selected is not None and selected.numel() > 0:
-        # A larger slot would be the row of a token's own key.
+        # A larger slot would be the key of a token.
         rule = f"selected must be compressed slots below {lists.offset}, or -1"
         fine = selected.amax() < lists.offset
         require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)

@@ -61,12 +61,9 @@ def visible_bits(
 
 @registered("visible_bits")
 def _visible_bits(
-    tokens: Tensor,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    policy: str = "",
-) -> Tensor:
+    tokens: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None, policy: str = "",
+) -> Tensor:  # fmt: skip
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     bits = api.visible_bits(layout, policy_of(policy))
     # The layout of one sequence is kept, and its bits with it.
@@ -103,15 +100,9 @@ def masked_attention(
 
 @registered("masked_attention")
 def _attend(
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    bits: Tensor,
-    softmax_scale: float,
-    topk: int | None = None,
-    want_p_sum: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_pe: Tensor, bits: Tensor, softmax_scale: float,
+    topk: int | None = None, want_p_sum: bool = False, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse, p_sum = api.masked_attention(
         q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=topk, want_p_sum=want_p_sum,
         policy=policy_of(policy),
@@ -132,17 +123,9 @@ def _(q, kv, k_pe, bits, softmax_scale, topk=None, want_p_sum=False, policy=""):
 
 @registered("masked_attention_backward")
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    bits: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk: int | None = None,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, kv: Tensor, k_pe: Tensor, bits: Tensor, out: Tensor, lse: Tensor,
+    softmax_scale: float, topk: int | None = None, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     asked = policy_of(policy)
     inputs = MaskedAttentionInputs(
         q, kv, k_pe, bits.contiguous(), out.shape[2], softmax_scale, asked.workspace_bytes
@@ -150,11 +133,6 @@ def _backward(
     call = api.describe_attention(q, kv, k_pe, topk)
     dq, dkv, dk_pe = api.BACKWARD.run(call, asked, inputs, out, lse, dout.contiguous())
     return dq, dkv, dk_pe.to(k_pe.dtype)
-
-
-@_backward.register_fake
-def _(dout, q, kv, k_pe, bits, out, lse, softmax_scale, topk=None, policy=""):
-    return tuple(x.new_empty(x.shape) for x in (q, kv, k_pe))
 
 
 def _keep(ctx, inputs, output):

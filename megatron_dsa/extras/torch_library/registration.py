@@ -1,4 +1,4 @@
-"""What the registered operations share: a policy as text, layouts of tensors, derivatives."""
+"""Registration of operations: policies as text, layouts from tensors, derivatives."""
 
 import ast
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.dispatch import Policy, meta_dispatch
 from megatron_dsa.ops.layout.compressed import visible_groups
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 
@@ -29,11 +29,7 @@ def policy_text(policy: Policy) -> str:
 
 @functools.lru_cache(maxsize=64)
 def policy_of(text: str) -> Policy:
-    """Return the policy of :func:`policy_text`.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
+    """Return the policy of :func:`policy_text`."""
     known = {field.name for field in dataclasses.fields(Policy)}
     values: dict[str, Any] = {}
     try:
@@ -57,9 +53,11 @@ def registered[**Arguments, Result](
 ) -> Callable[[Callable[Arguments, Result]], Any]:
     """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
 
-    It mutates nothing. Autocast is off inside: products have the dtype of the arguments in the
-    forward, as they have in the backward, which autocast never covers. Results have the strides of
-    ``new_empty(shape)``, whatever the strides of the arguments, as fake implementations return.
+    Autocast is off inside, as it is in every backward. Results have the strides of
+    ``new_empty(shape)``. The fake is the function around the fakes of the operations that it calls.
+    Others register one of their own: those that make a layout or work block by block, whose host
+    sizes would compile a graph per number of tokens, and those that call autograd, which needs the
+    device.
     """
 
     def register(function: Callable[Arguments, Result]):
@@ -67,19 +65,32 @@ def registered[**Arguments, Result](
         def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             first: Any = args[0]
             with torch.autocast(first.device.type, enabled=False):
-                return _with_default_strides(function(*args, **kwargs))
+                return _each(_with_default_strides, function(*args, **kwargs))
 
-        return torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+        def fake(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with meta_dispatch(None, choose=False):
+                return _each(empty_like, function(*args, **kwargs))
+
+        operation = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+        operation.register_fake(fake)
+        return operation
 
     return register
 
 
-def _with_default_strides(result: Any) -> Any:
-    if isinstance(result, tuple):
-        return tuple(_with_default_strides(x) for x in result)
-    if result.stride() == torch.empty(result.shape, device="meta").stride():
-        return result
-    return result.new_empty(result.shape).copy_(result)
+def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+    return tuple(map(change, result)) if isinstance(result, tuple) else change(result)
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Return an empty contiguous tensor of that shape, whatever the strides of ``x``."""
+    return x.new_empty(x.shape)
+
+
+def _with_default_strides(x: torch.Tensor) -> torch.Tensor:
+    if x.stride() == torch.empty(x.shape, device="meta").stride():
+        return x
+    return empty_like(x).copy_(x)
 
 
 def layout_of(
@@ -89,12 +100,7 @@ def layout_of(
     cu_seqlens_padded: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> Layout:
-    """Return the layout of packed sequences, or of one sequence without ``cu_seqlens``.
-
-    Raises:
-        ConfigError: as of :func:`~megatron_dsa.ops.layout.layout.packed_layout`; other lengths
-            without ``cu_seqlens``.
-    """
+    """Return the layout of packed sequences, or of one sequence without ``cu_seqlens``."""
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     if cu_seqlens is None:
         return bshd_layout(tokens, 1, device)
@@ -102,7 +108,7 @@ def layout_of(
 
 
 def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
-    """Raise :class:`ConfigError` for what describes packed sequences without ``cu_seqlens``."""
+    """Raise :class:`ConfigError` for other lengths without ``cu_seqlens``."""
     for name, value in (("cu_seqlens_padded", cu_seqlens_padded), ("max_seqlen", max_seqlen)):
         require(
             value is None or cu_seqlens is not None,
@@ -112,18 +118,18 @@ def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
 
 
 def index_layout(layout: Layout, ratio: int) -> Layout:
-    """Return which index keys the queries of ``layout`` see: compressed ones above a ratio of 1."""
+    """Return the visibility of index keys, compressed ones above a ratio of 1."""
     check_ratio(ratio)
     return layout if ratio == 1 else visible_groups(layout, ratio)
 
 
 def check_ratio(ratio: int) -> None:
-    """Raise :class:`ConfigError` for a ratio that no layer has."""
+    """Raise :class:`ConfigError` for a ratio below 1."""
     require(ratio >= 1, f"ratio must be at least 1, got {ratio}: pass the layer's ratio")
 
 
 class TokenCounts(NamedTuple):
-    """What the checks of arguments read of a layout, for fake tensors, which have no values."""
+    """Attributes of a layout that checks of arguments read; fakes have no values for a layout."""
 
     num_queries: int
     num_keys: int
@@ -140,15 +146,10 @@ def derivatives(
     tensors: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results of ``run(*tensors)`` and the gradients of ``tensors``.
+    """Return the results of ``run(*tensors)`` and the gradients of ``tensors`` by autograd.
 
-    For implementations whose derivative is autograd's own. A registered operation runs below
-    autograd, which is switched on for as long as that takes.
-
-    Args:
-        run: returns the results.
-        tensors: what is differentiated.
-        gradients: one for each result; ``None``: there is one result, a scalar.
+    A registered operation runs below autograd, which is switched on for this. ``gradients``: one
+    for each result; ``None`` for one scalar result.
     """
     c = torch._C
     excluded = c._dispatch_tls_local_exclude_set().remove(c.DispatchKey.AutogradFunctionality)
@@ -162,7 +163,7 @@ def derivatives(
 
 
 def refuse_lost_gradients(ctx, name: str) -> None:
-    """Raise where the gradients were to be formed along with the value and were not."""
+    """Raise if the gradients were not computed along with the value."""
     if not ctx.with_gradients:
         raise ConfigError(
             f"with_gradients must be True for a backward of {name}, got False: call "

@@ -9,9 +9,7 @@ from megatron_dsa.extras.torch_library.registration import (
     policy_text,
     registered,
 )
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.checks import require_lists
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import api
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput
@@ -43,17 +41,10 @@ def sparse_attention(
 
 @registered("sparse_attention")
 def _attend(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
-    softmax_scale: float,
-    v_dim: int,
-    want_p_sum: bool = False,
-    in_order: bool = False,
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, attn_sink: Tensor | None,
+    softmax_scale: float, v_dim: int, want_p_sum: bool = False, in_order: bool = False,
     policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse, p_sum = api.sparse_attention(
         q, kv, indices, softmax_scale=softmax_scale, v_dim=v_dim, topk_length=topk_length,
         attn_sink=attn_sink, want_p_sum=want_p_sum, in_order=in_order, policy=policy_of(policy),
@@ -61,33 +52,12 @@ def _attend(
     return out, lse, none_of(lse) if p_sum is None else p_sum
 
 
-@_attend.register_fake
-def _(
-    q, kv, indices, topk_length, attn_sink, softmax_scale, v_dim, want_p_sum=False, in_order=False,
-    policy="",
-):  # fmt: skip
-    api.check_queries_and_keys(q, kv, v_dim, attn_sink)
-    require_lists(indices, q, topk_length)
-    dtype = accumulation_dtype(q.dtype)
-    lse = q.new_empty(q.shape[:2], dtype=dtype)
-    p_sum = q.new_empty(indices.shape, dtype=dtype) if want_p_sum else none_of(lse)
-    return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
-
-
 @registered("sparse_attention_backward")
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    in_order: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None,
+    attn_sink: Tensor | None, out: Tensor, lse: Tensor, softmax_scale: float,
+    in_order: bool = False, policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = api.describe_attention(q, out.shape[2], indices.shape[1], attn_sink)
     s = api.Settings(
         out.shape[2], softmax_scale, policy_of(policy), call, False, None, None, in_order
@@ -96,15 +66,6 @@ def _backward(
     dq, dkv, dsink, _ = s.run(api.BACKWARD, inputs, out, lse, dout.contiguous())
     dsink = none_of(lse) if attn_sink is None else dsink.to(attn_sink.dtype)
     return dq, dkv.to(kv.dtype), dsink
-
-
-@_backward.register_fake
-def _(
-    dout, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, in_order=False,
-    policy="",
-):  # fmt: skip
-    dsink = none_of(lse) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
-    return q.new_empty(q.shape), kv.new_empty(kv.shape), dsink
 
 
 def _keep(ctx, inputs, output):

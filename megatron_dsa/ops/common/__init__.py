@@ -1,1 +1,1 @@
-"""What all operations share: dtypes, products, checks of arguments, autograd helpers."""
+"""Dtypes, products, checks of arguments, autograd helpers, shared by all operations."""

@@ -1,4 +1,4 @@
-"""What implementations share: accumulation dtype, products, row budgets, validity of entries."""
+"""Accumulation dtype, products, chunks within a budget, validity of list entries."""
 
 from collections.abc import Iterator
 
@@ -18,8 +18,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Batched product ``[n, i, k] @ [n, k, j]`` in the accumulation dtype of its operands.
 
-    16-bit operands stay 16-bit on the way into the GPU's matrix units; rounding the *result* to 16
-    bits would put an error of 2^-9 on every attention logit.
+    A result in 16 bits would put an error of 2^-9 on every attention logit.
     """
     dtype = accumulation_dtype(a.dtype)
     if a.dtype == dtype:
@@ -35,7 +34,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add :func:`bmm` to ``total [n, i, j]``, which has the accumulation dtype, in place."""
+    """Add :func:`bmm` to ``total [n, i, j]`` in place; it has the accumulation dtype."""
     dtype = accumulation_dtype(a.dtype)
     if a.dtype == dtype:
         total.baddbmm_(a, b)
@@ -46,7 +45,7 @@ def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``total + a @ b``, in place, or :func:`mm` where there is no ``total`` yet."""
+    """Return ``total + a @ b``, in place, or :func:`mm` if there is no ``total`` yet."""
     if total is not None:
         add_bmm(total[None], a[None], b[None])
     elif a.is_meta:  # as in add_bmm
@@ -57,7 +56,7 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
-    """How many rows fit the workspace; at least one, or nothing could run."""
+    """Return how many rows fit the workspace; at least one, or nothing could run."""
     return max(1, budget_bytes // max(1, bytes_per_row))
 
 
@@ -67,18 +66,15 @@ def valid_entries(
     """Bool ``[Sq, K]``: entries that select a key."""
     valid = (indices >= 0) & (indices < num_keys)
     if topk_length is not None:
-        place = torch.arange(indices.shape[1], device=indices.device)
-        valid &= place < topk_length[:, None]
+        slot = torch.arange(indices.shape[1], device=indices.device)
+        valid &= slot < topk_length[:, None]
     return valid
 
 
 def lengths(
     indices: torch.Tensor, topk_length: torch.Tensor | None, in_range: bool = False
 ) -> torch.Tensor:
-    """Return int32 ``[Sq]`` within ``[0, K]``: ``topk_length``, or ``K`` everywhere.
-
-    ``in_range``: the lengths are known to be.
-    """
+    """Return int32 ``[Sq]``: ``K`` or ``topk_length``, clamped unless ``in_range``."""
     width = indices.shape[1]
     if topk_length is None:
         return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)

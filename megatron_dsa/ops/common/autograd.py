@@ -1,4 +1,4 @@
-"""Functions without a second derivative, and which pass of a recomputed layer this is."""
+"""Functions without a second derivative, and the pass of a recomputed layer."""
 
 import functools
 from collections.abc import Callable
@@ -7,16 +7,12 @@ import torch
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Decorate the ``backward`` of an autograd function that has no second derivative.
+    """Decorate a ``backward`` without a second derivative: it raises with ``create_graph=True``.
 
-    The backward pass raises with ``create_graph=True``. The decorator of the same name in
-    ``torch.autograd.function`` raises later, in the backward pass through the gradient, but only if
-    the incoming gradient required grad (not for a loss that is linear in the output) and if that
-    pass is not limited to some inputs, as ``torch.autograd.grad`` is. Otherwise the second
-    derivative is silently missing.
-
-    Raises:
-        RuntimeError: in a backward pass with ``create_graph=True``.
+    torch's decorator of the same name raises in the second backward pass, and only if the incoming
+    gradient required grad (not for a loss that is linear in the output) and the pass is not limited
+    to some inputs, as ``torch.autograd.grad`` is. Otherwise the second derivative is silently
+    missing.
     """
 
     @functools.wraps(backward)
@@ -32,8 +28,8 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def in_backward() -> bool:
-    """Whether this code runs inside a backward pass, as a layer that is computed again does.
+    """Whether this code runs inside a backward pass, as a recomputed layer does.
 
-    What belongs to a microbatch once (a logged figure, a captured selection) must skip that pass.
+    Figures that are logged once per microbatch skip that pass.
     """
     return torch._C._current_graph_task_id() != -1

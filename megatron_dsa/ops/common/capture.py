@@ -1,8 +1,8 @@
-"""What is kept from call to call, beside CUDA graphs.
+"""Caches of tensors that work with CUDA graphs.
 
-A captured graph reads a tensor where it lay when it was captured, and runs no Python. So a tensor
-that a graph has looked up must never be dropped. A tensor that is made during a capture has no
-content until the graph is replayed, and lies in memory of the graph: it must not be kept.
+A captured graph reads a tensor at its address and runs no Python: a tensor that a graph looked up
+is never dropped. A tensor computed during a capture lies in the graph's memory, without content
+until a replay: it is not cached.
 """
 
 import functools
@@ -20,11 +20,7 @@ def capturing() -> bool:
 
 
 class TensorCache:
-    """The latest results by key: tensors, or objects that hold tensors.
-
-    Args:
-        size: results that are kept, besides those that a captured graph has looked up.
-    """
+    """The latest ``size`` results by key, and all that a captured graph has looked up."""
 
     def __init__(self, size: int):
         self._size = size
@@ -32,7 +28,7 @@ class TensorCache:
         self._captured: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result for ``key``; ``make()`` makes it where there is none."""
+        """Return the result for ``key``, from ``make()`` if there is none."""
         in_graph = capturing()
         if key in self._made:
             self._made.move_to_end(key)
@@ -49,7 +45,7 @@ class TensorCache:
         return made
 
     def clear(self) -> None:
-        """Drop all results but those that a captured graph has looked up."""
+        """Drop all results except those that a captured graph has looked up."""
         self._made.clear()
 
 
@@ -60,13 +56,13 @@ class CachedFunction[**Arguments, Result]:
         self._function, self._cache = function, TensorCache(size)
         functools.update_wrapper(self, function)
 
-    @torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
+    @torch.inference_mode(False)  # tensors of an evaluation also serve training
     def __call__(self, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         key = (*arguments, *sorted(named.items()))
         return self._cache.get(key, lambda: self._function(*arguments, **named))
 
     def cache_clear(self) -> None:
-        """See :meth:`TensorCache.clear`."""
+        """Drop results as :meth:`TensorCache.clear`."""
         self._cache.clear()
 
 

@@ -1,7 +1,6 @@
-"""Checks of arguments: shapes, dtypes and devices on the host, values without waiting for a device.
+"""Checks of arguments: shapes, dtypes and devices on the host, values without synchronisation.
 
-Sizes cost no time and are checked in every public operation. Values are checked once, where a
-layout is made of them: an operation that is given a layout can rely on it.
+Every public operation checks sizes. Values are checked once, where a layout is made of them.
 """
 
 import math
@@ -11,10 +10,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: What attention is computed in; fp64 serves as a reference.
+#: Dtypes of attention; fp64 serves as a reference.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-#: What the device takes of a message; a longer one raises.
+#: Longest message on the device; a longer one raises.
 LONGEST_MESSAGE = 254
 
 
@@ -26,15 +25,12 @@ def require_tensor(
     like: torch.Tensor | None = None,
     fix: str = "check the batch that it was made from",
 ) -> None:
-    """Raise unless ``x`` is a tensor of this shape, one of these dtypes, on the device of ``like``.
+    """Raise a :class:`ConfigError` unless ``x`` is such a tensor on the device of ``like``.
 
     Args:
         name: of the argument, for the message.
-        shape: a size, or the name of a dim that may have any size.
-        fix: what to do about a wrong shape.
-
-    Raises:
-        ConfigError: names the argument, the rule and the fix.
+        shape: sizes, and names of dims of any size.
+        fix: for a wrong shape.
     """
     if (
         isinstance(x, torch.Tensor)
@@ -42,7 +38,7 @@ def require_tensor(
         and (like is None or x.device == like.device)
         and _has_shape(x, shape)
     ):
-        return  # before any message is put together
+        return  # before any message is formatted
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     require(
         isinstance(x, torch.Tensor),
@@ -61,7 +57,7 @@ def require_tensor(
 def _has_shape(x: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
     given = x.shape
     return len(given) == len(shape) and all(
-        size == own or isinstance(size, str) for size, own in zip(shape, given, strict=True)
+        size == found or isinstance(size, str) for size, found in zip(shape, given, strict=True)
     )
 
 
@@ -85,15 +81,9 @@ def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Ten
 def require_layout(
     layout, queries: Mapping[str, torch.Tensor], keys: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise unless a layout describes as many query and key tokens as these tensors have.
+    """Raise a :class:`ConfigError` unless a layout fits tensors of query tokens and of keys.
 
-    Args:
-        layout: the :class:`~megatron_dsa.ops.layout.layout.Layout` of a call.
-        queries: tensors with one entry per query token, by the name of their argument.
-        keys: the same per key token.
-
-    Raises:
-        ConfigError: a size or a device differs.
+    ``queries`` and ``keys`` map names of arguments to tensors with one entry per token.
     """
     roles = (("query", layout.num_queries, queries), ("key", layout.num_keys, keys))
     for role, count, tensors in roles:
@@ -111,14 +101,9 @@ def require_layout(
 
 
 def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
-    """Raise if a rule does not hold: on the CPU at once, on a GPU at its next synchronisation.
+    """Raise a :class:`ConfigError` on the CPU for the first of ``rules`` that does not hold.
 
-    Args:
-        rules: message -> bool scalar on the device. Nothing is checked on the meta device.
-        summary: message of a GPU, which does not tell the rules apart; 254 characters of it.
-
-    Raises:
-        ConfigError: on the CPU, with the message of the first rule that does not hold.
+    ``rules``: message -> bool scalar on the device; otherwise as :func:`require_on_device`.
     """
     held = list(rules.values())
     holds = held[0] if len(held) == 1 else torch.stack(held).all()
@@ -128,15 +113,10 @@ def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
 
 
 def require_on_device(holds: torch.Tensor, summary: str, message: Callable[[], str]) -> None:
-    """Raise unless ``holds``: on the CPU at once, on a GPU at its next synchronisation.
+    """Raise unless ``holds``, a bool scalar; nothing is checked on the meta device.
 
-    Args:
-        holds: bool scalar on the device. Nothing is checked on the meta device.
-        summary: message of a GPU; 254 characters of it.
-        message: returns the message of the CPU; called only if that raises.
-
-    Raises:
-        ConfigError: on the CPU.
+    On the CPU with ``message()`` at once; on a GPU with 254 characters of ``summary`` at its next
+    synchronisation.
     """
     if holds.device.type == "cpu":
         if not holds:
@@ -151,16 +131,10 @@ def require_cu_seqlens(
     tokens: int,
     max_seqlen: int | None,
 ) -> None:
-    """Raise unless cumulative lengths describe sequences within a packed batch.
+    """Raise unless cumulative lengths describe sequences within a packed batch of ``tokens``.
 
-    Args:
-        cu_seqlens: int ``[n + 1]``, cumulative real lengths.
-        padded: the same with the padding behind each sequence, ``None`` if there is none.
-        tokens: of the packed batch; those behind the last sequence are padding.
-        max_seqlen: bound of the real lengths, ``None`` for none.
-
-    Raises:
-        ConfigError: for shapes and dtypes; on the CPU for values, too (see :func:`require_values`).
+    Arguments as of :func:`~megatron_dsa.ops.layout.layout.packed_layout`; values are checked as in
+    :func:`require_values`.
     """
     fix = "pass cumulative lengths [0, n0, n0 + n1, ...] of at least one sequence"
     require_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), INTEGERS, fix=fix)

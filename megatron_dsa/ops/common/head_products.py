@@ -1,7 +1,7 @@
-"""Products of every head, or group of heads, with a weight of its own.
+"""Products of every head, or group of heads, with a weight per head.
 
-Results and gradients are written where they belong, heads of a token side by side. A plain product
-of batches of heads leaves them transposed, and the next kernel copies them.
+Results and gradients are written with the heads of a token side by side; a plain batched product
+leaves them transposed, and the next kernel would copy them.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Gradients times a number, in one pass over memory; and numbers that the device multiplies."""
+"""Gradients times a factor, in one pass over memory, and factors on the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from megatron_dsa.ops.dispatch.packages import TRITON
 
 @dataclass(frozen=True)
 class Factor:
-    """``number * times / over``: a factor that only the device knows, formed where it is applied.
+    """``number * times / over``, computed on the device where it is applied.
 
-    Attributes:
-        number: what the host knows.
-        times, over: tensors of one element on the device; ``None`` is 1.
+    ``times`` and ``over`` are tensors of one element on the device; ``None`` is 1.
     """
 
     number: float = 1.0
@@ -28,7 +26,7 @@ class Factor:
 
     @classmethod
     def of(cls, factor: Factor | torch.Tensor | float) -> Factor:
-        """Return a number or a tensor of one element as a factor."""
+        """Convert a number or a tensor of one element."""
         if isinstance(factor, Factor):
             return factor
         if isinstance(factor, torch.Tensor):
@@ -36,7 +34,7 @@ class Factor:
         return cls(float(factor))
 
     def on_device(self) -> Factor:
-        """Return the same factor without tensors of the host, which the device would wait for."""
+        """Return the same factor without tensors on the host, for which the device would wait."""
         number, tensors = self.number, [self.times, self.over]
         if self.times is not None and self.times.device.type == "cpu":
             number, tensors[0] = number * self.times.item(), None
@@ -60,7 +58,7 @@ class Factor:
 
 
 class Scaled(NamedTuple):
-    """A number that only the device knows, and what it is multiplied by."""
+    """A number on the device, and its factor."""
 
     value: torch.Tensor
     factor: Factor
@@ -74,11 +72,7 @@ def scaled(
 ) -> torch.Tensor:
     """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's).
 
-    Args:
-        gradient: any floating dtype.
-        factor: a number, a tensor of one element, or what forms it.
-        dtype: of the result.
-        in_place: the result may take the place of the gradient, if that has its dtype.
+    ``in_place``: the result may overwrite the gradient, if that has its dtype.
     """
     dtypes = (gradient.dtype if dtype is None else dtype,)
     return scaled_together((gradient,), factor, dtypes, in_place)[0]
@@ -90,14 +84,7 @@ def scaled_together(
     dtypes: Sequence[torch.dtype],
     in_place: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return several gradients as :func:`scaled` does; one launch on a GPU.
-
-    Args:
-        gradients: one to three of them.
-        factor: as of :func:`scaled`.
-        dtypes: of the results.
-        in_place: a result may take the place of its gradient.
-    """
+    """Scale one to three gradients as :func:`scaled`, with one launch on a GPU."""
     factor = Factor.of(factor).on_device()
     results = tuple(
         gradient
@@ -119,12 +106,7 @@ def scaled_together(
 
 
 def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> None:
-    """Add a number to ``sums`` and 1 to ``counts``; one launch on a GPU.
-
-    Args:
-        sums, counts: fp32 scalars on the device of the number, changed in place.
-        scaled: the number, a scalar without gradient.
-    """
+    """Add a scalar to ``sums`` and 1 to ``counts`` (fp32 scalars); one launch on a GPU."""
     value, factor = scaled.value, scaled.factor.on_device()
     if value.is_cuda and value.dtype == sums.dtype and has_triton():
         from megatron_dsa.ops.common.scaling_triton import add_scaled  # needs Triton
@@ -137,5 +119,5 @@ def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> Non
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether small helpers may be Triton kernels; operations ask through dispatch."""
+    """Whether small helpers may be Triton kernels; operations use dispatch."""
     return TRITON.problem() is None

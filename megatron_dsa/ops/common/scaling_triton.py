@@ -3,8 +3,6 @@
 torch multiplies tensors of different dtypes element by element, at a sixth of the GPU's bandwidth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +15,7 @@ BLOCK = 4096
 
 @triton.jit
 def _factor(number, times, over):
-    """Return ``number * times / over`` in fp64; what is ``None`` is 1."""
+    """Return ``number * times / over`` in fp64; ``None`` is 1."""
     value = tl.full((), number, tl.float64)
     if times is not None:
         value *= tl.load(times).to(tl.float64)
@@ -28,15 +26,14 @@ def _factor(number, times, over):
 
 @triton.jit
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
-    """Multiplied in fp32, rounded once."""
-    place = block * BLOCK + tl.arange(0, BLOCK)
+    index = block * BLOCK + tl.arange(0, BLOCK)
     if (block + 1) * BLOCK <= count:  # a mask of an unknown count splits accesses into elements
-        values = tl.load(x + place).to(tl.float32) * factor
-        tl.store(out + place, values.to(out.dtype.element_ty))
+        values = tl.load(x + index).to(tl.float32) * factor
+        tl.store(out + index, values.to(out.dtype.element_ty))
     else:
-        inside = place < count
-        values = tl.load(x + place, mask=inside).to(tl.float32) * factor
-        tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+        inside = index < count
+        values = tl.load(x + index, mask=inside).to(tl.float32) * factor
+        tl.store(out + index, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["number", "count", "count_b", "count_c"])
@@ -44,7 +41,6 @@ def _scale(
     x, out, count, x_b, out_b, count_b, x_c, out_c, count_c, number, times, over,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of the tensors, one tensor after the other."""
     factor = _factor(number, times, over).to(tl.float32)
     # A count above 2^31 is int64, and both branches below must have one dtype.
     block = tl.program_id(0).to(tl.int64)
@@ -72,10 +68,7 @@ def scale(
 ) -> None:
     """Write ``results = gradients * number * times / over``.
 
-    Args:
-        gradients: one to three, 16-bit or fp32, contiguous, on a GPU.
-        number, times, over: as of :class:`megatron_dsa.ops.common.scaling.Factor`.
-        results: of the same shapes, contiguous, 16-bit or fp32.
+    One to three contiguous gradients and results on a GPU, 16-bit or fp32.
     """
     some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]
     if not some:
@@ -88,7 +81,6 @@ def scale(
 
 @triton.jit(do_not_specialize=["number"])
 def _add_scaled(sums, counts, value, number, times, over):
-    """One program, of one thread's work."""
     term = tl.load(value).to(tl.float64) * _factor(number, times, over)
     tl.store(sums, tl.load(sums) + term.to(tl.float32))
     tl.store(counts, tl.load(counts) + 1)

@@ -1,52 +1,46 @@
-"""Compressor pooling in torch: any device, any dims, temporary memory bounded by a budget.
+"""Compressor pooling in torch: any device, any dims, a chunk of groups at a time.
 
-Groups are handled a few at a time; the backward pass gathers the rows of a chunk and computes their
-softmax again.
+The backward computes the softmax of a chunk again.
 """
 
 from typing import Any
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.compressor.api import CompressorInputs
+from megatron_dsa.ops.compressor.spec import CompressorInputs
 from megatron_dsa.ops.layout.compressed import Groups
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values.
-
-    Differentiable in values, scores and ape.
-    """
+    """Return ``pooled [G, d]`` in the dtype of the values."""
     return _Compress.apply(inputs.values, inputs.scores, inputs.ape, inputs)
 
 
 def _chunks(inputs: CompressorInputs):
-    """Yield slices of slots whose temporaries fit the budget."""
     positions = inputs.ratio * (2 if inputs.overlap else 1)
     acc = accumulation_dtype(inputs.values.dtype).itemsize
     # Gathered values and scores, probabilities, both gradients, and torch's own intermediates.
     slots = rows_in_budget(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
-    for first in range(0, inputs.groups.first_row.shape[0], slots):
-        yield slice(first, first + slots)
+    return slices(inputs.groups.first_row.shape[0], slots)
 
 
 def _parts(inputs: CompressorInputs, slots: slice):
-    """Yield ``(channels, rows [g, ratio] int64, used [g, ratio])`` of own and previous rows.
+    """Yield ``(channels, tokens [g, ratio] int64, used [g, ratio])`` of groups and those before.
 
-    Rows that are not used are row 0, which exists but whose content must not matter.
+    Unused tokens are token 0, whose content must not matter.
     """
     groups, width = inputs.groups, inputs.values.shape[1]
     first = groups.first_row[slots].long()[:, None]
-    place = torch.arange(inputs.ratio, device=first.device)
+    position = torch.arange(inputs.ratio, device=first.device)
     used = (first >= 0).expand(-1, inputs.ratio)
-    rows = first + place * groups.row_step
-    yield slice(width - inputs.dim, width), torch.where(used, rows, 0), used
+    tokens = first + position * groups.row_step
+    yield slice(width - inputs.dim, width), torch.where(used, tokens, 0), used
     if inputs.overlap:
         used = used & (groups.position[slots] > 0)[:, None]
-        rows = rows - inputs.ratio * groups.row_step
-        yield slice(0, inputs.dim), torch.where(used, rows, 0), used
+        tokens = tokens - inputs.ratio * groups.row_step
+        yield slice(0, inputs.dim), torch.where(used, tokens, 0), used
 
 
 def _softmax(inputs: CompressorInputs, slots: slice):
@@ -55,10 +49,10 @@ def _softmax(inputs: CompressorInputs, slots: slice):
     parts = list(_parts(inputs, slots))
     values: list[torch.Tensor] = []
     scores: Any = []  # then all of them in one tensor
-    for channels, rows, used in parts:
+    for channels, tokens, used in parts:
         unused = ~used[..., None]
-        value = inputs.values[:, channels][rows].to(dtype)
-        score = inputs.scores[:, channels][rows].to(dtype) + inputs.ape[:, channels]
+        value = inputs.values[:, channels][tokens].to(dtype)
+        score = inputs.scores[:, channels][tokens].to(dtype) + inputs.ape[:, channels]
         values.append(value.masked_fill_(unused, 0.0))
         scores.append(score.masked_fill_(unused, float("-inf")))
     scores = torch.cat(scores, 1)
@@ -74,20 +68,18 @@ class _Compress(torch.autograd.Function):
     def forward(ctx, values, scores, ape, inputs):
         groups = inputs.groups
         ctx.save_for_backward(values, scores, ape, groups.first_row, groups.position)
-        # The rest of the inputs; its tensors are put back from the saved ones.
         ctx.rest = (groups.row_step, inputs.ratio, inputs.overlap, inputs.workspace_bytes)
         pooled = values.new_zeros(groups.first_row.shape[0], inputs.dim)
         if values.shape[0] == 0:
             return pooled
         for slots in _chunks(inputs):
-            rows, probs, _ = _softmax(inputs, slots)
-            pooled[slots] = rows.mul_(probs).sum(1).to(values.dtype)
+            chunk, probs, _ = _softmax(inputs, slots)
+            pooled[slots] = chunk.mul_(probs).sum(1).to(values.dtype)
         return pooled
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dpooled):
-        """Return the gradients of values, scores and ape; probabilities are formed again."""
         values, scores, ape, first_row, position = ctx.saved_tensors
         row_step, *rest = ctx.rest
         groups = Groups(first_row, position, row_step)
@@ -98,17 +90,17 @@ class _Compress(torch.autograd.Function):
             return dvalues, dscores, dape, None
         dtype = accumulation_dtype(values.dtype)
         for slots in _chunks(inputs):
-            rows, probs, parts = _softmax(inputs, slots)
+            chunk, probs, parts = _softmax(inputs, slots)
             dvalue = probs * dpooled[slots].to(dtype)[:, None]
-            dscore = rows.sub_((rows * probs).sum(1, keepdim=True)).mul_(dvalue)
+            dscore = chunk.sub_((chunk * probs).sum(1, keepdim=True)).mul_(dvalue)
             begin = 0
             for channels, index, used in parts:
-                own, begin = slice(begin, begin + inputs.ratio), begin + inputs.ratio
-                # A row is in one group per part, so these sums have one term; unused entries add
-                # 0 to row 0, whatever the gradient of a slot without a group is.
+                positions, begin = slice(begin, begin + inputs.ratio), begin + inputs.ratio
+                # A token is in one group per part, so these sums have one term; unused entries add
+                # 0 to token 0, whatever the gradient of a slot without a group is.
                 index, unused = index.flatten(), ~used[..., None]
                 for total, part in ((dvalues, dvalue), (dscores, dscore)):
-                    part = part[:, own].masked_fill_(unused, 0.0)
+                    part = part[:, positions].masked_fill_(unused, 0.0)
                     total[:, channels].index_add_(0, index, part.to(total.dtype).flatten(0, 1))
-                dape[:, channels] += dscore[:, own].sum(0)
+                dape[:, channels] += dscore[:, positions].sum(0)
         return dvalues, dscores, dape, None

@@ -1,7 +1,7 @@
 """Attention to one block with the flash-attn 2 package.
 
-Its kernels know one head dim. Narrower values are padded here and nowhere else: padding
-them earlier would exclude the kernels that need none.
+Its kernels have one head dim. Narrower values are padded here: padded earlier, they would exclude
+the kernels that need no padding.
 """
 
 import importlib.util
@@ -18,32 +18,35 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
-from megatron_dsa.ops.dispatch import deterministic_mode
-from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch import OpCall, Reason, deterministic_mode
 from megatron_dsa.versions import installed_version, parse_version
 
-#: From here on windows are two arguments.
+#: Since then windows are two arguments.
 _MINIMUM = "2.7"
 
 
-def reason(call: OpCall) -> str | None:
+def reason(call: OpCall) -> Reason | None:
     """Return why flash-attn 2 cannot run this, or ``None``."""
     why = common_reason(call, pads_values=True)
     if why is not None:
         return why
     assert call.capability is not None
     if call.capability[0] not in (8, 9):
-        return f"flash-attn 2 has kernels for compute capability 8 and 9, this is {call.on()}"
+        return Reason(
+            "flash-attn 2 has kernels for compute capability 8 and 9", f", this is {call.on()}"
+        )
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
-        return f"missing: flash_attn is not installed; pip install 'flash-attn>={_MINIMUM}'"
+        return Reason(
+            "missing: flash_attn is not installed", f"; pip install 'flash-attn>={_MINIMUM}'"
+        )
     found = installed_version("flash-attn")
     if found is None or parse_version(found) < parse_version(_MINIMUM):
-        return f"too old: flash-attn {found} found, >= {_MINIMUM} needed"
+        return Reason(f"too old: flash-attn {found} found", f", >= {_MINIMUM} needed")
     return None
 
 
 def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
+    """See :class:`.spec.BlockAttention`."""
     from flash_attn import flash_attn_interface as flash
 
     width = v.shape[-1]
@@ -64,7 +67,7 @@ def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Te
 def backward(
     dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``; ``dv`` may be a strided view."""
+    """See :class:`.spec.BlockAttention`; ``dv`` may be a strided view."""
     from flash_attn import flash_attn_interface as flash
 
     width, full = v.shape[-1], q.shape[-1]

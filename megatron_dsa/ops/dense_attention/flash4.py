@@ -1,7 +1,7 @@
 """Attention to one block with FlashAttention 4 (package flash-attn-4).
 
-Its functions below the public ones are called: the backward gets ``out`` and ``lse`` of the whole
-attention, which the public ones keep to themselves. So their arguments are compared at import.
+Private functions are called, because the backward takes ``out`` and ``lse`` of the whole attention;
+their arguments are compared at import.
 """
 
 import importlib
@@ -46,7 +46,7 @@ def reason(_call: OpCall) -> str | None:
 
 @cache
 def _import_problem() -> str | None:
-    """Import the package. It takes seconds, so it is the last question."""
+    # It takes seconds, so it is the last question.
     try:
         interface = importlib.import_module(_INTERFACE)
     # Kernels are compiled by a stack of packages; each fails in ways of its own.
@@ -76,7 +76,7 @@ def _options(q, k, causal, scale, sequences: Dense | Packed) -> dict:
 
 
 def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
+    """See :class:`.spec.BlockAttention`."""
     interface = importlib.import_module(_INTERFACE)
     q, k, v = (to_kernel(x, sequences) for x in (q, k, v))
     options = _options(q, k, causal, scale, sequences)
@@ -87,7 +87,7 @@ def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Te
 def backward(
     dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``."""
+    """See :class:`.spec.BlockAttention`."""
     interface = importlib.import_module(_INTERFACE)
     dout, q, k, v, out = (to_kernel(x, sequences) for x in (dout, q, k, v, out))
     options = _options(q, k, causal, scale, sequences)

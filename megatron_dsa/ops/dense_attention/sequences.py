@@ -1,11 +1,8 @@
-"""Which query tokens of a block see which of its key rows, in the terms that attention kernels
-take.
+"""Visible keys of a block's query tokens, in the terms of attention kernels.
 
-Unpacked batches are dense. For packed ones the tokens are cut into segments, as many of queries as
-of
-keys: the queries of segment ``i`` see the keys of segment ``i``. Rows that see nothing, and keys
-that no query sees, stand in segments of their own whose other side is empty. So every token is in a
-segment and no row has to be moved for the kernel's ``cu_seqlens``.
+Unpacked batches are dense. Packed ones are cut into segments: the queries of segment ``i`` see the
+keys of segment ``i``. Queries that see nothing, and keys that no query sees, lie in segments whose
+other side is empty, so that no token has to be moved for the kernel's ``cu_seqlens``.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Dense:
-    """Rows ``position * batch + element``; queries see all keys of their batch element."""
+    """Tokens ``position * batch + element``; queries see all keys of their batch element."""
 
     batch: int
 
@@ -26,10 +23,10 @@ class Packed:
 
     Attributes:
         cu_q, cu_k: int32 ``[segments + 1]`` on the device; they start at 0 and end at the number
-            of query and key rows.
-        longest: host-side upper bound of the rows of a segment.
-        reach: host-side upper bound of how far apart the rows of a query and of its keys are;
-            ``None``: ``longest``.
+            of query tokens and of keys.
+        longest: host-side upper bound of the tokens of a segment.
+        reach: host-side upper bound of the distance between a query and its keys; ``None``:
+            ``longest``.
     """
 
     cu_q: torch.Tensor
@@ -38,22 +35,22 @@ class Packed:
     reach: int | None = None
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
+    @torch.inference_mode(False)  # tensors of an evaluation also serve training
     def ranges(self, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return int64 ``[queries]`` thrice: first key, end of the keys, place in the segment."""
+        """Return int64 ``[queries]`` each: first key, end of the keys, position in the segment."""
         if "ranges" not in self.derived:
-            rows = torch.arange(queries, device=self.cu_q.device)
-            segment = torch.bucketize(rows, self.cu_q[1:], right=True)
+            tokens = torch.arange(queries, device=self.cu_q.device)
+            segment = torch.bucketize(tokens, self.cu_q[1:], right=True)
             self.derived["ranges"] = (
                 self.cu_k[segment].long(),
                 self.cu_k[segment + 1].long(),
-                rows - self.cu_q[segment],
+                tokens - self.cu_q[segment],
             )
         return self.derived["ranges"]
 
     @torch.inference_mode(False)
     def blind(self, queries: int) -> torch.Tensor:
-        """Return bool ``[queries, 1]``: which of them see no key."""
+        """Return bool ``[queries, 1]``: queries that see no key."""
         if "blind" not in self.derived:
             start, end, _ = self.ranges(queries)
             self.derived["blind"] = (start == end)[:, None]
@@ -61,24 +58,26 @@ class Packed:
 
 
 def covering(
-    ends: list[tuple[torch.Tensor, torch.Tensor]], rows: int, longest: int, reach: int | None = None
+    ends: list[tuple[torch.Tensor, torch.Tensor]],
+    tokens: int,
+    longest: int,
+    reach: int | None = None,
 ) -> Packed:
-    """Return the segments that end where sequences say; rows behind them see nothing.
+    """Return segments with these ends, and segments that see nothing for the tokens behind them.
 
     Args:
-        ends: int ``[sequences]`` twice per segment: where it ends among the query tokens and among
-            the key rows, in ascending order. The last ones end at the sequence's last token.
-        rows: of queries, and of keys.
-        longest: host-side upper bound of the rows of such a segment.
-        reach: see :class:`Packed`.
+        ends: int ``[sequences]`` twice per segment: its end among the query tokens and among the
+            keys, in ascending order. The last ones end at the sequence's last token.
+        tokens: number of queries, and of keys.
+        longest, reach: of such a segment; see :class:`Packed`.
     """
-    longest = max(1, min(longest, rows))
+    longest = max(1, min(longest, tokens))
     last = ends[-1][0][-1]
-    pieces = torch.arange(1, -(-rows // longest) + 1, device=last.device) * longest
-    pieces = (last + pieces).clamp_max(rows)
+    pieces = torch.arange(1, -(-tokens // longest) + 1, device=last.device) * longest
+    pieces = (last + pieces).clamp_max(tokens)
     behind = (
         (pieces, last.expand_as(pieces)),
-        (torch.full_like(pieces, rows), pieces),
+        (torch.full_like(pieces, tokens), pieces),
     )
     cu = []
     for side in (0, 1):

@@ -1,6 +1,7 @@
 """Attention to one block with cuDNN, through torch: keys wider than values are native to it.
 
-Unpacked batches only: torch's backward for packed rows takes the head dim for the longest length.
+Unpacked batches only: torch's backward for packed tokens mistakes the head dim for the longest
+length.
 """
 
 from functools import cache
@@ -13,21 +14,23 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
     lse_to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense
-from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch import OpCall, Reason
 
 #: cuDNN with head dims above 128: on Hopper any, on Blackwell those of DeepSeek's MLA.
 _WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100
 
 
-def reason(call: OpCall) -> str | None:
+def reason(call: OpCall) -> Reason | None:
     """Return why torch's cuDNN attention cannot run this, or ``None``."""
     why = common_reason(call)
     if why is not None:
         return why
     if call.packed:
-        return "torch's cuDNN attention has no packed (THD) backward that is right"
+        return Reason("torch's cuDNN attention has no packed (THD) backward that is right")
     if call.deterministic:
-        return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
+        return Reason(
+            "is not deterministic", ", and torch.use_deterministic_algorithms(True) asks for it"
+        )
     version = torch.backends.cudnn.version() or 0
     wide = max(call.qk_dim, call.v_dim) > 128
     hopper = call.capability == (9, 0) and version >= _WIDE_HOPPER
@@ -35,15 +38,16 @@ def reason(call: OpCall) -> str | None:
     assert call.capability is not None
     blackwell = call.capability[0] == 10 and version >= _WIDE_BLACKWELL and dims == (192, 128)
     if wide and not (hopper or blackwell):
-        return (
-            f"cuDNN {version} takes head dims up to 128 on {call.on()} (wider ones on Hopper "
-            f"from {_WIDE_HOPPER}, 192/128 on Blackwell from {_WIDE_BLACKWELL}), got {dims}"
+        return Reason(
+            f"cuDNN {version} takes head dims up to 128 on {call.on()}",
+            f" (wider ones on Hopper from {_WIDE_HOPPER}, 192/128 on Blackwell from "
+            f"{_WIDE_BLACKWELL}), got {dims}",
         )
     return None
 
 
 def forward(q, k, v, causal, scale, sequences: Dense) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
+    """See :class:`.spec.BlockAttention`."""
     q, k, v = (_heads_first(x, sequences) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -52,7 +56,7 @@ def forward(q, k, v, causal, scale, sequences: Dense) -> tuple[torch.Tensor, tor
 
 
 def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[torch.Tensor, ...]:
-    """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``."""
+    """See :class:`.spec.BlockAttention`."""
     dout, q, k, v, out = (_heads_first(x, sequences) for x in (dout, q, k, v, out))
     lse = lse_to_kernel(lse, sequences)
     if _lse_dims(q.device) == 4:
@@ -68,16 +72,15 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
 
 @cache
 def _lse_dims(device: torch.device) -> int:
-    """Dims of the forward's lse, which the backward expects: torch's releases differ."""
+    """Return the dims of the forward's lse, which the backward expects; torch's releases differ."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _heads_first(x: torch.Tensor, sequences: Dense) -> torch.Tensor:
-    """Rows to ``[batch, H, s, D]``, a view."""
+    """Return a view of tokens as ``[batch, H, s, D]``."""
     return x.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0, 3)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`_heads_first`."""
     return x.permute(2, 0, 1, 3).flatten(0, 1)

@@ -1,7 +1,4 @@
-"""Attention to one block with the flash kernels inside torch (FlashAttention-2, packed or not).
-
-As in the package, there is one head dim and narrower values are padded here.
-"""
+"""Attention to one block with torch's own FlashAttention-2, packed or not; values are padded."""
 
 import torch
 
@@ -15,21 +12,21 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
-from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch import OpCall, Reason
 
 
-def reason(call: OpCall) -> str | None:
+def reason(call: OpCall) -> Reason | None:
     """Return why torch's flash kernels cannot run this, or ``None``."""
     why = common_reason(call, pads_values=True)
     if why is not None:
         return why
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
-        return "this build of torch has no flash-attention kernels for CUDA"
+        return Reason("this build of torch has no flash-attention kernels for CUDA")
     return None
 
 
 def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
+    """See :class:`.spec.BlockAttention`."""
     width = v.shape[-1]
     q, k, v = (to_kernel(x, sequences) for x in (q, k, padded(v, q.shape[-1])))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -41,7 +38,7 @@ def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Te
 def backward(
     dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``; ``dv`` may be a strided view."""
+    """See :class:`.spec.BlockAttention`; ``dv`` may be a strided view."""
     width, full = v.shape[-1], q.shape[-1]
     dout, v, out = (padded(x, full) for x in (dout, v, out))
     dout, q, k, v, out = (to_kernel(x, sequences) for x in (dout, q, k, v, out))

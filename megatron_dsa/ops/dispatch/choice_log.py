@@ -1,27 +1,102 @@
-"""What the log says of choices: a short line each, or one table for those of a whole model.
+"""Chosen implementations and their log: a short line each, or one table for a whole model.
 
 At level DEBUG of the logger ``megatron_dsa.ops.dispatch``, lines name every rejected candidate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
+import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron_dsa.ops.dispatch.operation import Choice
-    from megatron_dsa.ops.dispatch.policy import Policy
-    from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch.packages import Reason
+from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, Policy
+from megatron_dsa.ops.dispatch.support import Candidate, OpCall
 
 logger = logging.getLogger("megatron_dsa.ops.dispatch")
 
 #: Stands for all fallbacks on a machine without a GPU.
 NO_GPU = "no GPU: torch runs everything"
+_NEVER_RUN = "compiled for this GPU, not run on one"
 _logged: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate that runs a call, and why those before it do not.
+
+    ``named``: by the user. ``never_run``: its kernels never ran on such a GPU.
+    """
+
+    operation: str
+    candidate: Candidate
+    rejected: tuple[tuple[str, Reason], ...] = ()
+    named: bool = False
+    never_run: bool = False
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether torch runs without being named."""
+        return not self.candidate.fused and not self.named
+
+    def remark(self) -> str:
+        """Return why this one, in one clause; empty for a fused candidate that ran on such a GPU.
+
+        For a fallback: why the first candidate that is ever used does not run.
+        """
+        if self.never_run:
+            return _NEVER_RUN
+        if self.named:
+            return f"named by {FLAG} or {VARIABLE}"
+        if self.candidate.fused or not self.rejected:
+            return ""
+        used = (entry for entry in self.rejected if not entry[1].declined)
+        name, reason = next(used, self.rejected[0])
+        return textwrap.shorten(f"{name}: {reason.short}", 64, placeholder=" ...")
+
+    def summary(self) -> str:
+        """Return a short line: implementation and remark."""
+        remark = self.remark()
+        return f"{self.operation}: {self.candidate.name}" + (f" ({remark})" if remark else "")
+
+    def describe(self) -> str:
+        """Return a line with all rejected candidates."""
+        remark = f", {_NEVER_RUN}" if self.never_run else ""
+        line = f"{self.operation}: {self.candidate.name}{remark}"
+        return f"{line} (rejected: {listed(self.rejected)})" if self.rejected else line
+
+
+def listed(rejected: tuple[tuple[str, Reason], ...]) -> str:
+    """Return rejected candidates with their reasons."""
+    return "; ".join(f"{name}: {why}" for name, why in rejected)
+
+
+#: The list of :func:`collect_choices`, if one is open.
+_collected: list[Choice] | None = None
+
+
+@contextlib.contextmanager
+def collect_choices() -> Iterator[list[Choice]]:
+    """Collect the choices made inside, each once, for a table; only fallbacks also log a line."""
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
+
+
+def choices_are_collected() -> bool:
+    """Whether a table will list the choices made now."""
+    return _collected is not None
+
+
+def collect(choice: Choice) -> None:
+    """Add a choice to the list of :func:`collect_choices`, if one is open."""
+    if _collected is not None and choice not in _collected:
+        _collected.append(choice)
 
 
 def log_all_candidates() -> None:
@@ -32,7 +107,7 @@ def log_all_candidates() -> None:
 
 @contextlib.contextmanager
 def choices_unlogged() -> Iterator[None]:
-    """Log errors alone, while it lasts: a table says what the log would."""
+    """Log errors only inside: a table replaces the log."""
     package = logging.getLogger("megatron_dsa")
     level = package.level
     package.setLevel(logging.ERROR)
@@ -42,22 +117,19 @@ def choices_unlogged() -> Iterator[None]:
         package.setLevel(level)
 
 
-def log_choice(choice: Choice, policy: Policy, call: OpCall, in_table: bool) -> None:
-    """Log a choice that was made for the first time, and what its package warns of.
-
-    ``in_table``: a table will have it, so only a fallback logs a line.
-    """
+def log_choice(choice: Choice, policy: Policy, call: OpCall) -> None:
+    """Log a choice that was made for the first time, and warnings of its package."""
     package = choice.candidate.support.package
     remark = package.untested() if package is not None else None
     if remark is not None:
         log_once(logging.WARNING, remark)
     # A fallback is a warning unless it was asked for: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
-    if level == logging.WARNING and _without_gpu(call):
+    if level == logging.WARNING and call.device == "cpu" and not torch.cuda.is_available():
         # The same reason for every operation: one line says it.
         log_once(level, NO_GPU)
         level = logging.DEBUG
-    elif level == logging.INFO and in_table:
+    elif level == logging.INFO and choices_are_collected():
         level = logging.DEBUG
     in_full = logger.isEnabledFor(logging.DEBUG)
     log_once(level, choice.describe() if in_full else choice.summary())
@@ -70,8 +142,3 @@ def log_once(level: int, line: str) -> None:
     _logged.add(line)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.log(level, "megatron_dsa %s", line)
-
-
-def _without_gpu(call: OpCall) -> bool:
-    """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
-    return call.device == "cpu" and not torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""How often each implementation ran, its time, and ranges for profilers."""
+"""Counts, times and profiler ranges of what ran."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ _counting = True
 
 
 def count(what: str, name: str) -> None:
-    """Let :func:`report` tell that ``what`` was done by way of ``name``."""
+    """Count for :func:`report` that ``name`` ran ``what``."""
     if _counting:
         _calls[what, name] += 1
 
@@ -34,7 +34,7 @@ def reset_report() -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Calls inside do not show in :func:`report` (warm-up and plans are not the run)."""
+    """Leave calls inside out of :func:`report` (warm-up and plans)."""
     global _counting
     before, _counting = _counting, False
     try:
@@ -43,41 +43,12 @@ def uncounted() -> Iterator[None]:
         _counting = before
 
 
-class profiler_range:
-    """A range of that name in torch's profiler and, on a GPU, in NVTX (Nsight Systems).
-
-    Without a profiler it costs next to nothing.
-    """
-
-    __slots__ = ("_name", "_nvtx", "_recorded")
-
-    def __init__(self, name: str, nvtx: bool):
-        self._name, self._nvtx = name, nvtx
-        self._recorded: Any = None
-
-    def __enter__(self) -> None:
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(self._name)
-        if torch.autograd._profiler_enabled():
-            self._recorded = torch.profiler.record_function(self._name)
-            self._recorded.__enter__()
-
-    def __exit__(self, *error) -> None:
-        if self._recorded is not None:
-            self._recorded.__exit__(*error)
-        if self._nvtx:
-            torch.cuda.nvtx.range_pop()
-
-
 class OperationTimes:
-    """Time per operation (``--dsa-time-operations``); nested ones count their own time only.
+    """Time per operation (``--dsa-time-operations``), without the operations called inside it.
 
-    On a GPU by events on the stream, which cost no synchronisation, on the CPU by its clock. The
-    backward that an implementation leaves to autograd runs outside of dispatch and is not in it.
-
-    Attributes:
-        on: whether anything is measured.
-        paused: not now (evaluation is no part of an iteration).
+    On a GPU by events, without synchronisation. A backward that an implementation leaves to
+    autograd runs outside of dispatch and is not included. ``paused``: evaluation is no part of an
+    iteration.
     """
 
     def __init__(self):
@@ -118,7 +89,7 @@ class OperationTimes:
 
 
 def _now(cuda: bool):
-    """A point in time: an event on the current stream, or seconds of the host's clock."""
+    """Return an event on the current stream, or seconds of the host's clock."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -126,5 +97,24 @@ def _now(cuda: bool):
     return event
 
 
-#: Those of this process.
+#: Times of this process.
 TIMES = OperationTimes()
+
+
+@contextlib.contextmanager
+def measured(operation: str, name: str, on_gpu: bool) -> Iterator[None]:
+    """Count a call, and give it a range in torch's profiler and in NVTX (Nsight Systems)."""
+    count(operation, name)
+    label = f"megatron_dsa.{operation}.{name}"
+    profiled = torch.autograd._profiler_enabled()
+    if on_gpu:
+        torch.cuda.nvtx.range_push(label)
+    try:
+        with (
+            torch.profiler.record_function(label) if profiled else contextlib.nullcontext(),
+            TIMES.measure(operation, on_gpu),
+        ):
+            yield
+    finally:
+        if on_gpu:
+            torch.cuda.nvtx.range_pop()

@@ -1,24 +1,35 @@
-"""Optional kernel packages: which versions can be used, and what was wrong with the others.
+"""Optional kernel packages: usable versions, and the defects of the others.
 
-Kernel packages change behaviour without changing a signature, so versions are compared; attributes
-are not probed. The history below is what makes a refusal explain itself.
+Versions are compared, not probed: kernel packages change behaviour without changing a signature.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_dsa.versions import installed_version, is_before, module_exists, parse_version
 
 
-@dataclass(frozen=True)
-class Fix:
-    """``what`` was wrong before ``version``."""
+class Reason(str):
+    """Why something cannot be used: ``short`` says what is wrong, the text adds how to fix it."""
+
+    short: str
+    declined: bool
+
+    def __new__(cls, short: str, more: str = "", declined: bool = False):
+        """Join ``short`` and ``more``. ``declined``: it is never used on any machine."""
+        self = super().__new__(cls, short + more)
+        self.short, self.declined = short, declined
+        return self
+
+
+class Fix(NamedTuple):
+    """A defect that ``version`` repaired."""
 
     version: str
     what: str
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """From ``since`` on, a package needs ``distribution`` in version ``minimum`` or later."""
 
     since: str
@@ -31,14 +42,13 @@ class Package:
     """An optional package.
 
     Attributes:
-        module: what is imported.
-        install: how to get it, in words; ``{floor}`` stands for the lowest usable version.
-        distribution: name of the distribution, ``None`` if it has no versions to compare.
+        module: the module to import.
+        install: how to get it; ``{floor}`` stands for the lowest usable version.
+        distribution: ``None`` if it has no versions to compare.
         minimum: lowest usable version.
         tested: newest version that this package was run with.
-        history: what newer versions repaired.
-        known_bad: versions at or above ``minimum`` that cannot be used, and why.
-        needs: other distributions that it needs; the last entry that applies counts.
+        history: defects that newer versions repaired.
+        needs: distributions that it needs; the last entry that applies counts.
     """
 
     module: str
@@ -47,69 +57,57 @@ class Package:
     minimum: str | None = None
     tested: str | None = None
     history: tuple[Fix, ...] = ()
-    known_bad: tuple[Fix, ...] = ()
     needs: tuple[Need, ...] = ()
 
     def version(self) -> tuple[int, ...]:
-        """Installed version as a tuple of numbers, ``()`` if there is none to compare."""
-        if self.distribution is None:
-            return ()
-        return parse_version(installed_version(self.distribution) or "")
+        """Return the installed version, ``()`` if there is none to compare."""
+        return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
-    def problem(self, minimum: str | None = None) -> str | None:
+    def problem(self, minimum: str | None = None) -> Reason | None:
         """Return why it cannot be used, with the fix, or ``None``.
 
         Args:
-            minimum: a floor above the package's own, for an operation that needs more.
+            minimum: least version of an operation that needs more than the package does.
         """
-        floor = minimum or self.minimum
-        install = self.install.format(floor=floor)
+        floor, name = minimum or self.minimum, self.distribution
+        install = f"; {self.install.format(floor=floor)}"
         if not module_exists(self.module):
-            return f"missing: {self.module} is not installed; {install}"
-        if self.distribution is None:
+            return Reason(f"missing: {self.module} is not installed", install)
+        if name is None:
             return None
-        found = installed_version(self.distribution)
+        found = installed_version(name)
         if found is None:
-            return (
-                f"unknown version: {self.module} can be imported but {self.distribution} is not "
-                f"installed as a distribution, so its version cannot be compared; {install}"
+            return Reason(
+                f"unknown version: {self.module} can be imported but {name} is not installed as a "
+                "distribution",
+                f", so its version cannot be compared{install}",
             )
+        version = parse_version(found)
         if floor is not None and is_before(found, floor):
             wrong = "; ".join(
                 f"before {fix.version}: {fix.what}"
                 for fix in self.history
-                if parse_version(found) < parse_version(fix.version) <= parse_version(floor)
+                if version < parse_version(fix.version) <= parse_version(floor)
             )
             because = f" ({wrong})" if wrong else ""
-            return (
-                f"too old: {self.distribution} {found} found, >= {floor} needed{because}; {install}"
-            )
-        for bad in self.known_bad:
-            if parse_version(found) == parse_version(bad.version):
-                return f"known bad: {self.distribution} {found}: {bad.what}; {install}"
-        return self._missing_need(found, install)
-
-    def _missing_need(self, found: str, install: str) -> str | None:
-        applying = [n for n in self.needs if parse_version(found) >= parse_version(n.since)]
-        if not applying:
-            return None
-        need = applying[-1]
-        have = installed_version(need.distribution)
-        if have is not None and parse_version(have) >= parse_version(need.minimum):
-            return None
-        return (
-            f"incomplete: {self.distribution} {found} needs {need.distribution} >= {need.minimum}, "
-            f"found {have or 'none'}; {install}"
-        )
+            needed = f", >= {floor} needed{because}{install}"
+            return Reason(f"too old: {name} {found} found", needed)
+        applying = [need for need in self.needs if version >= parse_version(need.since)]
+        for need in applying[-1:]:
+            have = installed_version(need.distribution)
+            if have is None or parse_version(have) < parse_version(need.minimum):
+                return Reason(
+                    f"incomplete: {name} {found} needs {need.distribution} >= {need.minimum}",
+                    f", found {have or 'none'}{install}",
+                )
+        return None
 
     def untested(self) -> str | None:
-        """Return a remark if the installed version is newer than what was run, else ``None``."""
-        if self.distribution is None or self.tested is None:
-            return None
-        if self.version() <= parse_version(self.tested + ".999"):
+        """Return a remark if the installed version is newer than the tested one, else ``None``."""
+        if self.tested is None or self.version() <= parse_version(self.tested + ".999"):
             return None
         return (
-            f"{self.distribution} {installed_version(self.distribution)} is newer than "
+            f"{self.distribution} {installed_version(str(self.distribution))} is newer than "
             f"{self.tested}, the last version that was tested: run `python -m megatron_dsa doctor`"
         )
 

@@ -1,4 +1,4 @@
-"""What the user asked for: fused or not, strict or not, and implementations by name."""
+"""Choices of the user: fused or not, strict or not, and implementations by name."""
 
 import difflib
 import os
@@ -21,7 +21,7 @@ DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user asked for.
+    """Choices of the user; out of range they raise a :class:`ConfigError`.
 
     Attributes:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
@@ -35,9 +35,6 @@ class Policy:
             By measurement (``docs/kernels/indexer.md``): from there on fp8 wins what these cost.
         indexer_numerics: arithmetic of the index scores that select, ``exact`` or
             ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
-
-    Raises:
-        ConfigError: a field is out of its range.
     """
 
     fused: bool = True
@@ -66,15 +63,10 @@ class Policy:
         )
 
     def named_for(self, operation: str) -> str | None:
-        """Return the implementation named for ``operation``: by the policy, else by ``VARIABLE``.
-
-        Raises:
-            ConfigError: the environment variable cannot be read.
-        """
-        value = dict(self.named).get(operation)
-        if value is None:
-            value = dict(_pairs(os.environ.get(VARIABLE, ""))).get(operation)
-        return None if value in (None, "auto") else value
+        """Return the implementation that the policy, else ``VARIABLE``, names, or ``None``."""
+        named = dict(_pairs(os.environ.get(VARIABLE, ""))) | dict(self.named)
+        value = named.get(operation)
+        return None if value == "auto" else value
 
 
 @lru_cache(maxsize=8)
@@ -85,11 +77,7 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 def parse_named(words: Collection[str], source: str) -> tuple[tuple[str, str], ...]:
     """Return pairs ``(operation, implementation)`` of words ``OPERATION=NAME``.
 
-    Args:
-        source: the flag or variable that holds the words, for messages.
-
-    Raises:
-        ConfigError: a word has another form, or names an operation a second time.
+    ``source``: the flag or variable that holds the words, for messages.
     """
     pairs: dict[str, str] = {}
     for word in filter(None, map(str.strip, words)):
@@ -119,17 +107,11 @@ def check_operations(names: Collection[str], known: Collection[str], source: str
 
 
 def check_environment(known: Collection[str]) -> list[str]:
-    """Check the environment variables that begin like ours.
-
-    Args:
-        known: names of all operations.
-
-    Returns:
-        A warning for each variable that is not read; it may be the user's own.
+    """Return a warning for each variable named like ours that is not read.
 
     Raises:
-        ConfigError: ``VARIABLE`` names what does not exist, or a variable of an earlier version is
-            set, or one looks like a misspelled ``VARIABLE``.
+        ConfigError: ``VARIABLE`` names an operation that is not ``known``, or a variable of an
+            earlier version, or a misspelled one, is set.
     """
     check_operations(dict(_pairs(os.environ.get(VARIABLE, ""))), known, VARIABLE)
     warnings = []

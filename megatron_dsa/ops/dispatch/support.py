@@ -1,19 +1,19 @@
-"""What an implementation can run, declared once.
+"""An implementation and the calls that it supports, declared once.
 
-One :class:`Support` per implementation and operation drives dispatch, the error messages, ``info``,
-``doctor``, the skips of the tests and ``info --support-table``.
+Dispatch, error messages, ``info``, ``doctor`` and the skips of the tests read the declaration.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_dsa.ops.dispatch.packages import Package
+from megatron_dsa.ops.dispatch.packages import Package, Reason
 
 HALF = (torch.bfloat16, torch.float16)
-#: What an implementation declares whose sums vary in order unless torch's deterministic mode is on.
+#: Sums whose order varies unless torch's deterministic mode is on.
 ATOMIC_SUMS: dict[str, Any] = {"deterministic": False, "deterministic_mode": True}
 
 
@@ -27,15 +27,14 @@ class OpCall:
         dtype: dtype of queries and keys (the wider one where inputs differ).
         heads: local query heads, or index heads.
         qk_dim, v_dim: dims of a query/key and of a value (0 where there is no value).
-        rope_dim: dims of ``qk_dim`` that the keys of all heads share; ``None``: not asked.
+        rope_dim: dims of ``qk_dim`` that the keys of all heads share, or ``None``.
         topk: keys selected per query; ``None`` where nothing is selected.
         packed: sequences of different lengths share the batch.
         sink: a learned sink takes part in the softmax.
         relu: index scores clamp each head's product at 0.
         deterministic: ``torch.use_deterministic_algorithms(True)`` is in force.
-        teacher: the head sum of the probabilities is wanted along with the result.
-        teacher_dim: dims of the attention's queries, from which a dense loss forms its teacher;
-            ``None``: not asked.
+        teacher: return the head sum of the probabilities also.
+        teacher_dim: query dims of the attention that is a dense loss's teacher, or ``None``.
     """
 
     device: str
@@ -62,28 +61,25 @@ class OpCall:
 
 @dataclass(frozen=True)
 class Support:
-    """Declaration of one implementation of one operation; ``None`` means "any".
+    """Calls that an implementation supports; ``None`` means "any".
 
     Attributes:
-        covers: what it computes, in a few words.
+        covers: results or inputs that it covers, in a few words.
         package: optional package that it needs.
-        minimum: floor of that package's version for this operation, if above the package's own.
+        minimum: least version of that package for this operation, if above the package's own.
         capabilities: compute capabilities of the GPUs that it has kernels for.
-        not_run: those of them for which the kernels were only compiled, never run.
-        dtypes: dtypes of queries and keys.
-        dims: pairs ``(qk_dim, v_dim)``.
-        rope_dim: of which so many are shared by all heads' keys.
-        teacher_dims: dims of the queries from which a dense loss forms its teacher.
+        not_run: those of them for which the kernels were only compiled.
+        dtypes, dims, rope_dim, teacher_dims: values of :class:`OpCall`; ``dims`` are pairs
+            ``(qk_dim, v_dim)``.
         heads, topk: inclusive ranges.
-        packed, sink: whether it takes them.
-        without_relu: whether it takes index scores without the relu.
-        deterministic: whether equal inputs give bitwise equal results.
-        deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
-        gives_teacher: whether attention returns the head sum of the probabilities on request.
-        adds_keys: whether a backward adds to the key gradient of the calls before, if it is given.
+        packed, sink, without_relu: whether it takes such calls.
+        deterministic: equal inputs give bitwise equal results.
+        deterministic_mode: they do under ``torch.use_deterministic_algorithms(True)``.
+        gives_teacher: attention returns the head sum of the probabilities on request.
+        adds_keys: a backward adds to the key gradient of the calls before, if it is given.
         head_sizes: numbers of heads that its kernel takes, ascending; the adapter pads others.
-        bridged: what the adapter does to fit the contract (padding, conversions).
-        declined: why it is never used, for a kernel that exists and does not fit.
+        bridged: padding and conversions of the adapter.
+        declined: why a kernel that exists is never used.
         probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
     """
 
@@ -110,25 +106,20 @@ class Support:
     declined: str | None = None
     probe: Callable[[OpCall], str | None] | None = None
 
-    def reason(self, call: OpCall) -> str | None:
-        """Return why ``call`` cannot be run, or ``None``.
-
-        What is wrong comes first: short lines end at the first comma, semicolon or parenthesis.
-        """
-        for rule in (
-            self._declined,
-            self._gpu,
-            self._package,
-            self._dtype,
-            self._dims,
-            self._counts,
-            self._options,
-            self.probe or (lambda _: None),
-        ):
-            reason = rule(call)
-            if reason is not None:
-                return reason
-        return None
+    def reason(self, call: OpCall) -> Reason | None:
+        """Return why ``call`` cannot be run, or ``None``."""
+        if self.declined is not None:
+            return Reason(f"declined: {self.declined}", declined=True)
+        reason: str | None = (
+            self._gpu(call)
+            or (self.package.problem(self.minimum) if self.package else None)
+            or self._shape(call)
+            or self._options(call)
+            or (self.probe(call) if self.probe else None)
+        )
+        if reason is None or isinstance(reason, Reason):
+            return reason
+        return Reason(reason)
 
     def never_run(self, call: OpCall) -> bool:
         """Whether its kernels were compiled for this GPU, but never run on one."""
@@ -138,66 +129,94 @@ class Support:
         """Return how many heads its kernel computes for a call of ``heads``."""
         return next((size for size in self.head_sizes if heads <= size), heads)
 
-    def _declined(self, call: OpCall) -> str | None:
-        return None if self.declined is None else f"declined: {self.declined}"
-
-    def _gpu(self, call: OpCall) -> str | None:
+    def _gpu(self, call: OpCall) -> Reason | None:
         if self.capabilities is None or call.capability in self.capabilities:
             return None
-        wanted = ", ".join("{}.{}".format(*c) for c in self.capabilities)
+        wanted = _versions(self.capabilities)
         if self.not_run:
-            compiled = ", ".join("{}.{}".format(*c) for c in self.not_run)
-            wanted += f" (compiled, not run: {compiled})"
+            wanted += f" (compiled, not run: {_versions(self.not_run)})"
         owner = self.package.module if self.package else "it"
-        return (
-            f"wrong GPU: this is {call.on()}, {owner} has kernels for compute capability {wanted}"
+        return Reason(
+            f"wrong GPU: this is {call.on()}",
+            f", {owner} has kernels for compute capability {wanted}",
         )
 
-    def _package(self, call: OpCall) -> str | None:
-        return None if self.package is None else self.package.problem(self.minimum)
-
-    def _dtype(self, call: OpCall) -> str | None:
-        if self.dtypes is None or call.dtype in self.dtypes:
-            return None
-        return f"needs {' or '.join(map(short_dtype, self.dtypes))}, got {call.dtype}"
-
-    def _dims(self, call: OpCall) -> str | None:
+    def _shape(self, call: OpCall) -> Reason | None:
+        if self.dtypes is not None and call.dtype not in self.dtypes:
+            wanted = " or ".join(map(short_dtype, self.dtypes))
+            return Reason(f"needs {wanted}", f", got {call.dtype}")
         if self.dims is not None and (call.qk_dim, call.v_dim) not in self.dims:
             wanted = " or ".join(f"{qk_dim}/{v_dim}" for qk_dim, v_dim in self.dims)
-            return f"needs dims {wanted} (query and key/value), got {call.qk_dim}/{call.v_dim}"
+            got = f"{call.qk_dim}/{call.v_dim}"
+            return Reason(f"needs dims {wanted}", f" (query and key/value), got {got}")
         if self.rope_dim is not None and call.rope_dim != self.rope_dim:
-            return f"needs {self.rope_dim} rope dims of all heads, got {call.rope_dim}"
+            return Reason(f"needs {self.rope_dim} rope dims of all heads", f", got {call.rope_dim}")
         if self.teacher_dims is not None and call.teacher_dim not in self.teacher_dims:
             wanted = " or ".join(map(str, self.teacher_dims))
-            return f"needs a teacher of {wanted} dims, got {call.teacher_dim}"
-        return None
-
-    def _counts(self, call: OpCall) -> str | None:
+            return Reason(f"needs a teacher of {wanted} dims", f", got {call.teacher_dim}")
         for name, limits, value in (
             ("heads", self.heads, call.heads),
             ("selected keys", self.topk, call.topk),
         ):
-            if limits is None or value is None:
-                continue
-            low, high = limits
-            if not low <= value <= high:
-                return f"takes {low} to {high} {name}, got {value}"
+            if limits and value is not None and not limits[0] <= value <= limits[1]:
+                return Reason(f"takes {limits[0]} to {limits[1]} {name}", f", got {value}")
         return None
 
-    def _options(self, call: OpCall) -> str | None:
+    def _options(self, call: OpCall) -> Reason | None:
         if call.packed and not self.packed:
-            return "has no packed (THD) mode"
+            return Reason("has no packed (THD) mode")
         if call.sink and not self.sink:
-            return "has no attention sink"
+            return Reason("has no attention sink")
         if not call.relu and not self.without_relu:
-            return "computes index scores with the relu only"
+            return Reason("computes index scores with the relu only")
         if call.deterministic and not (self.deterministic or self.deterministic_mode):
-            return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
+            return Reason(
+                "is not deterministic", ", and torch.use_deterministic_algorithms(True) asks for it"
+            )
         return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of one operation.
+
+    Attributes:
+        name: short name used in flags, logs and reports.
+        kernel: ``"module:attribute"`` of the callable. The module is imported when it is first
+            called: it may need an optional package.
+        support: calls that it supports.
+        fused: whether it is a fused kernel (``False``: the torch fallback).
+    """
+
+    name: str
+    kernel: str
+    support: Support
+    fused: bool = True
+
+    def reason(self, call: OpCall) -> Reason | None:
+        """Return why it cannot run ``call``, or ``None``."""
+        return self.support.reason(call)
+
+    def load(self) -> Callable:
+        """Return the callable; a class is called without arguments for it."""
+        found = import_attribute(self.kernel)
+        return found() if isinstance(found, type) else found
+
+
+def import_attribute(path: str) -> Any:
+    """Import ``"module:attribute"``."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def short_dtype(dtype: torch.dtype) -> str:
     """``torch.bfloat16 -> "bf16"``."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    names[torch.float8_e4m3fn] = "fp8"
+    names = {
+        torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+        torch.float8_e4m3fn: "fp8",
+    }  # fmt: skip
     return names.get(dtype, str(dtype))
+
+
+def _versions(capabilities: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join("{}.{}".format(*capability) for capability in capabilities)

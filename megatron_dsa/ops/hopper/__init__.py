@@ -1,1 +1,1 @@
-"""What the TileLang kernels of several operations share: tiles, CUDA sources, compiling."""
+"""Tiles, CUDA sources and compilation of the TileLang kernels of all operations."""

@@ -1,14 +1,13 @@
-"""Calls of CUDA functions from TileLang programs, and the small functions that several use."""
+"""Calls of CUDA functions from TileLang programs, and small shared functions."""
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
 from tilelang import language as T
 
-#: Source of a fence that keeps the compiler from loading everything first, which costs registers
-#: that are not there.
+#: Fence: without it the compiler hoists all loads and runs out of registers.
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
 """
-#: Source for kernels that use addresses in shared memory as integers.
+#: Addresses in shared memory as integers.
 ADDRESSES = r"""
 __device__ __forceinline__ int dsa_here(const void* what) {
   return static_cast<int>(__cvta_generic_to_shared(what));
@@ -19,7 +18,7 @@ __device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 
 
 def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
-    """Return a call of ``function``, of its template with the constants ``of`` if there are any."""
+    """Return a call of ``function``, a template with the constants ``of`` if there are any."""
     if of:
         constants = (str(x).lower() if isinstance(x, bool) else str(x) for x in of)
         function += f"<{', '.join(constants)}>"

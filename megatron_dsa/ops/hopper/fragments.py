@@ -1,15 +1,13 @@
-"""The orders in which Hopper kernels, ours and cuDNN's, accumulate the key gradient."""
-
-from __future__ import annotations
+"""Orders in which Hopper kernels, ours and cuDNN's, accumulate the key gradient."""
 
 import torch
 
 
 def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
-    """Return ``[rows, dim]`` in column order.
+    """Return ``[keys, dim]`` in column order.
 
-    The 16 columns of a matrix-unit fragment are accumulated as ``[4 threads, 2 halves, 2]`` instead
-    of ``[2 halves, 4 threads, 2]``, so that a thread adds four neighbours at a time.
+    16 columns of a fragment lie as ``[4 threads, 2 halves, 2]`` instead of ``[2 halves, 4 threads,
+    2]``: a thread adds four neighbours at a time.
     """
     rows, dim = accumulator.shape
     fragments = accumulator.view(rows, dim // 16, 4, 2, 2)
@@ -17,10 +15,10 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
 
 
 def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.Tensor:
-    """Return ``[rows, dim]`` in column order, for kernels whose fragments hold columns as rows.
+    """Return ``[keys, dim]`` in column order, for kernels whose fragments hold columns as rows.
 
-    128 value columns are accumulated as ``[4 warps, 8 lines, 2 fragments, 2 halves]`` instead of
-    ``[2 fragments, 4 warps, 2 halves, 8 lines]``; 64 columns past the values as one fragment.
+    128 value columns lie as ``[4 warps, 8 lines, 2 fragments, 2 halves]`` instead of ``[2
+    fragments, 4 warps, 2 halves, 8 lines]``; 64 columns past the values as one fragment.
     """
     keys, dim = accumulator.shape
     ordered = accumulator.new_empty(keys, dim)

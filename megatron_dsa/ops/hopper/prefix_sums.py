@@ -1,4 +1,4 @@
-"""CUDA that sums a value over the threads of a block, in order."""
+"""CUDA source of a prefix sum over the threads of a block."""
 
 SOURCE = r"""
 // The sum of `value` over the threads before this one, and over all of them. `warp_sums`, in shared

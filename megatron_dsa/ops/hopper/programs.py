@@ -3,29 +3,22 @@
 Files with programs postpone no annotations: TileLang reads the shapes of tensors from them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
 import tilelang
 
 _PASSES = tilelang.PassConfigKey
-#: Passes for programs that hand over all that is shared at barriers of their own. TileLang's
-#: barriers between accesses to shared memory are left out: it sees one warpgroup at a time.
+#: Passes for programs with barriers of their own, without TileLang's: it sees one warpgroup at a
+#: time.
 OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
-#: Passes for programs that keep TileLang's barriers.
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
-#: Passes for programs that also run where there is no wgmma.
+#: Passes for programs that also run on GPUs without wgmma.
 PORTABLE = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_WGMMA: True}
 
 
 def compiler(build: Callable, passes: dict | None = None) -> Callable:
-    """Return a function that compiles ``build(*arguments, **options)`` when it is first called.
-
-    It takes the arguments of ``build`` and a ``target`` (``"sm_90a"`` by default), and returns what
-    the docstring of ``build`` describes, callable.
-    """
+    """Return a cached function that compiles ``build(*arguments, **options)`` for a ``target``."""
 
     @functools.cache
     def compiled(*arguments, target: str = "sm_90a", **options):

@@ -1,4 +1,4 @@
-"""What our Hopper kernels share: tile sizes, copies of rows, lists of keys."""
+"""Tile sizes, copies of rows, and lists of keys of our Hopper kernels."""
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-#: Rows of a tile, and keys of a block: what wgmma multiplies at once.
+#: Rows of a tile, and keys of a block, of one wgmma.
 TILE = 64
 #: Threads that copy one row, 16 bytes each.
 COPIERS = 8
@@ -15,7 +15,7 @@ COPIERS = 8
 GROUP, ROWS = 128, 128 // COPIERS
 #: Columns of a swizzled slab of shared memory.
 SLAB = 64
-#: Columns of a value, and the parts of them that warpgroups have.
+#: Columns of a value, and of the parts that warpgroups compute.
 V_DIM, HALF, QUARTER = 512, 256, 128
 #: Bytes of shared memory that a thread block can have.
 SHARED = 227 * 1024
@@ -24,22 +24,16 @@ MOST_QUERIES = 8
 
 
 def queries_per_tile(heads: int, tile: int = TILE) -> int:
-    """How many adjacent queries of ``heads`` heads the rows of a tile hold."""
+    """Return how many adjacent queries of ``heads`` heads the rows of a tile hold."""
     return max(1, min(tile // heads, MOST_QUERIES))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel of sparse attention is built for.
+    """Sizes of a kernel of sparse attention.
 
-    Attributes:
-        heads: query heads.
-        dim, v_dim: columns of a key and of its value.
-        group: adjacent queries of a tile; with more than one, it holds all of their heads.
-        tile: rows of a tile.
-
-    Raises:
-        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
+    ``group`` is the number of adjacent queries of a tile of ``tile`` rows; with more than one, the
+    tile holds all of their heads.
     """
 
     heads: int
@@ -70,26 +64,24 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Tiles that the heads of one query take."""
+        """Number of tiles for the heads of one query."""
         return head_tiles(self.heads, self.tile)
 
 
 def head_tiles(heads: int, tile: int = TILE) -> int:
-    """How many tiles the heads of one query take."""
+    """Return the number of tiles for the heads of one query."""
     return -(-heads // tile)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A thread block's place in the call.
+    """Work of a thread block: the ``rank``-th of those of a list of keys.
 
     Attributes:
-        list: its list of keys.
-        head: its first head.
-        first: its first row of queries.
-        rows: rows of its tile that exist.
-        n: entries of its list.
-        rank: which of a list's thread blocks it is.
+        list: index of the list, which has ``n`` entries.
+        head: first head.
+        first: first row of queries.
+        rows: rows of the tile that exist.
     """
 
     list: Any
@@ -100,13 +92,13 @@ class Place:
     rank: Any = 0
 
     def blocks(self, keys: int = TILE):
-        """Return how many blocks of so many keys its list has."""
+        """Return how many blocks of ``keys`` keys the list has."""
         return T.ceildiv(self.n, keys)
 
 
 @T.macro
 def place_of(block, Length, rows, shape):
-    """Return the :class:`Place` of thread block ``block`` in a call with so many ``rows``."""
+    """Return the :class:`Place` of thread block ``block`` in a call of ``rows`` rows."""
     place, rank = block // shape.tiles, block % shape.tiles
     head = rank * shape.tile
     first = place * shape.group * shape.heads + head
@@ -122,7 +114,7 @@ def place_of(block, Length, rows, shape):
 
 @T.macro
 def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
-    """Copy ``columns`` (a tuple: first, last) of a row asynchronously; zeros if not wanted.
+    """Copy ``columns`` (first, last) of a row asynchronously, zeros if not ``wanted``.
 
     In the source they begin ``offset`` columns later.
     """
@@ -137,7 +129,7 @@ def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
 
 @T.macro
 def fetch_tile(copies, at, tile, threads, thread):
-    """Copy rows of a tile asynchronously; zeros for rows that do not exist.
+    """Copy rows of a tile asynchronously, zeros for missing rows.
 
     ``copies`` are tuples: target ``[tile, columns]``, source, and columns (first, last).
     """
@@ -151,15 +143,15 @@ def fetch_tile(copies, at, tile, threads, thread):
 
 @dataclass(frozen=True)
 class Lists:
-    """The keys of a call, their lists, and registers of a thread that gathers them.
+    """Keys of a call, their lists, and registers of a thread that gathers them.
 
     Attributes:
         KV: the keys.
         Ids: a list per tile or group of queries.
-        Members: which queries of a group selected an entry; not read with one query.
+        Members: bits of the queries of a group that selected an entry; unused with one query.
         group: queries of a group.
-        ahead, members: entries that were read before they are needed.
-        ids: the keys of which the thread copies a part.
+        ahead, members: prefetched entries.
+        ids: keys of which the thread copies a part.
     """
 
     KV: Any
@@ -173,7 +165,7 @@ class Lists:
 
 @T.macro
 def list_ahead(lists, at, i, keys, thread):
-    """Read part ``i`` of a list (``keys`` long) before it is needed; past its end is no key."""
+    """Prefetch part ``i`` of a list (``keys`` entries), -1 past its end."""
     lists.ahead[0] = -1
     lists.members[0] = T.cast(0, "uint8")
     if thread < keys and i * keys + thread < at.n:

@@ -1,9 +1,9 @@
 """Hyper-connections of DeepSeek-V4 (mHC): residual streams that layers read, and write to.
 
 A token has ``n`` streams of ``C`` channels in place of one residual. All of them, normalised
-together, are projected to three sets of weights: ``pre`` (n) for what the layer reads, ``post`` (n)
-for how much of its output is added to each stream, and ``comb`` (n x n, made doubly stochastic by
-Sinkhorn's iterations) for how streams are mixed. A layer is
+together, are projected to three sets of weights: ``pre`` (n) sums the layer's input, ``post`` (n)
+adds its output to each stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn's iterations)
+mixes streams. A layer is
 
     ``u = sum_i pre_i x_i``, rounded; ``y = F(RMSNorm(u))``;
     ``x'_j = post_j y + sum_i comb[i, j] x_i``.
@@ -11,8 +11,8 @@ Sinkhorn's iterations) for how streams are mixed. A layer is
 :func:`read_streams` is all before ``F``, :func:`write_streams` all after it, and
 :func:`read_head` what ends the model: a read without ``post`` and ``comb``.
 
-A read hands the streams on, and the write takes them from there. So the gradient that the write has
-for them enters the backward of the read, which adds its own two parts in the same pass.
+A read returns the streams for the write, so that the backward of the read adds the write's
+gradient and its own two parts in one pass.
 """
 
 from typing import NamedTuple
@@ -21,18 +21,24 @@ import torch
 
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.hyper_connections.declaration import HEAD, READ, WRITE
-from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
+from megatron_dsa.ops.hyper_connections.spec import (
+    HEAD,
+    READ,
+    WRITE,
+    Connection,
+    ReadInputs,
+    WriteInputs,
+)
 
 __all__ = ["Connection", "StreamsRead", "read_head", "read_streams", "write_streams"]
 
 
 class StreamsRead(NamedTuple):
-    """What a layer reads, and what its write needs.
+    """The layer's input, and the tensors of its write.
 
     Attributes:
         normed: ``[tokens, C]``, input of attention or of the MLP.
-        streams: ``[tokens, n, C]``, those that were read.
+        streams: ``[tokens, n, C]``, as read.
         post: ``[tokens, n]`` fp32.
         comb: ``[tokens, n, n]`` fp32.
     """
@@ -60,7 +66,7 @@ def read_streams(
 
     Returns:
         All differentiable in the streams and the parameters. Equal inputs give bitwise equal
-        gradients. Kept for the backward are the streams, and per token some ``n * n`` numbers.
+        gradients. The backward keeps the streams, and per token some ``n * n`` numbers.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -76,11 +82,11 @@ def write_streams(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Mix the streams that were read, and add the output of attention or of the MLP.
+    """Mix the streams of the read, and add the output of attention or of the MLP.
 
     Args:
         output: ``[tokens, C]``, dtype of the streams.
-        read: what :func:`read_streams` returned; its ``normed`` is not used.
+        read: result of :func:`read_streams`; its ``normed`` is not used.
         policy: which implementations may run.
 
     Returns:

@@ -1,7 +1,6 @@
-"""Hyper-connections in torch: any device, any number of streams, temporary memory bounded.
+"""Hyper-connections in torch: any device, any number of streams, a chunk of tokens at a time.
 
-Tokens are handled a few at a time. The forward keeps its inputs; the backward computes a chunk
-again and differentiates that.
+The forward keeps its inputs; the backward differentiates each chunk by autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,35 +9,31 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
+from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
 
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """Return ``normed``, the streams, ``post`` and ``comb``; see :func:`.api.read_streams`."""
+    """See :func:`.api.read_streams`."""
     return _Read.apply(*inputs.tensors, inputs.settings, inputs.workspace_bytes)
 
 
 def head(inputs: ReadInputs) -> torch.Tensor:
-    """Return ``normed [T, C]``."""
+    """See :func:`.api.read_head`."""
     return _Head.apply(*inputs.tensors, inputs.settings, inputs.workspace_bytes)
 
 
 def write(inputs: WriteInputs) -> torch.Tensor:
-    """Return ``[T, n, C]``."""
+    """See :func:`.api.write_streams`."""
     return _Write.apply(*inputs.tensors, inputs.workspace_bytes)
 
 
 def _chunks(streams: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
-    """Yield slices of tokens whose temporaries (up to eight copies) fit the budget."""
     size = streams.shape[1] * streams.shape[2] * accumulation_dtype(streams.dtype).itemsize
-    yield from slices(streams.shape[0], rows_in_budget(workspace_bytes, 8 * size))
+    return slices(len(streams), rows_in_budget(workspace_bytes, 8 * size))  # up to eight copies
 
 
 def _weights(x, fn, base, scale, settings):
-    """Return ``pre [t, n]``, ``post [t, n]`` and ``comb [t, n, n]`` of streams in fp32.
-
-    A head has ``pre`` alone.
-    """
+    """Return ``pre [t, n]``, ``post [t, n]`` and ``comb [t, n, n]``; a head has only ``pre``."""
     n, (eps, norm_eps, iterations) = x.shape[1], settings
     flat = x.flatten(1)
     m = flat @ fn.t() * torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps)
@@ -68,7 +63,7 @@ def _written(output, x, post, comb):
 def _chunk_gradients(
     computed: Callable, tensors: list[torch.Tensor], gradients: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of ``tensors`` from ``gradients`` of what ``computed`` returns."""
+    """Return the gradients of ``tensors`` from ``gradients`` of the results of ``computed``."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         results = computed(*leaves)
@@ -76,7 +71,7 @@ def _chunk_gradients(
 
 
 def _read(x, fn, base, scale, weight, settings, dtype):
-    """Return what is read, not yet rounded, ``post`` and ``comb``, of a chunk in fp32."""
+    """Return the layer's input, not yet rounded, ``post`` and ``comb`` of a chunk in fp32."""
     pre, post, comb = _weights(x, fn, base, scale, settings)
     return _mixed(x, pre, weight, settings[1], dtype), post, comb
 
@@ -113,8 +108,9 @@ def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
         given = [dnormed[part].to(dtype)]
         if dpost is not None:
             given += [dpost[part], dcomb[part]]
-        own, *rest = _chunk_gradients(computed, [x[part].to(dtype), *parameters], tuple(given))
-        dx[part] = own if dstreams is None else own.add_(dstreams[part])
+        wide = [x[part].to(dtype), *parameters]
+        of_x, *rest = _chunk_gradients(computed, wide, tuple(given))
+        dx[part] = of_x if dstreams is None else of_x.add_(dstreams[part])
         for total, gradient in zip(totals, rest, strict=True):
             total += gradient
     totals[-1] = totals[-1].to(weight.dtype)

@@ -1,11 +1,8 @@
 """Interleaved rope on the last dims of heads, with or without the norm of DeepSeek-V4's queries.
 
-``norm_rope`` divides a head by the root of its mean square (no weight) and rotates pairs of its
-last ``R`` dims; ``rotate`` only rotates, in either direction (attention outputs of DeepSeek-V4 are
-rotated back, because the value carries rope). Pair ``i`` is dims ``D - R + 2i`` and ``D - R + 2i +
-1``; it is turned by the angle whose cosine and sine are ``cos[row, i]`` and ``sin[row, i]``.
-``rotate_index`` rotates the heads of an indexer, and transforms them. All
-operations are limited by memory: every element is read once, written once and rounded once.
+Pair ``i`` is dims ``D - R + 2i`` and ``D - R + 2i + 1``; it is rotated by the angle whose cosine
+and sine are ``cos[token, i]`` and ``sin[token, i]``. The operations are bound by memory: every
+element is read once, written once and rounded once.
 """
 
 import torch
@@ -14,7 +11,7 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dispatch import Policy, describe_call
-from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
+from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
 
 __all__ = ["norm_rope", "rotate", "rotate_index"]
 
@@ -28,18 +25,18 @@ def norm_rope(
     inplace: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Divide each head by its root mean square and rotate its last dims.
+    """Divide each head by its root mean square (no weight) and rotate its last dims.
 
     Args:
-        x: ``[rows, H, D]``.
-        cos, sin: ``[rows, R / 2]`` fp32 (fp64 for fp64 x); the last ``R`` dims are rotated in
+        x: ``[tokens, H, D]``.
+        cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x); the last ``R`` dims are rotated in
             neighbouring pairs, which stay in place.
         eps: added to the mean square.
-        inplace: the result may take the memory of x, which nothing else reads.
+        inplace: the result may reuse the memory of x, which nothing else reads.
         policy: which implementations may run.
 
     Returns:
-        ``[rows, H, D]`` in x's dtype, differentiable in x.
+        ``[tokens, H, D]`` in x's dtype, differentiable in x.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -57,7 +54,7 @@ def rotate(
     inverse: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Rotate the last dims of every head, or rotate them back.
+    """Rotate the last dims of every head, or rotate them back (V4's outputs: the value has rope).
 
     Arguments, result and errors as in :func:`norm_rope`, without the norm.
     """

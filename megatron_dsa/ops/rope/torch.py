@@ -1,82 +1,62 @@
-"""Query norm and rope in torch: any device, any dims, temporary memory bounded by a budget."""
+"""Norm and rope in torch: any device, any dims, temporary memory bounded by a budget."""
+
+from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.ops.rope.spec import hadamard_signs
+
+#: First dims or last, pairs of neighbours or of halves, with the transform or without.
+Kind = tuple[bool, bool, bool]
+_ROPE: Kind = (False, True, False)
 
 
 def norm_rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    inplace: bool = False,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    x, cos, sin, eps, inplace=False, workspace_bytes=DEFAULT_WORKSPACE_BYTES
 ) -> torch.Tensor:
-    """Return ``x [rows, H, D]`` normalised over ``D`` and rotated, in the dtype of x.
-
-    Differentiable in x. ``cos, sin``: ``[rows, R / 2]``. ``inplace`` is ignored.
-    """
+    """See :func:`.api.norm_rope`; ``inplace`` is ignored."""
     return _NormRope.apply(x, cos, sin, eps, workspace_bytes)
 
 
-def rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-) -> torch.Tensor:
-    """Return ``x [rows, H, D]`` rotated (back, if ``inverse``), in the dtype of x.
-
-    Differentiable in x. ``cos, sin``: ``[rows, R / 2]``.
-    """
-    return _Rotate.apply(x, cos, sin, inverse, workspace_bytes)
+def rotate(x, cos, sin, inverse, workspace_bytes=DEFAULT_WORKSPACE_BYTES) -> torch.Tensor:
+    """See :func:`.api.rotate`."""
+    return _Rotate.apply(x, cos, sin, _ROPE, inverse, workspace_bytes)
 
 
-def _chunks(x: torch.Tensor, workspace_bytes: int):
-    """Yield slices of rows whose temporaries (up to five copies) fit the budget."""
-    per_row = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize
-    rows = rows_in_budget(workspace_bytes, per_row)
-    for first in range(0, x.shape[0], rows):
-        yield slice(first, first + rows)
-
-
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
-    """Rotate the last dims of ``x`` in place and return it; ``x`` is in the accumulation dtype."""
-    tail = x[..., x.shape[-1] - 2 * cos.shape[1] :]
-    a, b = tail[..., 0::2], tail[..., 1::2]
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    if inverse:
-        sin = -sin
-    first = a * cos - b * sin
-    b.copy_(a * sin + b * cos)
-    a.copy_(first)
-    return x
-
-
-def _rotated(x, cos, sin, inverse, workspace_bytes):
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows in _chunks(x, workspace_bytes):
-        part = x[rows].to(accumulation_dtype(x.dtype), copy=True)
-        y[rows] = _turn(part, cos[rows], sin[rows], inverse).to(x.dtype)
-    return y
+def rotate_index(
+    x, cos, sin, first, neighbours, transform, workspace_bytes=DEFAULT_WORKSPACE_BYTES,
+    transposed=False,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`.api.rotate_index`."""
+    x = x.detach() if transposed else x
+    kind = first, neighbours, transform
+    return _Rotate.apply(x, cos, sin, kind, transposed, workspace_bytes)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, inverse, workspace_bytes):
+    def forward(ctx, x, cos, sin, kind, back, workspace_bytes):
         ctx.save_for_backward(cos, sin)
-        ctx.rest = (not inverse, workspace_bytes)
-        return _rotated(x, cos, sin, inverse, workspace_bytes)
+        ctx.rest = kind, not back, workspace_bytes
+        transform, dtype = kind[2], accumulation_dtype(x.dtype)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for tokens in _chunks(x, workspace_bytes):
+            part = x[tokens].to(dtype, copy=True)
+            if back and transform:
+                part = _transformed(part)
+            _turn(part, cos[tokens], sin[tokens], kind, back)
+            if transform and not back:
+                part = _transformed(part)
+            y[tokens] = part.to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         # Through apply, so that the gradient can be differentiated again.
-        dx = _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest)
-        return dx, None, None, None, None
+        return _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
 
 
 class _NormRope(torch.autograd.Function):
@@ -85,11 +65,12 @@ class _NormRope(torch.autograd.Function):
         dtype = accumulation_dtype(x.dtype)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty(x.shape[:2], dtype=dtype)
-        for rows in _chunks(x, workspace_bytes):
-            part = x[rows].to(dtype, copy=True)
-            torch.rsqrt(part.square().mean(-1) + eps, out=rstd[rows])
-            part.mul_(rstd[rows][..., None])
-            y[rows] = _turn(part, cos[rows], sin[rows], False).to(x.dtype)
+        for tokens in _chunks(x, workspace_bytes):
+            part = x[tokens].to(dtype, copy=True)
+            torch.rsqrt(part.square().mean(-1) + eps, out=rstd[tokens])
+            part.mul_(rstd[tokens][..., None])
+            _turn(part, cos[tokens], sin[tokens], _ROPE, False)
+            y[tokens] = part.to(x.dtype)
         ctx.save_for_backward(y, rstd, cos, sin)
         ctx.workspace_bytes = workspace_bytes
         return y
@@ -99,10 +80,42 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx, dy):
         y, rstd, cos, sin = ctx.saved_tensors
         dx = torch.empty_like(y)
-        for rows in _chunks(y, ctx.workspace_bytes):
-            out, grad = y[rows].to(rstd.dtype), dy[rows].to(rstd.dtype)
+        for tokens in _chunks(y, ctx.workspace_bytes):
+            out, grad = y[tokens].to(rstd.dtype), dy[tokens].to(rstd.dtype)
             # A rotation keeps inner products, so one rotation of the difference is enough.
             part = grad - out * (grad * out).mean(-1, keepdim=True)
-            part.mul_(rstd[rows][..., None])
-            dx[rows] = _turn(part, cos[rows], sin[rows], True).to(dx.dtype)
+            part.mul_(rstd[tokens][..., None])
+            _turn(part, cos[tokens], sin[tokens], _ROPE, True)
+            dx[tokens] = part.to(dx.dtype)
         return dx, None, None, None, None
+
+
+def _chunks(x: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
+    per_token = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize  # five copies
+    return slices(len(x), rows_in_budget(workspace_bytes, per_token))
+
+
+def _transformed(x: torch.Tensor) -> torch.Tensor:
+    size = x.shape[-1]
+    return (x @ hadamard_signs(size, x.dtype, x.device)).mul_(size**-0.5)
+
+
+def _turn(x: torch.Tensor, cos, sin, kind: Kind, back: bool) -> None:
+    """Rotate dims of ``x`` in place; it is in the accumulation dtype."""
+    first, neighbours, _ = kind
+    size = 2 * cos.shape[1]
+    rotated = x[..., :size] if first else x[..., x.shape[-1] - size :]
+    paired = neighbours, neighbours and not first
+    (a, b), (left, right) = (_pairs(rotated, each) for each in (paired[::-1] if back else paired))
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    if back:
+        sin = -sin
+    turned = a * cos - b * sin, a * sin + b * cos
+    left.copy_(turned[0])
+    right.copy_(turned[1])
+
+
+def _pairs(x: torch.Tensor, neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the first and the second members of all pairs."""
+    half = x.shape[-1] // 2
+    return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])

@@ -1,10 +1,12 @@
-"""Query norm and rope in Triton: one pass over the heads in either direction.
+"""Norm and rope in Triton: one pass over the heads in either direction.
 
-A program takes some heads of one row, whole, so the tables of the row are read once per program.
-A thread holds neighbouring dims, so that both members of a pair meet in its registers.
+Queries: a program takes some heads of one token, whole, and reads the token's tables once. A thread
+holds neighbouring dims, so that both members of a pair meet in its registers.
+
+Index heads: a program takes some heads of one or several tokens. The transform is a product with
+its matrix of signs on the matrix units; the fp32 heads enter it as two numbers of 16 bits, whose
+sum has 16 bits of mantissa, so that the result is rounded once.
 """
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -12,9 +14,17 @@ import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.rope.spec import hadamard_signs
 
-# Tables may be slices of larger ones; their alignment must not compile kernels again.
+#: Heads of a program of index heads.
+_HEADS = 64
+#: Tables may be slices of larger ones; their alignment must not compile kernels again.
 _ANY_ALIGNMENT = ["cos", "sin"]
+#: Sizes of index heads follow the batch.
+_ANY_SIZES = {
+    "do_not_specialize": ["heads", "count", "scale"],
+    "do_not_specialize_on_alignment": _ANY_ALIGNMENT,
+}
 
 
 @triton.jit
@@ -43,10 +53,7 @@ def _place(
     row_stride, head_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's row, its heads, their offsets in ``[rows, H, D]`` and a mask.
-
-    The first offsets are those of contiguous heads, the last ones follow the strides.
-    """
+    """Return the program's token, heads, contiguous offsets, mask, and offsets by the strides."""
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -81,7 +88,7 @@ def _norm_backward(
 ):  # fmt: skip
     """Gradient of the norm and rope from its output.
 
-    A rotation keeps inner products, so the difference is rotated back, and nothing else.
+    A rotation keeps inner products, so one rotation of the difference is enough.
     """
     row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
@@ -92,6 +99,167 @@ def _norm_backward(
     tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _columns(START: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return ``COUNT`` columns from ``START`` on, in a block, and the mask of the block."""
+    index = tl.arange(0, BLOCK)
+    return START + index, index < COUNT
+
+
+@triton.jit
+def _load(x, at, inside, column, exists):
+    mask = inside[:, None] & exists[None, :]
+    return tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(x, at, inside, column, exists, value):
+    mask = inside[:, None] & exists[None, :]
+    tl.store(x + at[:, None] + column[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _product(x, signs, like, total):
+    """Return ``total + x @ signs``; fp32 becomes two numbers if ``like`` has 16 bits."""
+    dtype: tl.constexpr = like.dtype.element_ty
+    signs = signs.to(dtype)
+    if dtype == tl.float32:
+        return tl.dot(x, signs, total, input_precision="ieee")
+    if x.dtype == dtype:
+        return tl.dot(x, signs, total)
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    return tl.dot(low, signs, tl.dot(high, signs, total))
+
+
+@triton.jit
+def _signs_of(signs, column, exists, D: tl.constexpr):
+    """Return rows of the matrix of signs, ``[columns, D]``."""
+    return tl.load(
+        signs + column[:, None] * D + tl.arange(0, D)[None, :], mask=exists[:, None], other=0.0
+    )
+
+
+@triton.jit
+def _signs_to(signs, column, exists, D: tl.constexpr):
+    """Return columns of the matrix of signs, ``[D, columns]``."""
+    return tl.load(
+        signs + tl.arange(0, D)[:, None] * D + column[None, :], mask=exists[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _angles(cos, sin, token, inside, stride, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    pair = tl.arange(0, PAIRS)
+    at, mask = token[:, None] * stride + pair[None, :], inside[:, None] & (pair < HALF)[None, :]
+    return tl.load(cos + at, mask=mask, other=1.0), tl.load(sin + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _heads_of(heads, count, BLOCK: tl.constexpr):
+    """Return the program's heads (as rows ``token * heads + head``), tokens and a mask."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return row, row // heads, row % heads, row < count
+
+
+@triton.jit(**_ANY_SIZES)
+def _index_forward(
+    x, y, cos, sin, signs, heads, count, token_stride, head_stride, table_stride, scale,
+    D: tl.constexpr, START: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, JOINED: tl.constexpr, TRANSFORM: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate the pairs of dims from ``START`` on; multiply by the signs if ``TRANSFORM``.
+
+    Pairs are neighbours in ``x`` if ``NEIGHBOURS``, in what is rotated if ``JOINED``; else halves.
+    """
+    row, token, head, inside = _heads_of(heads, count, BLOCK)
+    at, to = token * token_stride + head * head_stride, row * D
+    if TRANSFORM:
+        total = tl.zeros([BLOCK, D], tl.float32)
+    if HALF > 0:
+        c, s = _angles(cos, sin, token, inside, table_stride, HALF, PAIRS)
+        both, all_exist = _columns(START, 2 * HALF, 2 * PAIRS)
+        left, exists = _columns(START, HALF, PAIRS)
+        if NEIGHBOURS:
+            value = _load(x, at, inside, both, all_exist).to(tl.float32)
+            a, b = tl.split(tl.reshape(value, [BLOCK, PAIRS, 2]))
+        else:
+            a = _load(x, at, inside, left, exists).to(tl.float32)
+            b = _load(x, at, inside, left + HALF, exists).to(tl.float32)
+        first, second = a * c - b * s, a * s + b * c
+        if JOINED:
+            value = tl.reshape(tl.join(first, second), [BLOCK, 2 * PAIRS])
+            if TRANSFORM:
+                total = _product(value, _signs_of(signs, both, all_exist, D), x, total)
+            else:
+                _store(y, to, inside, both, all_exist, value)
+        elif TRANSFORM:
+            total = _product(first, _signs_of(signs, left, exists, D), x, total)
+            total = _product(second, _signs_of(signs, left + HALF, exists, D), x, total)
+        else:
+            _store(y, to, inside, left, exists, first)
+            _store(y, to, inside, left + HALF, exists, second)
+    if REST > 0:
+        column, exists = _columns(0 if START > 0 else 2 * HALF, REST, REST_BLOCK)
+        value = _load(x, at, inside, column, exists)
+        if TRANSFORM:
+            total = _product(value, _signs_of(signs, column, exists, D), x, total)
+        else:
+            _store(y, to, inside, column, exists, value)
+    if TRANSFORM:
+        every, exists = _columns(0, D, D)
+        _store(y, to, inside, every, exists, total * scale)
+
+
+@triton.jit(**_ANY_SIZES)
+def _index_backward(
+    dy, dx, cos, sin, signs, heads, count, token_stride, head_stride, table_stride, scale,
+    D: tl.constexpr, START: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, JOINED: tl.constexpr, TRANSFORM: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The transform, which is its own inverse, and the rotation back."""
+    row, token, head, inside = _heads_of(heads, count, BLOCK)
+    at, to = token * token_stride + head * head_stride, row * D
+    if TRANSFORM:
+        every, exists = _columns(0, D, D)
+        given = _load(dy, at, inside, every, exists)
+    if HALF > 0:
+        c, s = _angles(cos, sin, token, inside, table_stride, HALF, PAIRS)
+        both, all_exist = _columns(START, 2 * HALF, 2 * PAIRS)
+        left, exists = _columns(START, HALF, PAIRS)
+        if JOINED:
+            if TRANSFORM:
+                value = tl.zeros([BLOCK, 2 * PAIRS], tl.float32)
+                value = _product(given, _signs_to(signs, both, all_exist, D), dy, value) * scale
+            else:
+                value = _load(dy, at, inside, both, all_exist).to(tl.float32)
+            a, b = tl.split(tl.reshape(value, [BLOCK, PAIRS, 2]))
+        elif TRANSFORM:
+            zero = tl.zeros([BLOCK, PAIRS], tl.float32)
+            a = _product(given, _signs_to(signs, left, exists, D), dy, zero) * scale
+            b = _product(given, _signs_to(signs, left + HALF, exists, D), dy, zero) * scale
+        else:
+            a = _load(dy, at, inside, left, exists).to(tl.float32)
+            b = _load(dy, at, inside, left + HALF, exists).to(tl.float32)
+        first, second = a * c + b * s, b * c - a * s
+        if NEIGHBOURS:
+            value = tl.reshape(tl.join(first, second), [BLOCK, 2 * PAIRS])
+            _store(dx, to, inside, both, all_exist, value)
+        else:
+            _store(dx, to, inside, left, exists, first)
+            _store(dx, to, inside, left + HALF, exists, second)
+    if REST > 0:
+        column, exists = _columns(0 if START > 0 else 2 * HALF, REST, REST_BLOCK)
+        if TRANSFORM:
+            zero = tl.zeros([BLOCK, REST_BLOCK], tl.float32)
+            value = _product(given, _signs_to(signs, column, exists, D), dy, zero) * scale
+        else:
+            value = _load(dy, at, inside, column, exists).to(tl.float32)
+        _store(dx, to, inside, column, exists, value)
+
+
 def _blocks(x: torch.Tensor) -> dict[str, int]:
     """About 4096 elements per program, 32 per thread: 8 KB in flight, in a few registers."""
     dims = triton.next_power_of_2(x.shape[2])
@@ -100,7 +268,6 @@ def _blocks(x: torch.Tensor) -> dict[str, int]:
 
 
 def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
-    """Start one program per block of heads and row, rows slowest."""
     blocks = _blocks(x)
     programs = x.shape[0] * triton.cdiv(x.shape[1], blocks["BLOCK_H"])
     if programs > 0 and x.shape[2] > 0:
@@ -108,7 +275,7 @@ def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
 
 
 def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Check the dtype; return x with dense heads, and tables of one stride with dense rows."""
+    """Refuse float64; return x with dense heads, and tables of one stride with dense tokens."""
     if x.dtype == torch.float64:
         raise ConfigError(
             "x must not be float64 for the Triton kernels, which compute in float32: use the "
@@ -120,7 +287,6 @@ def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x [rows, H, D]`` with dense heads; where these lie does not matter."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -173,33 +339,63 @@ class _NormRope(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def norm_rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    inplace: bool = False,
-    workspace_bytes: int | None = None,
-) -> torch.Tensor:
-    """Return ``x [rows, H, D]`` (bf16, fp16, fp32) normalised over ``D`` and rotated.
+def _block(columns: int) -> int:
+    return max(16, triton.next_power_of_2(columns))  # 16 for the matrix units
 
-    Differentiable in x. ``cos, sin``: fp32 ``[rows, R / 2]``. With ``inplace`` the result takes the
-    memory of x, whose content nothing else may need. There are no temporaries to bound.
-    """
+
+def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, bool]) -> torch.Tensor:
+    """Return the contiguous result of ``kernel`` for ``x [tokens, H, D]``."""
+    first, neighbours, transform = kind
+    tokens, heads, dim = x.shape
+    x = _dense(x)
+    out = x.new_empty(x.shape)
+    half = cos.shape[1]
+    rest = dim - 2 * half
+    count = tokens * heads
+    if count > 0 and dim > 0:
+        # Without a transform nothing is read from the matrix.
+        signs = hadamard_signs(dim, torch.bfloat16, x.device) if transform else x
+        kernel[(triton.cdiv(count, _HEADS),)](
+            x, out, cos, sin, signs, heads, count, x.stride(0), x.stride(1), cos.stride(0),
+            dim**-0.5, D=dim, START=0 if first else rest, HALF=half, REST=rest,
+            NEIGHBOURS=neighbours, JOINED=neighbours and not first, TRANSFORM=transform,
+            BLOCK=_HEADS, PAIRS=_block(half), REST_BLOCK=_block(rest), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+class _RotateIndex(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, kind):
+        ctx.save_for_backward(cos, sin)
+        ctx.kind = kind
+        return _launch_index(_index_forward, x, cos, sin, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _launch_index(_index_backward, dy, *ctx.saved_tensors, ctx.kind), None, None, None
+
+
+def norm_rope(x, cos, sin, eps, inplace=False, workspace_bytes=None) -> torch.Tensor:
+    """See :func:`.api.norm_rope`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x.contiguous(), cos, sin)
     return _NormRope.apply(x, cos, sin, float(eps), inplace)
 
 
-def rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    workspace_bytes: int | None = None,
-) -> torch.Tensor:
-    """Return ``x [rows, H, D]`` (bf16, fp16, fp32) rotated (back, if ``inverse``).
-
-    Differentiable in x. ``cos, sin``: fp32 ``[rows, R / 2]``. There are no temporaries to bound.
-    """
+def rotate(x, cos, sin, inverse, workspace_bytes=None) -> torch.Tensor:
+    """See :func:`.api.rotate`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x, cos, sin)
     return _Rotate.apply(x, cos, sin, inverse)
+
+
+def rotate_index(
+    x, cos, sin, first, neighbours, transform, workspace_bytes=None,
+    transposed=False,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`.api.rotate_index`; bf16, fp16, fp32, no temporaries."""
+    x, cos, sin = _tables(x, cos, sin)
+    kind = first, neighbours, transform
+    if transposed:
+        return _launch_index(_index_backward, x.detach(), cos, sin, kind)
+    return _RotateIndex.apply(x, cos, sin, kind)

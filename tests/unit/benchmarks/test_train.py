@@ -12,9 +12,9 @@ from benchmarks.schema import read_csv
 from benchmarks.settings import Settings, Work
 from benchmarks.train import operations, resume
 from benchmarks.train.models import CASES, command, model_of, trainer
+from megatron_dsa.config.gpus import GPUS
 from megatron_dsa.extras.planner.command import parsed, plan_of
 from megatron_dsa.layers import from_megatron as microbatch
-from megatron_dsa.ops.dispatch.gpus import GPUS
 from megatron_dsa.ops.layout import layout
 from tests import host
 

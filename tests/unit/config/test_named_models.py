@@ -140,9 +140,9 @@ def test_our_own_layer_specs_are_taken():
 
 
 def test_a_plan_notes_what_changes_a_model():
+    from megatron_dsa.config.gpus import GPUS
     from megatron_dsa.extras.planner.command import plan_of
     from megatron_dsa.extras.planner.text import describe
-    from megatron_dsa.ops.dispatch.gpus import GPUS
 
     stop()  # a plan has process groups of its own
     flags = "--dsa-model v3.2-tiny --num-layers 1 --seq-length 64 --vocab-size 257 --lr 1"

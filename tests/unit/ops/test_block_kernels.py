@@ -21,6 +21,7 @@ from megatron_dsa.ops.dense_attention.ring.attention import attend, gradients
 from megatron_dsa.ops.dense_attention.ring.exchange import Ring
 from megatron_dsa.ops.dense_attention.ring.payload import KeysAndValues, Latent
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
-from megatron_dsa.ops.compressor.api import CompressorInputs
+from megatron_dsa.ops.compressor.spec import CompressorInputs, reference
 from megatron_dsa.ops.layout.compressed import Groups
 from tests.cases.triton_kernels import (
     assembly,
@@ -28,7 +27,6 @@ KERNELS = "megatron_dsa.ops.compressor.triton.launch"
 
 
 def packed_groups(lengths, ratio, padding=0, slots=None):
-    """``(rows, Groups)`` of packed sequences and padding rows after them."""
     rows = sum(lengths) + padding
     slots = rows // ratio if slots is None else slots
     first = torch.full((slots,), -1, dtype=torch.int32)
@@ -43,7 +41,6 @@ def packed_groups(lengths, ratio, padding=0, slots=None):
 
 
 def batch_groups(seq_length, batch, ratio):
-    """``(rows, Groups)`` of Megatron's ``[s, b]`` rows."""
     position = torch.arange(seq_length // ratio).repeat(batch) * ratio
     element = torch.arange(batch).repeat_interleave(seq_length // ratio)
     return seq_length * batch, Groups((position * batch + element).int(), position, batch)
@@ -59,7 +56,6 @@ def covered(rows, groups, ratio):
 
 
 def layouts(ratio):
-    """The layouts that every implementation has to get right, by name."""
     mixed = [0, 1, ratio - 1, ratio, 3 * ratio + 2, 0, 2 * ratio]
     return {
         "packed": packed_groups(mixed, ratio, padding=ratio + 3),
@@ -79,7 +75,7 @@ LAYOUTS = list(layouts(2))
 def make_inputs(
     rows, groups, ratio, overlap, dim, *, dtype=torch.float64, device="cpu", poison=True
 ):
-    """A inputs on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
+    """Inputs on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
     width = dim * (2 if overlap else 1)
     both = leaf(rows, 2 * width, seed=rows + ratio).detach()
     both[:, width:] *= 3
@@ -96,7 +92,6 @@ def make_inputs(
 
 
 def in_double(inputs):
-    """The same inputs on float64 leaves."""
     leaves = (double_leaf(x) for x in (inputs.values, inputs.scores, inputs.ape))
     groups, rest = inputs.groups, (inputs.ratio, inputs.overlap, inputs.workspace_bytes)
     return CompressorInputs(*leaves, groups, *rest)
@@ -119,8 +114,7 @@ def run(compress, arguments):
 
 
 def check(compress, inputs, tolerance):
-    """Compare with the loops; return what ``compress`` gave."""
-    got, want = run(compress, inputs), run(reference.compress, in_double(inputs))
+    got, want = run(compress, inputs), run(reference, in_double(inputs))
     for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
         assert x.shape == y.shape
         assert relative_error(x, y) < tolerance, name
@@ -143,7 +137,6 @@ def test_unfused(layout, ratio, dim, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_small_workspace(overlap):
-    """One group at a time gives what all at once give."""
     rows, groups = layouts(4)["packed"]
     inputs = make_inputs(rows, groups, 4, overlap, 16)
     small = CompressorInputs(
@@ -164,7 +157,6 @@ def test_channel_without_finite_score():
 
 
 def test_bf16_sums_in_fp32():
-    """The result is rounded once."""
     rows, groups = layouts(128)["packed"]
     check(unfused.compress, make_inputs(rows, groups, 128, False, 16, dtype=torch.bfloat16), 4e-3)
 
@@ -180,22 +172,19 @@ def test_bf16_sums_in_fp32():
     ],
 )
 def test_messages(change, message):
-    """Errors name the argument, the rule and the fix."""
     step = change.pop("row_step", 1)
     groups = Groups(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), step)
     kwargs = {"values": torch.zeros(8, 8), "scores": torch.zeros(8, 8), "ape": torch.zeros(4, 8)}
     kwargs |= {"groups": groups, "ratio": 4, "overlap": True, "workspace_bytes": 1} | change
     with pytest.raises(ConfigError, match=message):
-        CompressorInputs(**kwargs)
+        CompressorInputs(**kwargs).check()
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter: all layouts with one tile, several tiles and several chunks."""
     from megatron_dsa.ops.compressor.triton import launch as triton_kernels
 
     prepare_interpreter()

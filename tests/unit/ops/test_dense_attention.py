@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.dsa_kernels import dense_attention
-from megatron_dsa.ops.dense_attention.reference import dense_attention as reference
+from megatron_dsa.ops.dense_attention.spec import reference
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.testing.cases import visible_keys

@@ -15,7 +15,7 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.extras import cli
 from megatron_dsa.extras.info import collect_info
 from megatron_dsa.ops.dense_attention import flash4
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy, describe_call, packages, report, reset_report
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout

@@ -11,11 +11,10 @@ from megatron_dsa.extras.planner.host import host
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.dispatch.operation import import_attribute
-from megatron_dsa.ops.hyper_connections import reference
+from megatron_dsa.ops.dispatch.support import import_attribute
 from megatron_dsa.ops.hyper_connections import torch as unfused
 from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams
-from megatron_dsa.ops.hyper_connections.inputs import WriteInputs
+from megatron_dsa.ops.hyper_connections.spec import WriteInputs, reference_read, reference_write
 from tests.cases.hyper_connections import Case, check, in_float64, run
 from tests.cases.triton_kernels import (
     assembly,
@@ -123,7 +122,6 @@ def test_rounding_is_not_systematic():
 
 
 def test_formulas_of_transformers():
-    """The modules of DeepSeek-V4 there, with the write-back of its decoder layer."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
@@ -164,8 +162,8 @@ def test_write_takes_the_streams_from_the_read():
     layers = []
     for read, write in ((read_streams, write_streams), (None, None)):
         if read is None:
-            normed, *rest = reference.read(given)
-            out = reference.write(WriteInputs(torch.sin(normed), *rest, 0))
+            normed, *rest = reference_read(given)
+            out = reference_write(WriteInputs(torch.sin(normed), *rest, 0))
         else:
             found = read(given.streams, given.connection, given.weight)
             out = write(torch.sin(found.normed), found)
@@ -186,7 +184,6 @@ def test_write_takes_the_streams_from_the_read():
     ],
 )
 def test_messages(change, message):
-    """Errors name the argument, the rule and the fix."""
     given = Case(3, 4, 16).read_inputs(torch.float32)
     if next(iter(change)) in ("streams", "weight"):
         given = replace(given, **change)
@@ -197,7 +194,6 @@ def test_messages(change, message):
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
@@ -211,12 +207,12 @@ ADDING = "add_parts"
 def test_compiles_without_a_gpu(monkeypatch, channels):
     """16 bytes per access, tiles that fit every GPU, and a write that exchanges nothing."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
-    monkeypatch.setattr(launch, "_programs_at_once", lambda x: 132)
+    monkeypatch.setattr(launch, "_processors", lambda x: 132)
     recorders = {}
     for module, names in (
         (launch.weights, ("project", *SMALL)),
         (launch.kernels, MOVING[1:]),
-        (launch.gradients, (ADDING,)),
+        (launch.weights, (ADDING,)),
     ):
         found = recorded(monkeypatch, module, names)
         recorders |= dict(zip(names, found, strict=True))
@@ -252,19 +248,19 @@ PLANNED = {
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation, case):
-    """Meta functions against the adapters, whose kernels do nothing."""
+    """Fakes against the adapters, whose kernels do nothing."""
     module = unfused
     if implementation == "triton":
         module = pytest.importorskip(f"{PACKAGE}.launch")
-        monkeypatch.setattr(module, "_programs_at_once", lambda x: 132)
+        monkeypatch.setattr(module, "_processors", lambda x: 132)
         for name_of in ("project", *SMALL):
             monkeypatch.setattr(module.weights, name_of, Silent())
-        monkeypatch.setattr(module.gradients, ADDING, Silent())
+        monkeypatch.setattr(module.weights, ADDING, Silent())
         for name_of in MOVING[1:]:
             monkeypatch.setattr(module.kernels, name_of, Silent())
     operation = OPERATIONS[f"hyper_connection_{name}"]
     (candidate,) = (c for c in operation.candidates if c.name == implementation)
-    meta = import_attribute(operation.meta)
+    meta = import_attribute(operation.fake)
     real = memory_of(getattr(module, name), inputs_of(case, name, torch.bfloat16))
     inputs = inputs_of(case, name, torch.bfloat16)
     with host((9, 0)):
@@ -274,8 +270,6 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
 
 
 class Silent:
-    """A kernel that does nothing."""
-
     def __getitem__(self, grid):
         return lambda *args, **kwargs: None
 
@@ -342,7 +336,6 @@ def test_extremes_and_rounding_on_the_gpu():
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts():
-    """140000 tokens of V4-Flash."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
     tokens, channels = 140_000, 4096
     inputs = Case(2, 4, channels).write_inputs(torch.bfloat16, "cuda")
@@ -380,7 +373,6 @@ def check_added(launch):
 
 
 def main():
-    """What runs in the interpreter."""
     from megatron_dsa.ops.hyper_connections.triton import launch
 
     prepare_interpreter()

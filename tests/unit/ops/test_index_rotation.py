@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.rope import reference
-from megatron_dsa.ops.rope import torch_index as unfused
+from megatron_dsa.ops.rope import torch as unfused
 from megatron_dsa.ops.rope.api import rotate_index
+from megatron_dsa.ops.rope.spec import reference_rotate_index
 from tests.cases.triton_kernels import (
     assembly,
     assert_repeatable,
@@ -18,7 +18,7 @@ from tests.cases.triton_kernels import (
 )
 from tests.helpers import double_leaf, leaf, relative_error
 
-KERNELS = "megatron_dsa.ops.rope.triton_index"
+KERNELS = "megatron_dsa.ops.rope.triton"
 #: tokens, heads, dim, R: no tile is full, all dims rotated, few, none; no token.
 SHAPES = [(5, 3, 16, 8), (70, 1, 32, 32), (9, 8, 64, 12), (3, 2, 16, 0), (1, 1, 16, 4)]
 KINDS = list(itertools.product((True, False), repeat=3))
@@ -34,16 +34,14 @@ def make_case(tokens, heads, dim, rotated, dtype=torch.float64, device="cpu"):
 
 
 def run(call, x, *rest):
-    """The result and the gradient for a fixed upstream gradient."""
     y = call(x, *rest)
     upstream = leaf(*y.shape, seed=5, device=y.device, dtype=torch.bfloat16).detach().to(y.dtype)
     return y.detach().clone(), torch.autograd.grad(y, x, upstream)[0]
 
 
-def check(call, kind, x, cos, sin, tolerance, module=reference):
-    """Compare with ``module`` in float64."""
+def check(call, kind, x, cos, sin, tolerance, reference=reference_rotate_index):
     got = run(call, x, cos, sin, *kind)
-    want = run(module.rotate_index, double_leaf(x), cos.double(), sin.double(), *kind)
+    want = run(reference, double_leaf(x), cos.double(), sin.double(), *kind)
     for part, a, b in zip(("y", "dx"), got, want, strict=True):
         assert a.shape == b.shape and a.dtype == x.dtype
         assert relative_error(a, b) < tolerance, part
@@ -52,14 +50,12 @@ def check(call, kind, x, cos, sin, tolerance, module=reference):
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 2, 6, 4), (0, 2, 8, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfused(kind, shape):
-    """Result and gradient."""
     if kind[2] and shape[2] == 6:
         pytest.skip("no power of two")
     check(unfused.rotate_index, kind, *make_case(*shape), 1e-12)
 
 
 def test_small_workspace():
-    """Token by token gives what all at once gives."""
     case = make_case(9, 3, 16, 8)
     small = run(lambda *x: unfused.rotate_index(*x, True, False, True, 1), *case)
     large = run(lambda *x: unfused.rotate_index(*x, True, False, True), *case)
@@ -68,7 +64,6 @@ def test_small_workspace():
 
 
 def test_bf16_is_rounded_once():
-    """fp32 inside."""
     check(
         unfused.rotate_index, (True, True, True), *make_case(20, 4, 32, 8, dtype=torch.bfloat16),
         4e-3,
@@ -76,7 +71,6 @@ def test_bf16_is_rounded_once():
 
 
 def test_messages():
-    """Errors name the argument, the rule and the fix."""
     x, cos, sin = torch.zeros(4, 2, 6), torch.zeros(4, 1), torch.zeros(4, 1)
     with pytest.raises(ConfigError, match="power of two"):
         rotate_index(x, cos, sin)
@@ -90,37 +84,35 @@ def check_strided(kernels, kind, dtype, tolerance):
     x, cos, sin = make_case(7, 6, 32, 12, dtype=dtype)
     wide = torch.cat([x, x], 2).detach().requires_grad_()
 
-    def call(module):
+    def call(rotate):
         def strided(wide, cos, sin):
-            y = module.rotate_index(wide[:, ::2, 16:48], cos, sin, *kind)
+            y = rotate(wide[:, ::2, 16:48], cos, sin, *kind)
             return torch.cat([y, y.detach()], 2)
 
         return strided
 
-    got = run(call(kernels), wide, cos, sin)
-    want = run(call(reference), double_leaf(wide), cos.double(), sin.double())
+    got = run(call(kernels.rotate_index), wide, cos, sin)
+    want = run(call(reference_rotate_index), double_leaf(wide), cos.double(), sin.double())
     for a, b in zip(got, want, strict=True):
         assert relative_error(a, b) < tolerance
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter."""
-    from megatron_dsa.ops.rope import triton_index
+    from megatron_dsa.ops.rope import triton as kernels
 
     prepare_interpreter()
     for shape in (*SHAPES, (0, 2, 16, 4)):
         for kind in KINDS:
             case = make_case(*shape, dtype=torch.float32)
-            check(triton_index.rotate_index, kind, *case, 1e-5)
+            check(kernels.rotate_index, kind, *case, 1e-5)
     for kind in KINDS:
         # The interpreter has no products of bf16.
-        check(triton_index.rotate_index, kind, *make_case(9, 8, 64, 12, dtype=torch.float16), 4e-4)
-        check_strided(triton_index, kind, torch.float32, 1e-5)
+        check(kernels.rotate_index, kind, *make_case(9, 8, 64, 12, dtype=torch.float16), 4e-4)
+        check_strided(kernels, kind, torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +120,7 @@ def main():
 def test_compiles_without_a_gpu(monkeypatch, heads, kind):
     """For all generations: nothing is spilled; batches of any size take the same code."""
     kernels = pytest.importorskip(KERNELS)
-    recorders = recorded(monkeypatch, kernels, ("_forward", "_backward"))
+    recorders = recorded(monkeypatch, kernels, ("_index_forward", "_index_backward"))
     for tokens in (3, 16):
         x, cos, sin = make_case(tokens, heads, 128, 64, dtype=torch.bfloat16)
         kernels.rotate_index(x, cos, sin, *kind).sum().backward()
@@ -159,13 +151,12 @@ def test_triton_on_the_gpu(tokens, heads, dim, kind, dtype):
         return kernels.rotate_index(*x, *kind)
 
     tolerance = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4, torch.float32: 1e-5}[dtype]
-    check(kernels.rotate_index, kind, *case, tolerance, module=unfused)
+    check(kernels.rotate_index, kind, *case, tolerance, reference=unfused.rotate_index)
     assert_repeatable(lambda: call(*case), case[:1])
 
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts():
-    """300000 tokens of 64 heads."""
     kernels = pytest.importorskip(KERNELS)
     tokens, kind = 300_000, (True, True, True)
     x = torch.empty(tokens, 64, 128, device="cuda", dtype=torch.bfloat16).normal_()

@@ -14,7 +14,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.dispatch.operation import import_attribute
+from megatron_dsa.ops.dispatch.support import import_attribute
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.masked_attention import torch as unfused
 from megatron_dsa.ops.masked_attention.spec import (
@@ -282,7 +282,7 @@ def test_a_plan_returns_the_same(dtype):
     ):
         planned = [to_meta(x) for x in arguments]
         for candidate in operation.candidates:
-            meta = import_attribute(operation.meta)(candidate, *planned)
+            meta = import_attribute(operation.fake)(candidate, *planned)
             real = operation.candidates[-1].load()(*arguments)
             assert properties(meta) == properties(real)
 

@@ -1,4 +1,4 @@
-"""Meta functions against what the adapters allocate when the kernels do nothing."""
+"""Fakes against what the adapters allocate when the kernels do nothing."""
 
 import dataclasses
 import importlib
@@ -14,6 +14,8 @@ from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.masked_attention.spec import groups
+from megatron_dsa.ops.dispatch.support import import_attribute
+from megatron_dsa.ops.masked_attention.bits import groups
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.meta import NoOpKernels
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
@@ -55,7 +57,7 @@ def peak(run, given, *more):
 
 def planned(capability, operation, name, given, *more):
     (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
-    meta = import_attribute(OPERATIONS[operation].meta)
+    meta = import_attribute(OPERATIONS[operation].fake)
     with host(capability):
         return peak(lambda *all: meta(candidate, *all), given, *more)
 
@@ -80,10 +82,10 @@ def kernels():
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_meta_function_lies_beside_the_implementations(name):
+def test_a_fake_lies_beside_the_implementations(name):
     operation = OPERATIONS[name]
-    assert callable(import_attribute(operation.meta))
-    folder = operation.meta.partition(".meta:")[0]
+    assert callable(import_attribute(operation.fake))
+    folder = operation.fake.partition(":")[0].rpartition(".")[0]
     for candidate in operation.candidates:
         assert candidate.kernel == "declined" or candidate.kernel.startswith(f"{folder}.")
 

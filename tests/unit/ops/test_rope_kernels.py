@@ -1,10 +1,12 @@
 """Query norm and rope on heads: unfused against autograd, Triton against both, and its assembly."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.rope import reference
+from megatron_dsa.ops.rope import spec
 from megatron_dsa.ops.rope import torch as unfused
 from megatron_dsa.ops.rope.api import rotate
 from tests.cases.triton_kernels import (
@@ -17,6 +19,7 @@ from tests.cases.triton_kernels import (
 from tests.helpers import double_leaf, leaf, relative_error
 
 EPS = 1e-6
+REFERENCE = SimpleNamespace(norm_rope=spec.reference_norm_rope, rotate=spec.reference_rotate)
 KERNELS = "megatron_dsa.ops.rope.triton"
 #: rows, heads, dim, R: one head, all dims rotated, none, sizes that are no powers of two.
 SHAPES = [(5, 1, 8, 4), (7, 3, 16, 16), (4, 2, 6, 0), (9, 5, 24, 10), (0, 2, 8, 4)]
@@ -32,7 +35,6 @@ def make_case(rows, heads, dim, rotated, dtype=torch.float64, device="cpu"):
 
 
 def operations(module):
-    """Name and function of ``x, cos, sin`` of what a module offers."""
     return {
         "norm_rope": lambda *x: module.norm_rope(*x, EPS),
         "rotate": lambda *x: module.rotate(*x, False),
@@ -41,14 +43,12 @@ def operations(module):
 
 
 def run(call, x, cos, sin):
-    """The result and the gradient for a fixed upstream gradient."""
     y = call(x, cos, sin)
     upstream = leaf(*y.shape, seed=5, device=y.device, dtype=torch.bfloat16).detach().to(y.dtype)
     return y.detach().clone(), torch.autograd.grad(y, x, upstream)[0]
 
 
-def check(call, name, x, cos, sin, tolerance, module=reference):
-    """Compare with ``module`` in float64."""
+def check(call, name, x, cos, sin, tolerance, module=REFERENCE):
     got = run(call, x, cos, sin)
     want = run(operations(module)[name], double_leaf(x), cos.double(), sin.double())
     for part, a, b in zip(("y", "dx"), got, want, strict=True):
@@ -60,12 +60,10 @@ def check(call, name, x, cos, sin, tolerance, module=reference):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["norm_rope", "rotate", "inverse"])
 def test_unfused(name, shape):
-    """Result and gradient."""
     check(operations(unfused)[name], name, *make_case(*shape), 1e-12)
 
 
 def test_small_workspace():
-    """Row by row gives what all at once gives."""
     case = make_case(9, 5, 24, 10)
     for small, large in (
         (lambda *x: unfused.norm_rope(*x, EPS, False, 1), operations(unfused)["norm_rope"]),
@@ -76,7 +74,6 @@ def test_small_workspace():
 
 
 def test_inverse_undoes():
-    """And both keep the dims before the rotated ones."""
     x, cos, sin = make_case(7, 3, 24, 10)
     y = unfused.rotate(x, cos, sin, False)
     assert torch.equal(y[..., :14], x[..., :14])
@@ -84,7 +81,6 @@ def test_inverse_undoes():
 
 
 def test_bf16_is_rounded_once():
-    """fp32 inside."""
     for name, call in operations(unfused).items():
         check(call, name, *make_case(20, 4, 32, 8, dtype=torch.bfloat16), 4e-3)
 
@@ -95,7 +91,6 @@ def test_bf16_is_rounded_once():
      ((4, 2, 6), (3, 1), "cos must be"), ((4, 2, 6), (4, 4), "at most")],
 )  # fmt: skip
 def test_messages(x, tables, message):
-    """Errors name the argument, the rule and the fix."""
     with pytest.raises(ConfigError, match=message):
         rotate(torch.zeros(x), torch.zeros(tables), torch.zeros(tables))
 
@@ -117,12 +112,10 @@ def check_in_place(kernels, x, cos, sin):
 
 
 def test_triton_interpreted():
-    """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter."""
     from megatron_dsa.ops.rope import triton as triton_kernels
 
     prepare_interpreter()
@@ -137,7 +130,7 @@ def main():
     got = run(
         lambda *a: triton_kernels.norm_rope(a[0][:, ::2], *a[1:], EPS, True), strided, cos, sin
     )
-    want = run(lambda *a: reference.norm_rope(a[0][:, ::2], *a[1:], EPS), strided, cos, sin)
+    want = run(lambda *a: spec.reference_norm_rope(a[0][:, ::2], *a[1:], EPS), strided, cos, sin)
     assert relative_error(got[0], want[0]) < 1e-5 and relative_error(got[1], want[1]) < 1e-5
     infinite = torch.full((1, 1, 8), float("inf"))
     infinite[..., 1::2] = 1.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.dispatch import Candidate, Choice, Support
+from megatron_dsa.ops.dispatch import Candidate, Choice, Reason, Support
 from megatron_dsa.training.model import (
     DSAModelBuilder,
     DSAModelConfig,
@@ -18,12 +18,15 @@ from tests.host import small_config, start
 
 FUSED = Candidate("fast", "", Support(""))
 TORCH = Candidate("torch", "", Support(""), fused=False)
-WHY = (("fast", "missing: it is not installed; pip install it"), ("other", "has no sink"))
+WHY = (
+    ("fast", Reason("missing: it is not installed", "; pip install it")),
+    ("other", Reason("has no sink")),
+)
 
 
 def test_a_line_for_each_implementation_of_an_operation():
     choices = [
-        Choice("two", FUSED, (("other", "has no sink"),)),
+        Choice("two", FUSED, WHY[1:]),
         Choice("one_with_a_name", TORCH, WHY),
         Choice("one_with_a_name", TORCH, WHY[1:]),
         Choice("two", TORCH, named=True),

@@ -1,16 +1,13 @@
-"""Compressor pooling in Triton: forward, backward, and what is left of the gradients after it.
+"""Kernels of compressor pooling: forward, backward, and the sums of partial gradients.
 
-A tile is ``[groups, positions, channels]`` and holds all positions of its groups: a few groups of
-the ratio 4, or some channels of one group of the ratio 128. Channels are spread over the threads of
-a warp first, then positions or groups: few positions lie in one thread and need no exchange.
+A tile ``[groups, positions, channels]`` holds all positions of its groups: a few groups of ratio 4,
+or some channels of one group of ratio 128. Threads of a warp share channels first, then positions
+or groups: few positions lie in one thread and need no exchange.
 
-Backward: the softmax is computed again, which costs no traffic. The program of a group writes the
-last ``d`` channels of its own rows and the first ``d`` of the previous group's rows; the first
-``d`` channels of a group without a successor, which no other program writes, are zeroed by the
-group's own program.
+The backward computes the softmax again, which costs no traffic. The program of a group writes the
+last ``d`` channels of its tokens and the first ``d`` of the group before it; it zeros the first
+``d`` channels of its tokens if no group follows.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -26,16 +23,13 @@ _PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"
 
 @triton.jit
 def _exp_of_difference(x, y):
-    """``exp(x - y)`` for a ``y`` that many ``x`` share: a multiplication and addition, and exp2.
-
-    ``tl.exp`` takes three more instructions to keep denormal results.
-    """
+    # tl.exp takes three more instructions to keep denormal results.
     return tl.exp2(x * _LOG2_E - y * _LOG2_E)
 
 
 @triton.jit
 def _indices(first_row, position, slot, groups):
-    """First rows of slots (-1: no group), and 1 where a previous group is, else 0.
+    """First tokens of slots (-1: no group), and 1 where a group precedes, else 0.
 
     As int32: a loop that reads them a turn ahead keeps them in registers.
     """
@@ -46,21 +40,14 @@ def _indices(first_row, position, slot, groups):
 
 @triton.jit
 def _tile(base, stride, first, shift, column, use, other):
-    """Rows ``first + shift`` in fp32, ``other`` where ``use`` is false.
-
-    One product per group and one per position, not one per row. Each row is read once, so it is not
-    kept in L1.
-    """
+    """Tokens ``first + shift`` in fp32, ``other`` where ``use`` is false; not kept in L1."""
     at = base + first * stride + column + shift * stride
     return tl.load(at, mask=use, other=other, cache_modifier=".cg").to(tl.float32)
 
 
 @triton.jit
 def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Scores of the positions, spread over the groups of ``like``.
-
-    Spread before they are loaded, or they would change their layout in shared memory.
-    """
+    # Spread over the groups before they are loaded, or they change their layout in shared memory.
     at = tl.arange(0, BLOCK_P)[None, :, None] * WIDTH + column + tl.zeros_like(like).to(tl.int32)
     return tl.load(ape + at, mask=inside, other=0.0)
 
@@ -87,7 +74,7 @@ def pool(
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per ``BLOCK_G`` slots and ``BLOCK_D`` channels: no loop, so few registers."""
+    """One program per ``BLOCK_G`` slots and ``BLOCK_D`` channels: no loop, few registers."""
     # Neighbours in the grid read neighbouring channels of the same rows.
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     column = tl.max_contiguous(channel, VEC)[None, None, :]
@@ -119,7 +106,7 @@ def pool(
 def _store_gradients(
     dvalues, dscores, u, s, top, weight, pooled, first, shift, column, use, WIDTH: tl.constexpr
 ):
-    """Write the gradients of a tile; return that of its scores in fp32."""
+    """Write the gradients of a tile; return the scores' gradient in fp32."""
     dvalue = _exp_of_difference(s, top) * weight
     dscore = dvalue * (u - pooled)
     to = first * WIDTH + column + shift * WIDTH
@@ -214,7 +201,7 @@ def _zero_gaps(
     dvalues, dscores, first_row, program, rows, groups, row_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Zero those of ``BLOCK_R`` rows that are in no group."""
+    """Zero the gradients of ``BLOCK_R`` tokens where they are in no group."""
     row = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
     # A row's group has this number, or the one before (see Groups).
@@ -244,7 +231,7 @@ def finish_gradients(
     RATIO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """What is left after the backward, in one launch: the first programs add, the others zero."""
+    """Sum ``dape`` (first programs) and zero tokens in no group (the others), in one launch."""
     size: tl.constexpr = RATIO * WIDTH
     adding: tl.constexpr = (size + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)

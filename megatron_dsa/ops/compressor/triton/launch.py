@@ -1,22 +1,14 @@
-"""Compressor pooling in Triton: every row is read once, and every gradient written once.
+"""Launches of compressor pooling in Triton: every token is read once, every gradient written once.
 
-The backward computes the softmax again and writes partial sums of the gradient of ``ape``;
-``finish_gradients`` adds them in a fixed order, and zeros rows that are in no group.
-
-The operation moves bytes and little else. What decides its speed is how many bytes each
-multiprocessor has in flight (40 kB and more), and hence registers: see :class:`Launch`.
+Bound by memory: each multiprocessor needs 40 kB and more in flight, which registers limit.
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.compressor.api import CompressorInputs
+from megatron_dsa.ops.compressor.spec import CompressorInputs
 from megatron_dsa.ops.compressor.triton import kernels
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.layout.compressed import Groups
@@ -25,48 +17,12 @@ from megatron_dsa.ops.layout.compressed import Groups
 _FEW_POSITIONS = 16
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Shape of one kernel's programs.
-
-    Attributes:
-        tile: constants of the kernel: a tile has ``BLOCK_G`` groups, ``BLOCK_P`` positions and
-            ``BLOCK_D`` channels; a thread has ``VEC`` neighbouring channels.
-        warps: warps per program.
-        resident: programs per multiprocessor; 0: one program per block.
-        registers: bound on the registers of a thread, or None.
-    """
-
-    tile: dict[str, int]
-    warps: int
-    resident: int
-    registers: int | None = None
-
-    def options(self) -> dict[str, int]:
-        """Keyword arguments of a launch."""
-        options = {**self.tile, "num_warps": self.warps}
-        return options if self.registers is None else {**options, "maxnreg": self.registers}
-
-
-def forward_launch(inputs: CompressorInputs) -> Launch:
-    """How the forward runs: 32 elements per thread."""
-    tile = _tile(inputs, 128)
-    return Launch(tile, _warps(inputs, tile, 32), resident=0)
-
-
-def backward_launch(inputs: CompressorInputs) -> Launch:
-    """How the backward runs: 16 elements per thread, whose gradients take registers too."""
-    tile = _tile(inputs, 64)
-    warps = _warps(inputs, tile, 16)
-    # 16 warps of 128 registers per thread fill a multiprocessor.
-    return Launch(tile, warps, resident=16 // warps, registers=128)
-
-
 def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
-    """Tile of a program with up to ``channels`` channels in a warp where positions are few.
+    """Return the constants of a kernel: groups, positions, channels of a tile, of a thread's loads.
 
-    Few positions make tiles of 512 elements: many small programs keep more bytes in flight than few
-    large ones. Many positions share a warp, 4 channels (8 bytes of a row) per thread.
+    Few positions make tiles of 512 elements with up to ``channels`` channels: many small programs
+    keep more bytes in flight than few large ones. Many positions share a warp, 4 channels (8 bytes
+    of a token) per thread.
     """
     positions = triton.next_power_of_2(inputs.ratio)
     vector = channels // 32
@@ -78,7 +34,7 @@ def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
 
 
 def _warps(inputs: CompressorInputs, tile: dict[str, int], elements: int) -> int:
-    """Warps whose threads have ``elements`` elements of a tile, of both halves with overlap."""
+    """Return the warps whose threads have ``elements`` of a tile, of both halves with overlap."""
     halves = 2 if inputs.overlap else 1
     threads = tile["BLOCK_G"] * tile["BLOCK_P"] * tile["BLOCK_D"] * halves // elements
     return max(1, min(8, threads // 32))
@@ -91,54 +47,46 @@ def _sizes(inputs: CompressorInputs) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _programs(inputs: CompressorInputs, launch: Launch, blocks: int, parts: int) -> int:
-    """Programs of the backward that share ``blocks`` of slots, for each of ``parts`` of channels.
-
-    As many as run at the same time: more would only make more partial sums (2 MB for the ratio 4
-    and 4 MB for the ratio 128 on 132 multiprocessors).
-    """
-    device = inputs.values.device
-    count = processors(device) if device.type == "cuda" else 2
-    return min(blocks, max(1, launch.resident * count // parts))
-
-
 def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:
-    """Write the pooled rows."""
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, dim = out.shape
-    launch = forward_launch(inputs)
-    parts = triton.cdiv(dim, launch.tile["BLOCK_D"])
-    blocks = triton.cdiv(slots, launch.tile["BLOCK_G"])
+    tile = _tile(inputs, 128)
+    parts = triton.cdiv(dim, tile["BLOCK_D"])
+    blocks = triton.cdiv(slots, tile["BLOCK_G"])
     if slots > 0:
         kernels.pool[(blocks * parts,)](
             values, scores, inputs.ape, groups.first_row, groups.position, out,
             slots, groups.row_step, values.stride(0), scores.stride(0), parts,
-            **_sizes(inputs), **launch.options(),
+            **_sizes(inputs), **tile, num_warps=_warps(inputs, tile, 32),
         )  # fmt: skip
 
 
 def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
-    """Write the gradients of rows in groups; return ``partial [programs, ratio, width]``."""
+    """Write the gradients of tokens in groups; return ``partial [programs, ratio, width]``."""
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, width = groups.first_row.shape[0], values.shape[1]
     if slots == 0 or values.shape[0] == 0:
         return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
-    launch = backward_launch(inputs)
-    parts = triton.cdiv(inputs.dim, launch.tile["BLOCK_D"])
-    blocks = triton.cdiv(slots, launch.tile["BLOCK_G"])
-    programs = _programs(inputs, launch, blocks, parts)
+    tile = _tile(inputs, 64)
+    warps = _warps(inputs, tile, 16)  # fewer elements per thread: gradients take registers
+    parts = triton.cdiv(inputs.dim, tile["BLOCK_D"])
+    blocks = triton.cdiv(slots, tile["BLOCK_G"])
+    # As many programs as run at the same time, 16 warps of 128 registers per thread on a
+    # multiprocessor: more would only make more partial sums (2 MB for ratio 4, 4 MB for ratio 128).
+    at_once = 16 // warps * (processors(values.device) if values.is_cuda else 2)
+    programs = min(blocks, max(1, at_once // parts))
     partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)
     kernels.pool_backward[(programs * parts,)](
         values, scores, inputs.ape, groups.first_row, groups.position, dout,
         dvalues, dscores, partial,
         slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
-        **_sizes(inputs), **launch.options(),
+        **_sizes(inputs), **tile, num_warps=warps, maxnreg=128,
     )  # fmt: skip
     return partial
 
 
 def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
-    """Zero rows in no group; return the gradient of ``ape``."""
+    """Zero the gradients of tokens in no group; return the gradient of ``ape``."""
     rows, width = dvalues.shape
     dape = torch.empty_like(inputs.ape)
     # Few columns per program where there are few, so that many programs share the work.
@@ -185,10 +133,7 @@ def _inputs(values, scores, ape, first_row, position, rest) -> CompressorInputs:
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values; bf16, fp16 or fp32.
-
-    Differentiable in values, scores and ape, and deterministic.
-    """
+    """Return ``pooled [G, d]`` in the dtype of the values; bf16, fp16 or fp32."""
     if inputs.values.dtype == torch.float64:
         raise ConfigError(
             "values must not be float64 for the Triton kernels, which sum in float32: use the "

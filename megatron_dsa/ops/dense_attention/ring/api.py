@@ -18,6 +18,8 @@ from megatron_dsa.ops.dense_attention.ring.shards import (
     TokenShard,
     ZigzagShard,
 )
+from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
+from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, padded_bound

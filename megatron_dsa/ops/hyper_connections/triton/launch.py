@@ -1,16 +1,14 @@
-"""Hyper-connections in Triton: launches, and what autograd keeps.
+"""Launches and autograd of hyper-connections in Triton.
 
 A forward reads the streams three times and writes them once: projection, mix with norm, write. A
-backward reads them three times as well, for the write, for the mix, and for the gradients of the
-projection and of the streams, which one kernel forms; what the write adds to the gradient of the
-streams is written once and read once.
+backward also reads them three times: for the write, for the mix, and for the gradients of the
+projection and of the streams, which share a kernel; the write's gradient of the streams is written
+once and read once.
 
-Kept are the streams and the output of attention or of the MLP, and fp32 numbers of each token: the
-projection, from which the weights follow, the weights themselves and the factors of both norms. All
-sums over tokens are partial sums of programs, added in a fixed order.
+The backward keeps the streams, the output of attention or of the MLP, and per token the projection,
+the weights and the factors of both norms in fp32. Programs write partial sums over tokens, which
+are added in a fixed order.
 """
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -18,9 +16,9 @@ import triton
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch.gpus import processors
-from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
-from megatron_dsa.ops.hyper_connections.triton import gradients, weights
+from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
 from megatron_dsa.ops.hyper_connections.triton import streams as kernels
+from megatron_dsa.ops.hyper_connections.triton import weights
 from megatron_dsa.ops.hyper_connections.triton.tiles import (
     SUMMED_COLUMNS,
     TOKENS,
@@ -34,19 +32,19 @@ from megatron_dsa.ops.hyper_connections.triton.tiles import (
 
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """Return ``normed``, the streams, ``post`` and ``comb``; see :func:`.api.read_streams`."""
+    """See :func:`.api.read_streams`."""
     _refuse_float64(inputs.streams)
     return _Read.apply(*_dense(inputs.tensors), inputs.settings)
 
 
 def head(inputs: ReadInputs) -> torch.Tensor:
-    """Return ``normed [T, C]``."""
+    """See :func:`.api.read_head`."""
     _refuse_float64(inputs.streams)
     return _Head.apply(*_dense(inputs.tensors), inputs.settings)
 
 
 def write(inputs: WriteInputs) -> torch.Tensor:
-    """Return ``[T, n, C]``."""
+    """See :func:`.api.write_streams`."""
     _refuse_float64(inputs.streams)
     return _Write.apply(*_dense(inputs.tensors))
 
@@ -63,8 +61,8 @@ def _dense(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def _programs_at_once(x: torch.Tensor) -> int:
-    """Multiprocessors of the device; 2 for an interpreted kernel."""
+def _processors(x: torch.Tensor) -> int:
+    """Return the multiprocessors of the device; 2 for an interpreted kernel."""
     return processors(x.device) if x.is_cuda else 2
 
 
@@ -80,7 +78,7 @@ def _weigh(x, fn, base, scale, settings):
     if tokens == 0:
         return m, rstd, pre, post, comb
     tile, parts, steps = project_tiles(
-        tokens, n * channels, outputs, x.element_size(), _programs_at_once(x)
+        tokens, n * channels, outputs, x.element_size(), _processors(x)
     )
     sums = m.new_empty(parts, tokens, outputs)
     squares = m.new_empty(parts, tokens)
@@ -130,7 +128,7 @@ def _mixed(x, pre, weight, settings):
 def _mix_backward(x, pre, weight, rstd, dnormed):
     """Return the gradients of the rounded sum and of ``pre``, and partial ones of the weight."""
     tokens, n, channels = x.shape
-    programs = weight_parts(tokens, _programs_at_once(x))
+    programs = weight_parts(tokens, _processors(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
     partial = pre.new_empty(programs, channels)
     kernels.mix_backward[(programs,)](
@@ -146,7 +144,7 @@ def _added(fn, weight, of_fn, of_weight, of_rest):
     dfn = of_fn[0] if len(of_fn) == 1 else torch.empty_like(fn)
     dweight, rest = torch.empty_like(weight), of_rest.new_empty(of_rest.shape[1])
     fn_programs = 0 if len(of_fn) == 1 else triton.cdiv(fn.numel(), SUMMED_COLUMNS[0])
-    gradients.add_parts[(fn_programs + triton.cdiv(len(weight), SUMMED_COLUMNS[1]) + 1,)](
+    weights.add_parts[(fn_programs + triton.cdiv(len(weight), SUMMED_COLUMNS[1]) + 1,)](
         of_fn, dfn, of_weight, dweight, of_rest, rest,
         len(of_fn), len(of_weight), len(of_rest), fn_programs,
         FN=fn.numel(), C=len(weight), REST=len(rest), FN_COLUMNS=SUMMED_COLUMNS[0],
@@ -194,7 +192,7 @@ def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
     projected, shrink, of_rest = _weigh_backward(
         (m, flat_rstd), base, scale, channels, ctx.settings, dpre, dpost, dcomb
     )
-    tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, _programs_at_once(x))
+    tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, _processors(x))
     dx = torch.empty_like(x)
     of_fn = fn.new_empty(parts, *fn.shape)
     kernels.read_backward[(n * triton.cdiv(channels, tile["BLOCK_C"]), parts)](

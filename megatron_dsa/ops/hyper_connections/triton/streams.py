@@ -1,10 +1,8 @@
-"""Hyper-connections in Triton: what moves streams, bound by memory.
+"""Kernels of hyper-connections that move streams, bound by memory.
 
 A tile holds the same channels of all ``N`` streams of a token, a thread the same channels of each:
 sums over streams stay within a thread.
 """
-
-from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -44,7 +42,7 @@ def mix_backward(
     """Gradients of the rounded sum and of ``pre``, and ``partial [programs, C]`` of the weight's.
 
     Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ..., each fetched ``STAGES - 1`` before it
-    is needed; the sum of the streams is formed again.
+    is needed; the sum of the streams is computed again.
     """
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
@@ -80,7 +78,7 @@ def read_backward(
     """Gradient of the streams, all parts in one pass, and partial ones of ``fn``.
 
     A program takes ``BLOCK_C`` channels of one stream, and ``steps`` blocks of tokens: ``partial
-    [parts, OUT, N * C]`` has the sums over those. ``dstreams`` is what the write gave, or None.
+    [parts, OUT, N * C]`` has the sums over those. ``dstreams``: gradient of the write, or None.
     """
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     stream = tl.program_id(0) // blocks

@@ -1,6 +1,4 @@
-"""Tiles and programs of the kernels for hyper-connections, without Triton: plans read them."""
-
-from __future__ import annotations
+"""Tiles and programs of hyper-connections; without Triton, because the fakes read them."""
 
 from dataclasses import dataclass
 
@@ -15,24 +13,23 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _power_of_2(n: int) -> int:
-    """Return the least power of two that is not below ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def weight_parts(tokens: int, processors: int) -> int:
-    """Programs of the backward of the mix, which run all at the same time."""
+    """Return the programs of the mix's backward, which all run at the same time."""
     return min(tokens, 2 * processors)
 
 
 def row_warps(channels: int) -> int:
-    """Warps of a program with all channels of all streams of a token: 16 per thread and stream."""
+    """Return the warps of a program per token: 16 channels per thread and stream."""
     return max(1, min(16, _power_of_2(channels) // 512))
 
 
 def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
     """Return 2 where the streams and the gradient of the next token fit in shared memory, else 1.
 
-    The smallest shared memory of the GPUs in question has 99 KiB, of which sums take 16.
+    GPUs have 99 KiB of shared memory at least, of which sums take 16.
     """
     return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
 
@@ -42,8 +39,7 @@ def project_tiles(
 ) -> tuple[dict, int, int]:
     """Return the constants of ``project``, the parts of columns, and the blocks of each.
 
-    As many programs as run at the same time, two per multiprocessor, each with at least eight
-    blocks.
+    Two programs per multiprocessor run at the same time, each with at least eight blocks.
     """
     block_t, block_k = max(16, min(64, _power_of_2(tokens))), 256 // itemsize
     blocks = _cdiv(width, block_k)
@@ -58,13 +54,13 @@ def project_tiles(
 
 @dataclass(frozen=True)
 class _Tile:
-    """How ``read_backward`` is launched: the fastest of what was tried on an H100.
+    """Launch of ``read_backward``, the fastest that was tried on an H100.
 
     Attributes:
         tokens: of a block.
-        stages: blocks on their way, and the one that is computed.
+        stages: blocks in flight and the one computed.
         at_once: programs that run at the same time on a multiprocessor.
-        idle: share of their places that may be empty, on average.
+        idle: share of their slots that may be empty, on average.
     """
 
     tokens: int
@@ -88,13 +84,13 @@ def read_backward_tiles(
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = _cdiv(tokens, kind.tokens)
-    columns, places = streams * _cdiv(channels, block_c), kind.at_once * processors
+    columns, slots = streams * _cdiv(channels, block_c), kind.at_once * processors
 
     def idle(parts: int) -> float:
         programs = columns * parts
-        return 1 - programs / (_cdiv(programs, places) * places)
+        return 1 - programs / (_cdiv(programs, slots) * slots)
 
-    some = range(1, min(blocks, max(MOST_PARTS, places // columns)) + 1)
+    some = range(1, min(blocks, max(MOST_PARTS, slots // columns)) + 1)
     parts = next((n for n in some if idle(n) <= kind.idle), min(some, key=idle, default=1))
     steps = _cdiv(blocks, parts)
     tile = {

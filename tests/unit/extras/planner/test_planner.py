@@ -12,6 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from megatron_dsa import specs
+from megatron_dsa.config.gpus import GPU, GPUS
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.planner import chunks
 from megatron_dsa.extras.planner.command import dry_run
@@ -19,8 +20,7 @@ from megatron_dsa.extras.planner.memory import LIBRARIES
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.ops import dispatch
-from megatron_dsa.ops.compressor.declaration import COMPRESSOR
-from megatron_dsa.ops.dispatch.gpus import GPU, GPUS
+from megatron_dsa.ops.compressor.spec import COMPRESSOR
 from tests import host
 from tests.plans import BF16, CPU, EXPERTS, HYBRID, command, forget_layouts, only_chunk, plan
 

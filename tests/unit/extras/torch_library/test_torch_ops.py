@@ -80,7 +80,6 @@ def deterministic(monkeypatch):
 
 
 def check_compiled(case: Case) -> None:
-    """Compare eager and compiled with the eager function."""
     theirs = results(case.eager, case)
     assert_same(results(case.op, case), theirs)
     torch._dynamo.reset()
@@ -132,8 +131,6 @@ DIFFERENTIABLE = {
 
 
 class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-    """Calls of the namespace's operations with detached arguments."""
-
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -188,7 +185,6 @@ def test_non_contiguous(name):
 
 
 def in_columns(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values with the first dim contiguous."""
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else every_other(x)
 
 
@@ -204,7 +200,6 @@ def repeated(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("change", [strided, in_columns, every_other, repeated])
 @pytest.mark.parametrize("name", CASES)
 def test_fake_results_are_like_the_real_ones(name, change):
-    """Shapes, dtypes and strides of every operation that a call and its backward run."""
     case, calls = CASES[name](torch.float32, "cpu"), Recorder()
     with calls:
         results(case.op, case)

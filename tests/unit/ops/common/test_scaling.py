@@ -39,7 +39,6 @@ def test_what_is_not_contiguous(device, dtype):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_factors(device, dtype):
-    """Numbers of the host and of the device, of several gradients at once, in place."""
     number = lambda x: torch.tensor([x], device=device, dtype=torch.float64)  # noqa: E731
     for factor, value in (
         (Factor(0.5), 0.5),
@@ -61,12 +60,10 @@ def test_factors(device, dtype):
 
 
 def test_triton_interpreted():
-    """The kernel, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter: one element, several programs, nothing."""
     from megatron_dsa.ops.common.scaling_triton import add_scaled, scale
 
     tensors = torch.tensor([0.6]), torch.tensor([2.0], dtype=torch.float64)
@@ -85,7 +82,6 @@ def main():
 
 
 def check_together(scale, shapes, source, target, factor):
-    """Several tensors, and ones of no elements among them."""
     number, times, over = factor
     value = number * (1.0 if times is None else times.double())
     value = torch.as_tensor(value / (1.0 if over is None else over)).float()
@@ -97,7 +93,6 @@ def check_together(scale, shapes, source, target, factor):
 
 
 def test_compiles_without_a_gpu(monkeypatch):
-    """Once for all sizes and numbers of the host."""
     kernels = pytest.importorskip("megatron_dsa.ops.common.scaling_triton")
     scaling, adding = recorded(monkeypatch, kernels, ("_scale", "_add_scaled"))
     scale, over = torch.ones(1), torch.ones((), dtype=torch.float64)
@@ -114,7 +109,6 @@ def test_compiles_without_a_gpu(monkeypatch):
 
 @pytest.mark.gpu
 def test_many_elements():
-    """More than 2^31."""
     x = torch.ones(2**31 + 4097, device="cuda", dtype=torch.bfloat16)
     got = scaled(x, 3.0)
     assert bool((got[-5000:] == 3).all()) and bool((got[:5000] == 3).all())

@@ -1,4 +1,4 @@
-"""Second derivatives: right for ``rotate``, refused everywhere else (trap 31)."""
+"""Second derivatives: right for ``rotate``, refused everywhere else."""
 
 import ast
 import pathlib
@@ -187,7 +187,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "quadratic"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_is_refused(name, linear):
-    """31. Also in a loss that is linear in the output, whose incoming gradient has no graph."""
+    """Also in a loss that is linear in the output, whose incoming gradient has no graph."""
     make, operation = OPERATIONS[name]
     leaves = make()
     out = operation(*leaves)
@@ -223,7 +223,6 @@ def test_rotate_has_one(inverse):
 @pytest.mark.gpu
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rotate_has_one_on_a_gpu(inverse):
-    """The kernel's equals torch's."""
     from megatron_dsa.ops.rope import torch as unfused
     from megatron_dsa.ops.rope import triton as triton_kernels
 

@@ -11,7 +11,7 @@ from megatron_dsa.extras import cli
 from megatron_dsa.extras.support_table import support_table
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import packages
-from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, Fix, Package
+from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import FORWARD
 
@@ -120,19 +120,6 @@ def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
         assert cudnn().reason(op_call(capability=capability)) == (
             f"wrong GPU: this is {words}, cudnn has kernels for compute capability 9.0, 10.0"
         )
-
-
-def test_known_bad_versions_are_refused(install):
-    install(kernels_x="2.5.0")
-    package = Package(
-        "kernels_x", "pip install 'kernels-x>={floor}'", "kernels-x", minimum="2.0",
-        known_bad=(Fix("2.5.0", "dropped every second key"),),
-    )  # fmt: skip
-    assert package.problem() == (
-        "known bad: kernels-x 2.5.0: dropped every second key; pip install 'kernels-x>=2.0'"
-    )
-    install(kernels_x="2.5.1")
-    assert package.problem() is None
 
 
 def test_the_table_lists_every_implementation(capsys):

@@ -1,9 +1,15 @@
-"""Dense attention: the operation and what implements it."""
+"""Dense attention: operation, implementations, fake and reference."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support
 from megatron_dsa.ops.dispatch.packages import FLASH_ATTENTION_4
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS, HALF
+from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 _HERE = __package__
 
@@ -63,5 +69,47 @@ DENSE_ATTENTION = Operation(
         ),
         Candidate("torch", f"{_HERE}.blocks:with_torch", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.meta:attend",
+    fake=f"{_HERE}.spec:fake",
 )
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """Attention to one block of keys and values by the candidate ``name``.
+
+    ``forward(q, k, v, causal, scale, sequences) -> out, lse``, and ``backward(dout, q, k, v, out,
+    lse, causal, scale, sequences) -> dq, dk, dv`` with ``out`` and ``lse`` of the whole attention,
+    not of the block. Queries without keys give 0 and ``-inf``; gradients are 0 where nothing is
+    visible.
+    """
+
+    name: str
+    forward: Callable
+    backward: Callable
+
+
+def fake(candidate: Candidate, attention: Callable, workspace_bytes: int, *args, **options):
+    """Return, keep and allocate what the implementations do."""
+    workspace_bytes = 0 if candidate.fused else workspace_bytes
+
+    def forward(q, k, v, causal, scale, sequences):
+        take_workspace(q, workspace_bytes)
+        return q.new_empty(*q.shape[:2], v.shape[2]), empty_sums(q, *q.shape[:2])
+
+    def backward(dout, q, k, v, *_):
+        take_workspace(q, workspace_bytes)
+        wide = empty_sums(q, *q.shape)  # kernels add dq up in fp32
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        del wide
+        return gradients
+
+    return attention(*args, block=BlockAttention(candidate.name, forward, backward), **options)
+
+
+def reference(q, k, v, visible, softmax_scale) -> torch.Tensor:
+    """Return ``out [Sq, H, Dv]`` for ``visible`` bool ``[Sq, Skv]``; empty rows give 0."""
+    logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    logits = logits.masked_fill(~visible, float("-inf"))
+    empty = ~visible.any(dim=-1)
+    p = torch.softmax(logits.masked_fill(empty[:, None], 0.0), dim=-1)
+    return torch.einsum("hqk,khd->qhd", p.masked_fill(empty[:, None], 0.0), v)

@@ -1,0 +1,301 @@
+"""Hyper-connections: inputs, operations, implementations, fakes and references."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.errors import require
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_tensor
+from megatron_dsa.ops.dispatch import Candidate, OpCall, Operation, Reason, Support
+from megatron_dsa.ops.dispatch.gpus import PORTABLE
+from megatron_dsa.ops.dispatch.packages import TRITON
+from megatron_dsa.ops.dispatch.support import HALF
+from megatron_dsa.ops.hyper_connections.triton.tiles import read_backward_tiles, weight_parts
+from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
+
+_HERE = __package__
+
+#: Streams of the Triton kernels, whose tiles hold all of them.
+STREAMS = (2, 4)
+#: Most channels: programs of the mix hold all channels of a token in registers.
+MOST_CHANNELS = 16384
+#: Multiprocessors of a Hopper GPU, over which the partial sums of the kernels are spread.
+_PROCESSORS = 132
+
+
+def _why_not_triton(call: OpCall) -> Reason | None:
+    if call.heads not in STREAMS:
+        return Reason(f"takes {' or '.join(map(str, STREAMS))} streams", f", got {call.heads}")
+    if call.qk_dim > MOST_CHANNELS:
+        return Reason(f"takes up to {MOST_CHANNELS} channels", f", got {call.qk_dim}")
+    return None
+
+
+def _operation(name: str, title: str) -> Operation:
+    fused = Support(
+        "2 or 4 streams; all gradients", TRITON, dtypes=(*HALF, torch.float32),
+        probe=_why_not_triton, **PORTABLE,
+    )  # fmt: skip
+    return Operation(
+        f"hyper_connection_{name}",
+        title,
+        (
+            Candidate("triton", f"{_HERE}.triton.launch:{name}", fused),
+            Candidate("torch", f"{_HERE}.torch:{name}", Support("any shape"), fused=False),
+        ),
+        fake=f"{_HERE}.spec:fake_{name}",
+    )
+
+
+READ = _operation("read", "weights of a hyper-connection, mix and norm, forward and backward")
+WRITE = _operation("write", "write-back of a hyper-connection, forward and backward")
+HEAD = _operation("head", "last mix of the streams and norm, forward and backward")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Parameters of one hyper-connection; ``n`` streams of ``C`` channels.
+
+    Attributes:
+        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64 for fp64 streams): projects all streams of a token
+            to the logits of ``pre`` (n), ``post`` (n) and ``comb`` (n * n). A head has ``[n, n *
+            C]``: only ``pre``.
+        base: one number per row of ``fn``, added after ``scale``.
+        scale: ``[3]``, one for each of the three; ``[1]`` for a head.
+        eps: added to ``pre``, to the softmax of ``comb`` and to the sums that divide it.
+        norm_eps: added to mean squares, of all streams and of the layer's input.
+        iterations: normalisations of the columns of ``comb``; one less of its rows.
+    """
+
+    fn: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+    eps: float
+    norm_eps: float
+    iterations: int = 1
+
+
+@dataclass(frozen=True)
+class ReadInputs:
+    """Inputs of a read, or of the head; see :func:`.api.read_streams`."""
+
+    streams: torch.Tensor
+    connection: Connection
+    weight: torch.Tensor
+    workspace_bytes: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Differentiable tensors: streams, ``fn``, ``base``, ``scale`` and the norm's weight."""
+        c = self.connection
+        return self.streams, c.fn, c.base, c.scale, self.weight
+
+    @property
+    def settings(self) -> tuple[float, float, int]:
+        """``eps``, ``norm_eps`` and ``iterations``."""
+        c = self.connection
+        return c.eps, c.norm_eps, c.iterations
+
+    def check(self, head: bool) -> None:
+        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
+        x, c = self.streams, self.connection
+        _require_streams(x)
+        streams, channels = x.shape[1:]
+        outputs = streams if head else (2 + streams) * streams
+        dtypes, fix = (accumulation_dtype(x.dtype),), "pass the parameters of this connection"
+        require_tensor("fn", c.fn, (outputs, streams * channels), dtypes, x, fix)
+        require_tensor("base", c.base, (outputs,), dtypes, x, fix)
+        require_tensor("scale", c.scale, (1 if head else 3,), dtypes, x, fix)
+        require_tensor("weight", self.weight, (channels,), FLOATS, x, "pass the norm's weight")
+        require(
+            c.iterations >= 1,
+            f"iterations must be at least 1, got {c.iterations}: pass the model's own number",
+        )
+
+
+@dataclass(frozen=True)
+class WriteInputs:
+    """Inputs of a write; see :func:`.api.write_streams`.
+
+    Entry ``i, j`` of ``comb`` is the part of stream ``i`` in the new stream ``j``.
+    """
+
+    output: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+    workspace_bytes: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Differentiable tensors."""
+        return self.output, self.streams, self.post, self.comb
+
+    def check(self) -> None:
+        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
+        x = self.streams
+        _require_streams(x)
+        tokens, n, channels = x.shape
+        fix, dtypes = "pass what this connection read", (accumulation_dtype(x.dtype),)
+        require_tensor("output", self.output, (tokens, channels), (x.dtype,), x, fix)
+        require_tensor("post", self.post, (tokens, n), dtypes, x, fix)
+        require_tensor("comb", self.comb, (tokens, n, n), dtypes, x, fix)
+
+
+def _require_streams(x: torch.Tensor) -> None:
+    fix = "flatten sequence and batch to tokens, and split the width into streams"
+    require_tensor("streams", x, ("tokens", "streams", "channels"), FLOATS, fix=fix)
+    require(
+        x.shape[1] >= 1 and x.shape[2] >= 1,
+        f"streams must have a stream and a channel, got shape {tuple(x.shape)}: {fix}",
+    )
+
+
+def fake_read(candidate: Candidate, inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
+    """Return, keep and allocate what the implementations do."""
+    return _FakeRead.apply(candidate.fused, inputs.workspace_bytes, *inputs.tensors)
+
+
+def fake_head(candidate: Candidate, inputs: ReadInputs) -> torch.Tensor:
+    """Return, keep and allocate what the implementations do."""
+    fused, size = candidate.fused, inputs.workspace_bytes
+
+    def forward(x, *parameters):
+        kept = _numbers(x, parameters[0])[:4] if fused else ()
+        normed = x.new_empty(x.shape[0], x.shape[2])
+        _take(fused, x, size)
+        return (normed,), (x, *parameters, *kept)
+
+    def backward(x, *kept):
+        return _gradients(fused, size, x, kept[:4])
+
+    return differentiable(inputs.tensors, forward, backward)
+
+
+def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
+    """Return, keep and allocate what the implementations do."""
+    fused, size = candidate.fused, inputs.workspace_bytes
+
+    def forward(*tensors):
+        out = torch.empty_like(tensors[1])
+        _take(fused, out, size)
+        return (out,), tensors
+
+    def backward(*kept):
+        gradients = tuple(map(torch.empty_like, kept))
+        _take(fused, kept[0], size)
+        return gradients
+
+    return differentiable(inputs.tensors, forward, backward)
+
+
+class _FakeRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, fused, workspace_bytes, x, *parameters):
+        *kept, post, comb = _numbers(x, parameters[0])
+        ctx.save_for_backward(x, *parameters, *(kept if fused else ()))
+        ctx.rest = fused, workspace_bytes
+        normed = x.new_empty(x.shape[0], x.shape[2])
+        _take(fused, x, workspace_bytes)
+        return normed, x, post, comb
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *_gradients_of_results):
+        (x, *kept), (fused, workspace_bytes) = ctx.saved_tensors, ctx.rest
+        return None, None, *_gradients(fused, workspace_bytes, x, kept[:4])
+
+
+def _take(fused: bool, like: torch.Tensor, size: int) -> None:
+    """Take torch's temporaries, which exist at the same time as all results."""
+    if not fused:
+        take_workspace(like, size)
+
+
+def _numbers(x, fn):
+    """Return the projection, the factors of both norms, ``pre``, ``post`` and ``comb``."""
+    tokens, n, _ = x.shape
+    shapes = ((fn.shape[0],), (), (), (n,), (n,), (n, n))
+    return tuple(empty_sums(x, tokens, *shape) for shape in shapes)
+
+
+def _gradients(fused: bool, workspace_bytes: int, x, parameters):
+    """Return the gradients of a read; the Triton kernels have temporaries of their own."""
+    temporaries = []
+    if fused:
+        (tokens, n, channels), fn = x.shape, parameters[0]
+        _, parts, _ = read_backward_tiles(tokens, channels, n, fn.shape[0], _PROCESSORS)
+        temporaries = [
+            fn.new_empty(weight_parts(tokens, _PROCESSORS), channels),
+            x.new_empty(tokens, channels), fn.new_empty(parts, *fn.shape),
+            fn.new_empty(tokens, fn.shape[0] + n + 1),
+        ]  # fmt: skip
+    gradients = tuple(map(torch.empty_like, (x, *parameters)))
+    _take(fused, x, workspace_bytes)
+    del temporaries
+    return gradients
+
+
+def reference_read(inputs) -> tuple[torch.Tensor, ...]:
+    """Return ``normed [T, C]``, the streams, ``post [T, n]`` and ``comb [T, n, n]``.
+
+    A token at a time, differentiable by autograd; rounding passes gradients unchanged.
+    """
+    n = inputs.streams.shape[1]
+    normed, posts, combs = [], [], []
+    for x in inputs.streams.unbind():
+        m, base, scale = _projected(x, inputs), inputs.connection.base, inputs.connection.scale
+        pre = torch.sigmoid(m[:n] * scale[0] + base[:n]) + inputs.connection.eps
+        posts.append(2 * torch.sigmoid(m[n : 2 * n] * scale[1] + base[n : 2 * n]))
+        logits = (m[2 * n :] * scale[2] + base[2 * n :]).view(n, n)
+        combs.append(sinkhorn(logits, inputs.connection.iterations, inputs.connection.eps))
+        normed.append(_mixed(x, pre, inputs))
+    return torch.stack(normed), inputs.streams, torch.stack(posts), torch.stack(combs)
+
+
+def reference_write(inputs) -> torch.Tensor:
+    """Return ``[T, n, C]``."""
+    out = []
+    for y, x, post, comb in zip(*inputs.tensors, strict=True):
+        y, x = y.to(post.dtype), x.to(post.dtype)
+        n = len(post)
+        new = [post[j] * y + sum(comb[i, j] * x[i] for i in range(n)) for j in range(n)]
+        out.append(torch.stack(new).to(inputs.streams.dtype))
+    return torch.stack(out)
+
+
+def reference_head(inputs) -> torch.Tensor:
+    """Return ``[T, C]``."""
+    c = inputs.connection
+    normed = []
+    for x in inputs.streams.unbind():
+        pre = torch.sigmoid(_projected(x, inputs) * c.scale[0] + c.base) + c.eps
+        normed.append(_mixed(x, pre, inputs))
+    return torch.stack(normed)
+
+
+def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Return ``[n, n]``: rows of a softmax, then columns and rows divided by their sums in turn."""
+    comb = torch.softmax(logits, 1) + eps
+    comb = comb / (comb.sum(0, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+        comb = comb / (comb.sum(0, keepdim=True) + eps)
+    return comb
+
+
+def _projected(x, inputs) -> torch.Tensor:
+    """Return one number per row of ``fn`` for ``x [n, C]``, all streams under one norm."""
+    fn = inputs.connection.fn
+    flat = x.flatten().to(fn.dtype)
+    return fn @ flat * torch.rsqrt(flat.square().mean() + inputs.connection.norm_eps)
+
+
+def _mixed(x, pre, inputs) -> torch.Tensor:
+    """Return ``RMSNorm(sum_i pre_i x_i) [C]``."""
+    u = sum(weight * stream for weight, stream in zip(pre, x.to(pre.dtype), strict=True))
+    u = u + (u.to(x.dtype).to(u.dtype) - u).detach()
+    u = u * torch.rsqrt(u.square().mean() + inputs.connection.norm_eps)
+    return (u * inputs.weight.to(u.dtype)).to(x.dtype)
