@@ -45,7 +45,7 @@ LATE = {
     "ops/indexer_topk/engine.py": "Triton",
     "ops/indexer_topk/fp8.py": "Triton",
     "ops/indexer_topk/finite.py": "Triton",
-    "ops/indexer_topk/listed.py": "Triton",
+    "ops/indexer_topk/torch.py": "Triton",
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
     "extras/report/command.py": "matplotlib",

@@ -1,4 +1,4 @@
-"""Select the best visible keys of every query: exact, or fp8 candidates rescored exactly."""
+"""Selection of the best visible keys of every query."""
 
 import dataclasses
 import functools
@@ -13,17 +13,16 @@ from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
-from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
+from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, SCORES, TOPK
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
-from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
 from megatron_dsa.ops.indexer_topk.inputs import (
     IndexerInputs,
     TopKInputs,
     check_indexer,
     describe_index_call,
 )
-from megatron_dsa.ops.indexer_topk.listed import chosen, put
+from megatron_dsa.ops.indexer_topk.torch import put
 from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.ops.layout.layout import Layout
 
@@ -35,10 +34,8 @@ def indexer_topk(
 
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
     and deterministic; equal scores go to the key that comes first in its sequence. With
-    ``policy.fp8_selection`` a key that fp8 scores put far behind may be missed
-    (:class:`megatron_dsa.ops.indexer_topk.api.Candidates`). With ``policy.indexer_numerics``
-    ``deepgemm-fp8`` scores are those of inference engines, by the rule of
-    :mod:`megatron_dsa.ops.indexer_topk.engine`.
+    ``policy.indexer_numerics`` ``deepgemm-fp8`` scores are those of inference engines, by the rule
+    of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Args:
         inputs: see :class:`IndexerInputs`.
@@ -54,7 +51,7 @@ def indexer_topk(
         ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
             that are NaN or infinite; on a GPU the latter is a device assert, which ends the
             process at its next synchronisation; for what scores of inference engines do not
-            have: no relu, index dims above 128, candidates in fp8.
+            have: no relu, index dims above 128.
     """
     check_indexer(inputs, layout)
     if policy.indexer_numerics != EXACT:
@@ -68,9 +65,6 @@ def indexer_topk(
 class Selector(Protocol):
     """How the best keys of a block are found."""
 
-    #: Blocks end where queries begin to see as many slots (:meth:`QueryRange.bound`), or ``None``.
-    cut: int | None
-
     def bytes_per_row(self, width: int) -> int:
         """Temporary bytes per query of a block ``width`` slots wide, the result included."""
 
@@ -81,38 +75,22 @@ class Selector(Protocol):
         """
 
 
-def candidates_for(topk: int) -> int:
-    """Return how many keys are selected by fp8 scores, of which the best ``topk`` are kept."""
-    return topk + (topk + 3) // 4
-
-
 def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
     """Yield what a selection described by ``call`` calls, each with its own call."""
     yield "indexer_topk", call
     if policy.indexer_numerics == DEEPGEMM_FP8:
         yield "indexer_engine_scores", dataclasses.replace(call, dtype=FP8)
-        return
-    yield "indexer_scores", call
-    if not policy.fp8_selection:
-        return
-    assert call.topk is not None
-    more = dataclasses.replace(call, topk=candidates_for(call.topk))
-    yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
-    yield "indexer_topk", more
-    yield "indexer_listed_scores", more
+    else:
+        yield "indexer_scores", call
 
 
 def selector(inputs: TopKInputs, policy: Policy) -> Selector:
     """Return what finds the best keys of a block, as ``policy`` asks for it."""
-    if policy.indexer_numerics == DEEPGEMM_FP8:
-        return EngineScored(inputs, policy)
-    return (Candidates if policy.fp8_selection else Exact)(inputs, policy)
+    return (EngineScored if policy.indexer_numerics == DEEPGEMM_FP8 else Exact)(inputs, policy)
 
 
 class Exact:
     """Scores of the inputs as they are, and the best of them."""
-
-    cut: int | None = None
 
     def __init__(self, inputs: TopKInputs, policy: Policy):
         self.given, self.policy = inputs, policy
@@ -161,7 +139,7 @@ class Exact:
 
 
 class EngineScored(Exact):
-    """Scores in the fp8 arithmetic of inference engines, and the best of them: no second look."""
+    """Scores in the fp8 arithmetic of inference engines, and the best of them."""
 
     @functools.cached_property
     def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,67 +171,6 @@ class EngineScored(Exact):
         return self._select(scores, seen, topk, out if self._takes_out else None)
 
 
-class Candidates(Exact):
-    """Scores in fp8 for all keys; those of the best few are formed again from the inputs.
-
-    Scores in fp8 (e4m3, 3 bits of mantissa) are off by some percent, which matters near the worst
-    selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
-    formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
-
-    Queries that see fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored
-    exactly, which takes less time there. Which these are depends on their places alone.
-    """
-
-    def __init__(self, inputs: TopKInputs, policy: Policy):
-        super().__init__(inputs, policy)
-        self.count = candidates_for(inputs.topk)
-        self.cut = policy.fp8_least_ratio * self.count
-
-    @functools.cached_property
-    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and their scales, for all blocks; queries are quantized a block at a time."""
-        return quantized(self.keys)
-
-    @functools.cached_property
-    def _fp8_bytes(self) -> int:
-        selecting = self._describe(self.inputs, self.count)
-        return self._bytes_per_score(dataclasses.replace(selecting, dtype=FP8), selecting)
-
-    def bytes_per_row(self, width: int) -> int:
-        """The same; queries in fp32 and fp8, and candidates with their scores and places."""
-        assert self.cut is not None
-        if width < self.cut:
-            return super().bytes_per_row(width)
-        heads, dim = self.inputs.q.shape[1:]
-        lists = 32 * self.count + 4 * self.given.topk
-        return width * self._fp8_bytes + 6 * heads * dim + lists
-
-    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        assert self.cut is not None
-        if block.bound < self.cut:
-            return super().__call__(block, seen, out)
-        q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]
-        columns = self._candidates(q, weights, block, seen)
-        keys = self.keys[block.lo : block.hi]
-        own = dataclasses.replace(self.inputs, q=q, weights=weights, k=keys)
-        scores = LISTED_SCORES.run(self._describe(own, self.count), self.policy,
-            own, columns, self.policy.workspace_bytes,
-        )  # fmt: skip
-        length = (seen.end - seen.start).clamp_max(self.count)
-        found = Seen(torch.zeros_like(length), length)
-        best = self._select(scores, found, self.given.topk, None)
-        return chosen(columns, best)
-
-    def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
-        if block.width <= self.count:
-            return seen.first(self.count)
-        (q, weights), (k, scales) = quantized_queries(q, weights), self.fp8_keys
-        rows = dataclasses.replace(self.inputs, q=q, weights=weights, k=k, key_scales=scales)
-        # The queries are the block's own, from the first on.
-        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
-        return self._select(self._score(rows, self.count, here, seen), seen, self.count, None)
-
-
 @torch.no_grad()
 def select_blocks(
     arguments: TopKInputs, select: Selector, workspace_bytes: int
@@ -279,7 +196,7 @@ def select_blocks(
         return rows_in_budget(workspace_bytes, select.bytes_per_row(width) + lists)
 
     # Queries that see no more keys than they select need no scores.
-    for block in layout.blocks(rows_for_width, (topk + 1, select.cut)):
+    for block in layout.blocks(rows_for_width, (topk + 1,)):
         seen = layout.kept_seen(block)
         slots = place = None
         if block.width > topk and block.bound > topk:  # else every query gets all that it sees

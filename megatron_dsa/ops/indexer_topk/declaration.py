@@ -3,8 +3,8 @@
 import torch
 
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support
-from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
-from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.gpus import HOPPER
+from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG
 from megatron_dsa.ops.dispatch.support import HALF
 
 _HERE = __package__
@@ -22,7 +22,7 @@ SCORES = Operation(
                 capabilities=(HOPPER,),
                 dims=((128, 0),),
                 heads=(1, 64),
-                dtypes=(torch.bfloat16, torch.float8_e4m3fn),
+                dtypes=(torch.bfloat16,),
                 bridged="heads padded to 16, 32 or 64",
             ),
         ),
@@ -67,27 +67,6 @@ ENGINE_SCORES = Operation(
         Candidate("torch", f"{_HERE}.engine:Scores", Support(covers="any shape"), fused=False),
     ),
     meta=f"{_HERE}.meta:scores",
-)
-
-LISTED_SCORES = Operation(
-    "indexer_listed_scores",
-    "index scores of listed keys",
-    (
-        Candidate(
-            "triton",
-            f"{_HERE}.triton:scores",
-            Support(
-                covers="scores of listed keys",
-                package=TRITON,
-                **PORTABLE,
-                dtypes=HALF,
-                dims=tuple((dim, 0) for dim in (16, 32, 64, 128, 256)),
-                heads=(1, 128),
-            ),
-        ),
-        Candidate("torch", f"{_HERE}.listed:scores", Support(covers="any shape"), fused=False),
-    ),
-    meta=f"{_HERE}.meta:listed_scores",
 )
 
 TOPK = Operation(

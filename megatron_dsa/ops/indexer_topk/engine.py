@@ -73,11 +73,6 @@ def check(inputs: IndexerInputs, policy: Policy) -> None:
         f"policy.indexer_numerics must be {EXACT} or {DEEPGEMM_FP8}, got {policy.indexer_numerics}",
     )
     require(
-        not policy.fp8_selection,
-        f"policy.fp8_selection must be off with indexer_numerics {DEEPGEMM_FP8}: engines do not "
-        "score candidates again",
-    )
-    require(
         inputs.relu,
         f"inputs.relu must be true with indexer_numerics {DEEPGEMM_FP8}: the engines' scores have "
         "a relu",

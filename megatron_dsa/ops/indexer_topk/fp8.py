@@ -1,4 +1,4 @@
-"""Index queries and keys in fp8 (e4m3), with a scale per query and head and per key."""
+"""Vectors in fp8 (e4m3), with a scale each."""
 
 import functools
 
@@ -33,12 +33,3 @@ def converts(device: torch.device) -> bool:
     """Return whether a Triton kernel can round to fp8 there."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return fits and has_triton()
-
-
-def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8 and fp32 weights ``[r, HI]`` with its scales in them.
-
-    A scale is positive, so it commutes with the relu.
-    """
-    q, scales = quantized(q)
-    return q, weights.float() * scales

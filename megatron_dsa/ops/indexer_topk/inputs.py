@@ -30,7 +30,7 @@ class IndexerInputs:
         weights: ``[Sq, HI]``, head weights with ``HI^-1/2 * DI^-1/2`` already in them.
         relu: clamp each head's product at 0 (DeepSeek) or leave it.
         key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
-            the scales of q in ``weights`` (:mod:`.fp8`). ``None`` otherwise.
+            the scales of q in ``weights`` (:mod:`.engine`). ``None`` otherwise.
         fp32_weights: fp32 ``[Sq, HI]``, the head weights whose constants were multiplied in fp32
             (:func:`.engine.fp32_weights`), for scores in the arithmetic of inference engines.
             ``None``: these take ``weights``.

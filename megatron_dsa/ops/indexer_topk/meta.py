@@ -18,13 +18,6 @@ def scores(
     return empty_sums(inputs.weights, inputs.q[block.rows].shape[0], block.width)
 
 
-def listed_scores(
-    _candidate: Candidate, inputs: IndexerInputs, columns: torch.Tensor, _workspace_bytes: int
-) -> torch.Tensor:
-    """Meta function of ``indexer_listed_scores``; ``LISTED_SCORES.run`` calls it in a plan."""
-    return empty_sums(inputs.weights, *columns.shape)
-
-
 def select(
     candidate: Candidate,
     scores: torch.Tensor,

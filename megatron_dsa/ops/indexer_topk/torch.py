@@ -4,11 +4,10 @@ The selection is exact and deterministic. ``torch.topk`` is used only for the k-
 of several equal scores it picks is not defined. Ties go to the smallest slot.
 """
 
-from dataclasses import replace
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm, slices
+from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Block, Seen
 
@@ -28,15 +27,7 @@ class Scores:
     ) -> torch.Tensor:
         """Return the scores ``[rows, width]`` of a block."""
         heads_at_once = min(HEADS_AT_ONCE, inputs.q.shape[1])
-        keys = keys[block.lo : block.hi]
-        if inputs.key_scales is None:
-            return block_scores(inputs, block.rows, keys, heads_at_once)
-        # bf16 holds every fp8 number exactly.
-        wide = replace(
-            inputs, q=inputs.q[block.rows].bfloat16(), weights=inputs.weights[block.rows]
-        )
-        scores = block_scores(wide, slice(None), keys.bfloat16(), heads_at_once)
-        return scores.mul_(inputs.key_scales[block.lo : block.hi])
+        return block_scores(inputs, block.rows, keys[block.lo : block.hi], heads_at_once)
 
 
 class Selection:
@@ -100,3 +91,37 @@ def block_scores(
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def put(
+    out: torch.Tensor,
+    columns: torch.Tensor | None,
+    seen: Seen,
+    first: int,
+    key_rows: torch.Tensor | None,
+) -> None:
+    """Write the selection of a block as key rows; one launch on a GPU.
+
+    Args:
+        out: int32 ``[tokens, K]``, rows of any stride; -1 where nothing is selected.
+        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none. Queries that see
+            no more than ``K`` get all that they see in their place. ``None``: all queries do.
+        seen: what the queries see.
+        first: slot of the block's first column.
+        key_rows: int64, slot -> key row, or ``None`` for the identity.
+    """
+    topk = out.shape[1]
+    if out.is_cuda and topk and has_triton():
+        from megatron_dsa.ops.indexer_topk.triton import put as fused
+
+        fused(out, columns, seen, first, key_rows)
+        return
+    found = seen.first(topk)
+    if columns is not None:
+        few = (seen.end - seen.start <= topk)[:, None]
+        found = torch.where(few, found, columns, out=columns)
+    slots = torch.where(found < 0, found, found + first)
+    if key_rows is not None:
+        rows = key_rows[slots.clamp_min(0).long()].to(slots.dtype)
+        slots = torch.where(slots < 0, slots, rows)
+    out.copy_(slots)

@@ -1,7 +1,4 @@
-"""Triton kernels of the selection: vectors in fp8, scores of listed keys, and lists of key rows.
-
-Neither gathered keys nor products of heads are written.
-"""
+"""Triton kernels of the selection: vectors in fp8, and lists of key rows."""
 
 from __future__ import annotations
 
@@ -9,61 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Seen
 
-#: Keys of a step, and the least heads that a product on the tensor cores has.
-BLOCK, LEAST_HEADS = 128, 16
 #: Elements that a program quantizes, and the largest e4m3.
 ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
 #: All bits of an fp32 number below its exponent.
 _MANTISSA = tl.constexpr(0x7FFFFF)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _listed_scores(
-    q, k, weights, columns, out, width,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    RELU: tl.constexpr,
-):  # fmt: skip
-    """One program per query and ``BLOCK`` columns."""
-    row = tl.program_id(0).to(tl.int64)
-    head, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(columns + row * width + place, mask=place < width, other=-1)
-    real = head < HEADS
-    weight = tl.load(weights + row * HEADS + head, mask=real, other=0.0).to(tl.float32)
-    # A key is a column of q^T: heads are rows, so that a thread's products are of few keys.
-    query = tl.load(
-        q + row * HEADS * DIM + head[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0
-    )
-    at = column.to(tl.int64)[:, None] * DIM + dim[None, :]
-    key = tl.load(k + at, mask=(column >= 0)[:, None], other=0.0)
-    products = tl.dot(key, tl.trans(query))
-    if RELU:
-        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    score = tl.sum(products * weight[None, :], 1)
-    tl.store(out + row * width + place, score, mask=place < width)
-
-
-def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
-    """Return the fp32 scores ``[r, C]`` of each query against its own list of keys.
-
-    As :func:`megatron_dsa.ops.indexer_topk.listed.scores`, which names the arguments; index dims
-    must be a power of two of at least 16, ``inputs`` bf16 or fp16. Nothing but the result is
-    allocated.
-    """
-    (rows, heads, dim), width = inputs.q.shape, columns.shape[1]
-    out = torch.empty(rows, width, dtype=torch.float32, device=inputs.q.device)
-    if out.numel():
-        _listed_scores[(rows, triton.cdiv(width, BLOCK))](
-            inputs.q.contiguous(), inputs.k.contiguous(), inputs.weights.contiguous(),
-            columns.contiguous(), out, width,
-            HEADS=heads, PADDED=max(LEAST_HEADS, triton.next_power_of_2(heads)), DIM=dim,
-            BLOCK=BLOCK, RELU=inputs.relu, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -105,27 +54,6 @@ def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.T
     return out, scales
 
 
-@triton.jit(do_not_specialize=["width", "topk"])
-def _chosen(columns, places, out, width, topk, BLOCK: tl.constexpr):
-    """One program per row and ``BLOCK`` entries."""
-    row = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + row * topk + entry, mask=entry < topk, other=-1)
-    column = tl.load(columns + row * width + place, mask=place >= 0, other=-1)
-    tl.store(out + row * topk + entry, column, mask=entry < topk)
-
-
-def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """As :func:`megatron_dsa.ops.indexer_topk.listed.chosen`."""
-    (rows, topk), block = places.shape, 1024
-    out = torch.empty_like(places, memory_format=torch.contiguous_format)
-    if out.numel():
-        _chosen[(rows, triton.cdiv(topk, block))](
-            columns.contiguous(), places.contiguous(), out, columns.shape[1], topk, BLOCK=block
-        )
-    return out
-
-
 @triton.jit(do_not_specialize=["first", "topk", "stride", "key_rows"])
 def _put(out, columns, start, end, key_rows, first, topk, stride, BLOCK: tl.constexpr):
     """One program per query and ``BLOCK`` entries."""
@@ -150,7 +78,7 @@ def put(
     first: int,
     key_rows: torch.Tensor | None,
 ) -> None:
-    """As :func:`megatron_dsa.ops.indexer_topk.listed.put`."""
+    """As :func:`megatron_dsa.ops.indexer_topk.torch.put`."""
     (tokens, topk), block = out.shape, 1024
     if out.numel():
         columns = None if columns is None else columns.contiguous()

@@ -37,15 +37,6 @@ def test_work_of_the_dense_loss():
     assert dense.flops(dense.draw(one.inputs, one.layout, 3)) == 2 * 820 * (3 * 4 * 128 + 3 * 192)
 
 
-def test_fp8_selects_through_candidates(monkeypatch):
-    """Where our kernels are left out, torch's scores stand in."""
-    monkeypatch.setattr(indexer, "named", lambda operation, way: ())
-    one = measurer(300, topk=16, workspace_mib=1)
-    ((part, result),) = one.measure(Work("select", indexer.FP8))
-    assert part == "select" and result["status"] == "ok"
-    assert "indexer_listed_scores=" in result["ran"]
-
-
 def test_engine_scores_are_compared_with_the_rule(monkeypatch):
     monkeypatch.setattr(indexer, "named", lambda operation, way: ())
     one = measurer(300, topk=16, workspace_mib=1)

@@ -255,10 +255,6 @@ def test_what_engines_do_not_have_is_refused():
     cases = {
         "relu must be true": (dataclasses.replace(draw(4, 40, 8, 32), relu=False), ENGINE),
         "at most 128 dims": (draw(4, 40, 8, 256), ENGINE),
-        "fp8_selection must be off": (
-            draw(4, 40, 8, 32),
-            dataclasses.replace(ENGINE, fp8_selection=True),
-        ),
     }
     for message, (inputs, policy) in cases.items():
         with pytest.raises(ConfigError, match=message):

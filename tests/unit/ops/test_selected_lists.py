@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.ops.indexer_topk import listed
+from megatron_dsa.ops.indexer_topk.torch import put
 from megatron_dsa.ops.layout.blocks import Seen
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 
@@ -57,7 +57,7 @@ def check(put, tokens, width, topk, device="cpu"):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unfused(shape):
-    check(listed.put, *shape)
+    check(put, *shape)
 
 
 def test_triton_interpreted():

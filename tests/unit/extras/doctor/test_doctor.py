@@ -48,7 +48,6 @@ def test_full_size_calls_are_timed(capsys, add, as_if_on_gpu):
         "sparse attention": [{"forward"}, {"backward"}],
         "teacher": [{"teacher"}],
         "index selection": [{"selection"}],
-        "fp8 selection": [{"selection"}],
         "engine scores": [{"selection"}],
         "indexer loss": [{"loss and gradients"}],
     }
