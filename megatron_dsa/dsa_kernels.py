@@ -17,7 +17,7 @@ from megatron_dsa.ops.indexer_loss.api import (
 )
 from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.masked_attention.api import (
     MaskedAttentionOutput,
     key_bits,

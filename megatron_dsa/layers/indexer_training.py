@@ -20,7 +20,7 @@ from megatron_dsa.metrics.log import (
 )
 from megatron_dsa.ops.common.scaling import Factor, Scaled
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.indexer_topk.api import require_finite_scores
 from megatron_dsa.ops.layout.layout import Layout
 
 

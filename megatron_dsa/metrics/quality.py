@@ -21,7 +21,7 @@ from megatron_dsa.ops.common.arithmetic import (
 )
 from megatron_dsa.ops.common.checks import require_scale
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores
 from megatron_dsa.ops.layout.layout import Layout
 

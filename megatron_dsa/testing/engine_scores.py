@@ -11,8 +11,7 @@ import torch
 
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import engine_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, engine_scores
 from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.testing.comparison import Comparison
 from megatron_dsa.testing.indexer_topk import SelectionCase, integer_index_inputs

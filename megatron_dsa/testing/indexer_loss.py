@@ -6,8 +6,7 @@ import torch
 
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.indexer_loss.reference import dense_teacher, kl_sum
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
 from megatron_dsa.testing.comparison import Comparison
 from megatron_dsa.testing.layouts import chunks, visible_keys
 from megatron_dsa.testing.lists import Lists

@@ -13,7 +13,7 @@ from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.engine import LARGEST_DIM
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
-from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
+from megatron_dsa.ops.indexer_topk.spec import describe_index_call
 from megatron_dsa.testing.engine_scores import EngineCase, exact_products
 from megatron_dsa.testing.indexer_topk import integer_index_inputs, random_index_inputs
 from megatron_dsa.testing.layouts import sampled_tokens

@@ -8,7 +8,7 @@ import torch
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.extras.doctor.results import Part
 from megatron_dsa.extras.doctor.session import Session, named
-from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
+from megatron_dsa.ops.indexer_topk.spec import describe_index_call
 from megatron_dsa.testing.indexer_loss import expected_loss, random_teacher
 from megatron_dsa.testing.indexer_topk import (
     SelectionCase,

@@ -31,8 +31,8 @@ from megatron_dsa.ops.indexer_loss.inputs import (
     TeacherKeys,
 )
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer, query_blocks, summed_in
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.ops.indexer_topk.inputs import (
+from megatron_dsa.ops.indexer_topk.api import require_finite_scores
+from megatron_dsa.ops.indexer_topk.spec import (
     IndexerInputs,
     check_indexer,
     describe_index_call,

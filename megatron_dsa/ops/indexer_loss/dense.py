@@ -21,7 +21,7 @@ from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.layout import Layout
 

@@ -4,7 +4,7 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout
 
 

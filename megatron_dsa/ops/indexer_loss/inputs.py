@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout
 
 

@@ -18,7 +18,7 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, sum_mm
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.rope.api import rotate_index
 
 
@@ -77,7 +77,7 @@ class LatentQueries:
 
 @dataclass(frozen=True)
 class LatentIndexerInputs:
-    """:class:`~megatron_dsa.ops.indexer_topk.inputs.IndexerInputs` with queries made of latents.
+    """:class:`~megatron_dsa.ops.indexer_topk.spec.IndexerInputs` with queries made of latents.
 
     Attributes:
         queries: what the queries are made of.

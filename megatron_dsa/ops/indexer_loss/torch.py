@@ -13,7 +13,7 @@ from megatron_dsa.ops.common.arithmetic import (
 )
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.inputs import SparseLoss, SparseLossInputs
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
 def sparse(inputs: SparseLossInputs) -> SparseLoss:

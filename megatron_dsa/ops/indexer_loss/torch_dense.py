@@ -9,7 +9,7 @@ from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, TeacherKeys
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
 from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.layout import Layout

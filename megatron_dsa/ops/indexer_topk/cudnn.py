@@ -8,7 +8,7 @@ to the top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 6
 
 import torch
 
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.ops.padding import padded_heads, with_heads
 

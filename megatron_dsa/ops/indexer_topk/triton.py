@@ -1,6 +1,8 @@
-"""Triton kernels of the selection: vectors in fp8, and lists of key rows."""
+"""Triton kernels of the selection: vectors in fp8, lists of key rows, largest magnitudes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,6 +15,9 @@ ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
 #: All bits of an fp32 number below its exponent.
 _MANTISSA = tl.constexpr(0x7FFFFF)
+#: Programs that look for the largest magnitudes, and elements of one step.
+_PROGRAMS, _BLOCK = 512, 4096
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -38,9 +43,8 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``.
 
-    As :func:`megatron_dsa.ops.indexer_topk.fp8.quantized`, or with ``least`` as
-    :func:`megatron_dsa.ops.indexer_topk.engine.quantized`, where the largest element of a vector
-    counts as ``least`` or more; ``D`` is a power of two, x contiguous.
+    As :mod:`.fp8` does; with ``least``, to which the largest element of a vector is raised, scales
+    are powers of two. ``D`` is a power of two, x contiguous.
     """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -85,3 +89,62 @@ def put(
         _put[(tokens, triton.cdiv(topk, block))](
             out, columns, seen.start, seen.end, key_rows, first, topk, out.stride(0), BLOCK=block
         )
+
+
+@triton.jit
+def _largest(x, unseen, width, count, BLOCK: tl.constexpr):
+    """Return the bits of the largest fp32 magnitude of this program's share; NaN is the largest.
+
+    Bits of magnitudes are ordered as these are.
+    """
+    largest = tl.zeros([BLOCK], tl.int32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for begin in range(first, count, tl.num_programs(0) * BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        inside = place < count
+        if unseen is not None:
+            inside &= tl.load(unseen + place // width, mask=inside, other=1) == 0
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & _MAGNITUDE)
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["q_width", "k_width", "w_width", "q_count", "k_count", "w_count"])
+def _magnitudes(
+    q, k, weights, unseen_queries, unseen_keys, out, q_width, k_width, w_width, q_count, k_count,
+    w_count, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out [3, programs]``: the largest magnitudes of each program."""
+    programs = tl.num_programs(0)
+    at = out + tl.program_id(0)
+    tl.store(at, _largest(q, unseen_queries, q_width, q_count, BLOCK))
+    tl.store(at + programs, _largest(k, unseen_keys, k_width, k_count, BLOCK))
+    tl.store(at + 2 * programs, _largest(weights, unseen_queries, w_width, w_count, BLOCK))
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
+    """One program. The products of a head are summed before they are weighted: both must fit."""
+    place = tl.arange(0, PROGRAMS)
+    q = tl.max(tl.load(largest + place), 0).to(tl.float32, bitcast=True)
+    k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)
+    weights = tl.max(tl.load(largest + 2 * PROGRAMS + place), 0).to(tl.float32, bitcast=True)
+    products = q * k
+    # False for NaN.
+    tl.store(holds, products + products * weights < limit)
+
+
+def sums_fit(
+    tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
+) -> torch.Tensor:
+    """As :func:`megatron_dsa.ops.indexer_topk.torch.sums_fit`; 16-bit or fp32."""
+    q, k, weights = (x.contiguous() for x in tensors)
+    largest = q.new_empty(3, _PROGRAMS, dtype=torch.int32)
+    holds = q.new_empty((), dtype=torch.bool)
+    widths = (x.numel() // len(x) for x in (q, k, weights))
+    _magnitudes[(_PROGRAMS,)](
+        q, k, weights, unseen[0], unseen[1], largest, *widths, q.numel(), k.numel(),
+        weights.numel(), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    _fit[(1,)](largest, holds, limit, PROGRAMS=_PROGRAMS, num_warps=4)
+    return holds

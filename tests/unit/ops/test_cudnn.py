@@ -19,7 +19,7 @@ from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
-from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.ops.indexer_topk.spec import index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES

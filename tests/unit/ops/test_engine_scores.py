@@ -15,8 +15,8 @@ from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.api import selection_calls
-from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES
-from megatron_dsa.ops.indexer_topk.reference import engine_scores
+from megatron_dsa.ops.indexer_topk.fp8 import LEAST
+from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, engine_scores
 from megatron_dsa.ops.layout.blocks import Block, QueryRange, Seen
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout
@@ -286,7 +286,7 @@ def test_quantization_compiles_without_a_gpu(monkeypatch, capability):
     recorder = Recorder(kernels._quantize)
     monkeypatch.setattr(kernels, "_quantize", recorder)
     for shape in ((1, 128), (48, 64, 128)):
-        kernels.quantize(torch.zeros(shape, dtype=torch.bfloat16), least=engine.LEAST)
+        kernels.quantize(torch.zeros(shape, dtype=torch.bfloat16), least=LEAST)
     made = [assembly(recorder.kernel, *launch, capability) for launch in recorder.launches]
     assert len({x.hash for x in made}) == 1 and ".local" not in made[0].asm["ptx"]
 

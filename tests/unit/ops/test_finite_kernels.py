@@ -8,7 +8,7 @@ import torch
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 from tests.helpers import leaf
 
-KERNELS = "megatron_dsa.ops.indexer_topk.finite_triton"
+KERNELS = "megatron_dsa.ops.indexer_topk.triton"
 NAN, INF = float("nan"), float("inf")
 
 
@@ -57,19 +57,19 @@ def test_triton_interpreted():
 
 def main():
     """What runs in the interpreter: with few programs, which look at several blocks."""
-    from megatron_dsa.ops.indexer_topk import finite_triton
+    from megatron_dsa.ops.indexer_topk import triton
 
     prepare_interpreter()
-    finite_triton._PROGRAMS, finite_triton._BLOCK = 4, 32
+    triton._PROGRAMS, triton._BLOCK = 4, 32
     for queries, keys in ((1, 1), (5, 9), (37, 4)):
         for dtype in (torch.float32, torch.float16):
             tensors, unseen = draw(queries, keys, dtype=dtype)
             if dtype == torch.float32:
-                check(finite_triton.sums_fit, tensors, unseen)
-            assert bool(finite_triton.sums_fit(tensors, unseen, bound(tensors, unseen) + 1e-3))
+                check(triton.sums_fit, tensors, unseen)
+            assert bool(triton.sums_fit(tensors, unseen, bound(tensors, unseen) + 1e-3))
     tensors, unseen = draw(5, 9)
     apart = [torch.stack([x, x], 1)[:, 0] for x in tensors]
-    check(finite_triton.sums_fit, apart, unseen)
+    check(triton.sums_fit, apart, unseen)
 
 
 def test_compiles_without_a_gpu(monkeypatch):

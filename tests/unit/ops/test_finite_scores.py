@@ -14,7 +14,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.indexer_topk.api import require_finite_scores
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout

@@ -19,8 +19,7 @@ from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import SparseLossInputs
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.helpers import double_leaf, dynamic_shared_memory, needs_compiler, ptxas, relative_error
 

@@ -83,7 +83,7 @@ def kernels():
 def test_a_meta_function_lies_beside_the_implementations(name):
     operation = OPERATIONS[name]
     assert callable(import_attribute(operation.meta))
-    folder = operation.meta.partition(".meta:")[0]
+    folder = operation.meta.partition(":")[0].rpartition(".")[0]
     for candidate in operation.candidates:
         assert candidate.kernel == "declined" or candidate.kernel.startswith(f"{folder}.")
 

@@ -13,8 +13,7 @@ import torch
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.ops.indexer_topk import reference
-from megatron_dsa.ops.indexer_topk.declaration import SCORES
+from megatron_dsa.ops.indexer_topk.spec import SCORES, index_scores
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.compressed import compressed_keys
@@ -132,7 +131,7 @@ def integer_inputs(rows, keys, heads, relu=True):
 def expected(inputs, keys):
     """float64 scores ``[rows, width]`` of all rows."""
     weights = inputs.weights.double()
-    return reference.index_scores(inputs.q.double(), keys.double(), weights, inputs.relu)
+    return index_scores(inputs.q.double(), keys.double(), weights, inputs.relu)
 
 
 def all_scores(inputs, layout, rows_at_once):

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_dsa.ops.dispatch import describe_call
-from megatron_dsa.ops.indexer_topk import reference
-from megatron_dsa.ops.indexer_topk.declaration import TOPK
+from megatron_dsa.ops.indexer_topk.spec import TOPK, selected_ids
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.layout.blocks import Seen
 from tests.cases.indexer_topk import op_call
@@ -90,7 +89,7 @@ def test_what_is_expected_here_is_what_the_reference_selects(topk):
     scores[4, ::3] = -INFINITY
     seen = Seen(torch.arange(9, dtype=torch.int32) * 5, torch.arange(9, dtype=torch.int32) * 5 + 10)
     for some in (seen, Seen(seen.start * 0, seen.end), Seen(seen.start, seen.start)):
-        want = reference.topk(scores, some.columns(50), topk)
+        want = selected_ids(scores, some.columns(50), topk)
         assert torch.equal(expected(scores, some, topk), want)
 
 

@@ -9,7 +9,7 @@ from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.hopper.fixed_point import largest, units_for
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
 def sparse(inputs: SparseLossInputs) -> SparseLoss:

@@ -22,7 +22,7 @@ from megatron_dsa.ops.indexer_loss.inputs import (
 )
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape, gathered_bytes
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.layout import Layout
 
