@@ -10,12 +10,9 @@ from megatron_dsa.layers.parallel.absorbed_attention import (
     absorbed_attention,
 )
 from megatron_dsa.layers.parallel.ring.api import dense_attention, gathered_latent_attention
-from megatron_dsa.ops.indexer_loss.api import (
-    IndexerTraining,
-    dense_indexer_loss,
-    sparse_indexer_loss,
-)
-from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys
+from megatron_dsa.ops.indexer_loss.api import dense_indexer_loss, sparse_indexer_loss
+from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.masked_attention.api import (

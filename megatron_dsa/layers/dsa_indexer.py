@@ -18,7 +18,7 @@ from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.weight_blocks import split_for_muon
 from megatron_dsa.ops.dispatch.policy import EXACT
-from megatron_dsa.ops.indexer_loss.queries import (
+from megatron_dsa.ops.indexer_loss.training import (
     LatentIndexerInputs,
     LatentQueries,
     TrainedIndexer,

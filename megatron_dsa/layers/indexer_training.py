@@ -19,7 +19,7 @@ from megatron_dsa.metrics.log import (
     say_if_frozen,
 )
 from megatron_dsa.ops.common.scaling import Factor, Scaled
-from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
+from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.api import require_finite_scores
 from megatron_dsa.ops.layout.layout import Layout
 

@@ -12,9 +12,9 @@ from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, SCORES, TOPK
-from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
+from megatron_dsa.ops.key_lists.spec import KEY_LISTS
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BACKWARD
 from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
 from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.ops.indexer_loss.reference import dense_teacher, kl_sum
+from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs, dense_teacher, kl_sum
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
 from megatron_dsa.testing.comparison import Comparison
 from megatron_dsa.testing.layouts import chunks, visible_keys

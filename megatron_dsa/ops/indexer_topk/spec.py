@@ -197,7 +197,7 @@ ENGINE_SCORES = Operation(
     (
         Candidate(
             "tilelang",
-            f"{_HERE}.tilelang.launch:EngineScores",
+            f"{_HERE}.tilelang.launch:Scores",
             Support(
                 covers="fp8 scores of a block of queries, where they are seen, in DeepGEMM's order",
                 package=TILELANG,

@@ -16,7 +16,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budge
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
 from megatron_dsa.ops.masked_attention.declaration import (
     BACKWARD,
@@ -209,7 +209,7 @@ def masked_attention(
             instead of to ``k_pe`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         indexer: train the indexer on these probabilities in the backward pass (see
-            :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), for the query
+            :class:`~megatron_dsa.ops.indexer_loss.training.IndexerTraining`), for the query
             tokens of ``bits``.
         group: process group of ranks that have the same tokens and other heads each. All of them
             call together, forward and backward, with the same ``topk``.

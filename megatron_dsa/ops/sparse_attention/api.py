@@ -24,7 +24,7 @@ from megatron_dsa.ops.common.checks import (
 )
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
@@ -222,7 +222,7 @@ def sparse_attention(
         in_order: the caller knows that all lists follow one order of the keys, as those of
             :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.
         indexer: train the indexer on these probabilities in the backward pass, where they are
-            recomputed anyway (see :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`).
+            recomputed anyway (:class:`~megatron_dsa.ops.indexer_loss.training.IndexerTraining`).
         policy: which implementations may run.
 
     Returns:

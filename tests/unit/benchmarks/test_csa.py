@@ -14,8 +14,8 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.compressor import reference as compressor_reference
 from megatron_dsa.ops.compressor.api import CompressorInputs
-from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.key_lists.spec import plain_lists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope import reference as rope_reference
@@ -110,7 +110,7 @@ def test_eager_key_lists(ratio, topk):
         assert torch.equal(length, visible.clamp_max(topk).int())
         assert (selected < visible[:, None]).all() and ((selected >= 0).sum(1) == length).all()
     lists = KeyLists(layout, window, keys, selected, length)
-    indices, count = lists_reference.build(lists._inputs(slice(0, rows)))
+    indices, count = plain_lists(lists._inputs(slice(0, rows)))
     offset = keys.count if ratio else 0
     slots = 0 if topk else offset
     found, found_count = eager.key_lists(layout.position, window, offset, selected, ratio, slots)

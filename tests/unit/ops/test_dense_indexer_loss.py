@@ -9,9 +9,9 @@ from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, de
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.indexer_loss import tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.dense import query_blocks
+from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
@@ -155,7 +155,8 @@ def test_size_of_tiles_changes_nothing(device, name, workspace, shape):
     """From one pair per tile to one tile per window."""
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout)
-    assert tiles.tile_shape(DenseLossInputs(inputs, layout, q, k, SCALE, None, workspace)) == shape
+    given = DenseLossInputs(inputs, layout, q, k, SCALE, None, workspace)
+    assert dense_torch.tile_shape(given) == shape
     want = value_and_gradients(inputs, q, k, layout, policy=Policy(workspace_bytes=2**30))
     got = value_and_gradients(inputs, q, k, layout, policy=Policy(workspace_bytes=workspace))
     assert_same(got, want, 1e-12)
@@ -204,7 +205,7 @@ def test_tiles_cover_what_is_visible_once(device, name, shape):
     slots = torch.arange(layout.num_keys, device=device)
     visible = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
     covered = torch.zeros_like(visible, dtype=torch.int32)
-    for block in tiles.query_blocks(layout, shape[0]):
+    for block in query_blocks(layout, shape[0]):
         rows = torch.arange(layout.num_queries, device=device)[block.rows]
         assert 0 < rows.numel() <= shape[0]
         for tile in block.tiles(shape[1]):
@@ -263,14 +264,14 @@ def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
         layout = bshd_layout(length // batch, batch, device)
         inputs, q, k = make(device, layout, dtype, keys)
         arguments = DenseLossInputs(inputs, layout, q, k, SCALE, None, budget)
-        rows, width = tiles.tile_shape(arguments)
+        rows, width = dense_torch.tile_shape(arguments)
         assert rows < length // batch  # several blocks
         losses = []  # kept alive, with what they save
         peak = peak_bytes(
             device, lambda p=arguments, kept=losses: kept.append(dense_torch.dense(p))
         )
         wide = torch.promote_types(dtype, torch.float32).itemsize
-        products = tiles.HEADS_AT_ONCE * wide  # per pair
+        products = dense_torch.HEADS_AT_ONCE * wide  # per pair
         tensors = (inputs.q, inputs.k, inputs.weights)
         accumulated = (inputs.k.numel() + inputs.k.shape[1] + inputs.weights.numel()) * wide
         saved = sum(x.numel() * x.element_size() for x in tensors)
@@ -293,9 +294,9 @@ def test_many_rows_share_expanded_keys():
     )
     for mib, least in ((256, 1024), (64, 512), (1, 8)):
         part = dataclasses.replace(arguments, workspace_bytes=mib * 2**20)
-        rows, width = tiles.tile_shape(part)
+        rows, width = dense_torch.tile_shape(part)
         assert rows >= least
-        assert tiles.TileBytes.of(part)(rows, width) <= mib * 2**20
+        assert dense_torch.tile_bytes(part)(rows, width) <= mib * 2**20
 
 
 def _one_of_two_ranks(rank, store, folder):

@@ -11,8 +11,7 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.testing.indexer_loss import expected_dense_loss

@@ -14,7 +14,7 @@ import torch
 from megatron_dsa.dsa_kernels import ExpandedKeys, LatentKeys
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS
 from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.cases.dense_loss import HOPPER, SCALE, Shape, make

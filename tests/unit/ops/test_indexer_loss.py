@@ -10,7 +10,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
 from megatron_dsa.ops.indexer_topk.spec import index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.testing.indexer_loss import expected_dense_loss, expected_loss

@@ -15,9 +15,7 @@ from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.common.arithmetic import valid_entries
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.ops.indexer_loss import reference
-from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import SparseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import SPARSE_LOSS, SparseLossInputs, kl_sum
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout
@@ -163,7 +161,7 @@ def expected(inputs):
         q, k, weights = leaves[0][rows], leaves[1], leaves[2][rows]
         scores = index_scores(q, k, weights).gather(1, safe[rows])
         mask, teacher = valid[rows], inputs.teacher[rows].double()
-        part = reference.kl_sum(scores, teacher, mask)
+        part = kl_sum(scores, teacher, mask)
         part.backward()
         value += part.detach()
         some = mask & (teacher.masked_fill(~mask, 0.0).sum(-1, keepdim=True) > 0)

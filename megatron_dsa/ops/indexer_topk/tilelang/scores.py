@@ -49,21 +49,19 @@ class Kind:
 
     Attributes:
         heads: index heads.
-        dtype: of queries and keys.
+        dtype: of queries and keys. In fp8, keys have scales, and sums have the order of
+            :mod:`megatron_dsa.ops.indexer_topk.engine`.
         relu: one of the ways to take it in :mod:`.sums`.
         buffers: tiles of q in shared memory.
-        engine: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
     """
 
     heads: int
     dtype: str
     relu: int
     buffers: int
-    engine: bool
 
     @property
-    def scaled(self) -> bool:
-        """Whether keys have scales."""
+    def is_fp8(self) -> bool:
         return self.dtype == "float8_e4m3fn"
 
     @property
@@ -79,7 +77,7 @@ class Kind:
     @property
     def of_unit(self) -> tuple[int, int, bool]:
         """Heads and rows of q of an accumulator, order of sums: constants of :mod:`.sums`."""
-        return self.heads, COLUMNS, self.engine
+        return self.heads, COLUMNS, self.is_fp8
 
 
 # In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers; `share`
@@ -186,7 +184,7 @@ def write(acc, part, values, column, kind):
         T.address_of(values.target[part * kind.own]),
         T.address_of(values.seen[part * kind.own * 2]),
         column,
-        of=(*kind.of_unit, kind.relu, kind.scaled),
+        of=(*kind.of_unit, kind.relu, kind.is_fp8),
     )
 
 
@@ -221,7 +219,7 @@ def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
     for b in T.serial(span[1]):
         i = share[3] + b
         column = (span[0] + b) * KEYS
-        if kind.scaled:
+        if kind.is_fp8:
             call(
                 "dsa_scales",
                 values.scales.data,
@@ -269,10 +267,8 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
         advance(share, span)
 
 
-def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool = False):
+def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     """Return the TileLang program for ``heads`` index heads of 128.
-
-    ``engine``: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Its arguments (contiguous but for the scores; sizes are dynamic):
         Q ``[rows * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
@@ -289,7 +285,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool =
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype}")
     buffers, with_relu = DTYPES[dtype]
-    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers, engine)
+    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers)
     fp32, int32 = "float32", "int32"
     rows, q_rows, keys, stride = T.dynamic("rows, q_rows, keys, stride")
 
@@ -298,7 +294,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool =
         Q: T.Tensor([q_rows, DIM], dtype),
         K: T.Tensor([keys, DIM], dtype),
         Weights: T.Tensor([q_rows], fp32),
-        KeyScales: T.Tensor([keys if kind.scaled else 1], fp32),
+        KeyScales: T.Tensor([keys if kind.is_fp8 else 1], fp32),
         Start: T.Tensor([rows], int32),
         End: T.Tensor([rows], int32),
         Scores: T.StridedTensor([rows, keys], (stride, 1), fp32),
