@@ -112,7 +112,7 @@ def without_relu(inputs):
 
 
 def with_nan(inputs):
-    """2: rows that see nothing, and keys that nobody sees, hold NaN."""
+    """Queries that see nothing, and keys that nobody sees, hold NaN."""
     layout, x = inputs.layout, inputs.indexer.detach()
     unseen_rows, unseen_keys = layout.start == layout.end, ~visible_keys(layout).any(0)
     assert unseen_rows.any() and unseen_keys.any()

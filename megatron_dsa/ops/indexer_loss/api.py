@@ -1,5 +1,6 @@
 """The indexer's losses over selected keys and over all visible keys (DeepSeek-V3.2)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_dsa.ops.indexer_loss.spec import (
     SPARSE_LOSS,
     DenseLossInputs,
     ExpandedKeys,
+    IndexerGradients,
     LatentKeys,
     SparseLoss,
     SparseLossInputs,
@@ -60,10 +62,7 @@ class SelectedKeysLoss:
 
     def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:
         """Return the KL sum, differentiable in the indexer's tensors where they require grad."""
-        tensors = (inputs.q, inputs.k, inputs.weights)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _SparseLoss.apply(*tensors, inputs.relu, self)
-        return self.value(inputs)
+        return with_backward(inputs, lambda wanted: self._run(inputs, wanted))
 
     def _run(
         self, inputs: IndexerInputs, want_gradients: bool, dq: torch.Tensor | None = None
@@ -82,12 +81,23 @@ class SelectedKeysLoss:
         return SPARSE_LOSS.run(call, self.policy, arguments)
 
 
-class _SparseLoss(torch.autograd.Function):
-    """The forward computes the gradients; the backward multiplies them by a number."""
+def with_backward(
+    inputs: IndexerInputs, run: Callable[[bool], tuple[torch.Tensor, IndexerGradients | None]]
+) -> torch.Tensor:
+    """Return a loss, differentiable in the indexer's tensors where they require grad.
 
+    ``run`` returns the loss, and its gradients if its argument is true: the forward computes them.
+    """
+    tensors = inputs.tensors()
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _WithBackward.apply(*tensors, run)
+    return run(False)[0]
+
+
+class _WithBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, weights, relu, loss):
-        value, gradients = loss.with_gradients(IndexerInputs(q, k, weights, relu))
+    def forward(ctx, q, k, weights, run):
+        value, gradients = run(True)
         ctx.save_for_backward(
             *(g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
         )
@@ -97,7 +107,7 @@ class _SparseLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dvalue):
         gradients = ctx.saved_tensors
-        return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None, None
+        return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None
 
 
 def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:

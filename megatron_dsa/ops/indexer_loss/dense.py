@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.scaling import scaled_together
+from megatron_dsa.ops.indexer_loss.api import with_backward
 from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.torch import Gradients
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
@@ -86,31 +85,14 @@ class TileFunctions(Protocol):
 def dense_loss(
     inputs: DenseLossInputs, functions: Callable[[DenseLossInputs], TileFunctions]
 ) -> torch.Tensor:
-    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
+    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs."""
 
-    The forward computes the gradients with the value.
-    """
-    x = inputs.indexer
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.weights))):
-        return _kl_sum(inputs, functions(inputs), None)
-    return _DenseLoss.apply(x.q, x.k, x.weights, inputs, functions)
-
-
-class _DenseLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, weights, inputs, functions):
-        grads = Gradients(inputs.indexer)
+    def run(want_gradients: bool):
+        grads = Gradients(inputs.indexer) if want_gradients else None
         loss = _kl_sum(inputs, functions(inputs), grads)
-        ctx.save_for_backward(
-            grads.q.to(q.dtype), grads.k.to(k.dtype), grads.weights.to(weights.dtype)
-        )
-        return loss
+        return loss, None if grads is None else grads.result()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        gradients = ctx.saved_tensors
-        return *scaled_together(gradients, dloss, [g.dtype for g in gradients]), None, None
+    return with_backward(inputs.indexer, run)
 
 
 def _kl_sum(

@@ -146,8 +146,7 @@ class DenseLossInputs:
 
 
 _HERE = __package__
-_BF16 = (torch.bfloat16,)
-_INDEXER: dict[str, Any] = {"dims": ((128, 0),), "heads": (1, 64)}
+_INDEXER: dict[str, Any] = {"dims": ((128, 0),), "heads": (1, 64), "dtypes": (torch.bfloat16,)}
 
 SPARSE_LOSS = Operation(
     "sparse_indexer_loss",
@@ -161,7 +160,6 @@ SPARSE_LOSS = Operation(
                 package=TILELANG,
                 capabilities=(HOPPER,),
                 **_INDEXER,
-                dtypes=_BF16,
                 topk=(1, 2048),
                 without_relu=False,
                 **ATOMIC_SUMS,
@@ -175,7 +173,6 @@ SPARSE_LOSS = Operation(
                 package=CUDNN,
                 capabilities=(HOPPER,),
                 **_INDEXER,
-                dtypes=_BF16,
                 without_relu=False,
                 deterministic=False,
                 bridged="heads padded to 8, 16, 32 or 64, K in buckets; teacher copied; "
@@ -212,7 +209,6 @@ DENSE_LOSS = Operation(
                 covers="teachers of plain MLA; the rest as triton",
                 package=TILELANG,
                 capabilities=(HOPPER,),
-                dtypes=_BF16,
                 teacher_dims=(192, 256),
                 **_INDEXER,
             ),
@@ -224,7 +220,6 @@ DENSE_LOSS = Operation(
                 covers="value and gradients; teachers of any head dim",
                 package=TRITON,
                 **PORTABLE,
-                dtypes=_BF16,
                 **_INDEXER,
             ),
         ),

@@ -7,15 +7,15 @@ The rule, from bf16 queries ``q [HI, DI]`` and key ``k [DI]`` after rope and Had
    448))``; ``x / scale`` is rounded to e4m3, to nearest, ties to even.
 2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
 3. ``p[h] = relu(q[h] . k)`` of the e4m3 numbers. In torch the product is exact, then rounded to
-   fp32. Hopper's tensor cores form it as they do in the engine, with fewer bits.
+   fp32. Hopper's tensor cores compute it as in the engine, with fewer bits.
 4. Heads are added up in fp32. For ``r`` in 0 to 7, ``s[r]`` begins at 0 and takes ``w[h] * p[h]``
    of the heads ``h = r + 8, r, r + 16, r + 24, ...`` one after the other by fused multiply-add.
    With ``t[i] = s[2 i] + s[2 i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the
    scale of ``k``.
 
-The order of 4 is that of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
-threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``, of which the CUDA compiler rounds the
-former and fuses the latter. Every step but 3 has one result on every device.
+Step 4 has the order of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
+threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``: the CUDA compiler rounds the former
+and fuses the latter. Every step but 3 has one result on every device.
 """
 
 from collections.abc import Iterable
@@ -38,13 +38,12 @@ KEYS = 8192
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8 and fp32 weights ``[r, HI]`` with its scales in them."""
+    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times the scales of q."""
     q, scales = quantized(q)
     return q, weights.float() * scales
 
 
 def check(inputs: IndexerInputs) -> None:
-    """Raise unless the rule has scores for ``inputs``."""
     require(
         inputs.relu,
         f"inputs.relu must be true with indexer_numerics {DEEPGEMM_FP8}: the engines' scores have "
@@ -67,7 +66,7 @@ class Scores:
     """``indexer_engine_scores`` in torch, eight index heads at a time."""
 
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Products of eight heads in fp64 and fp32, their sums in fp64 and fp32, the score."""
+        # Products of eight heads in fp64 and fp32, their sums in fp64 and fp32, the score.
         return SUMS * (8 + 8 + 4 + 4) + 4
 
     def __call__(
@@ -89,7 +88,6 @@ def _in_order(groups: Iterable[slice]) -> list[slice]:
 
 
 def _scores(q, weights, keys, key_scales) -> torch.Tensor:
-    """Return fp32 ``[r, w]`` of ``q [r, HI, DI]`` and ``keys [w, DI]`` by the rule."""
     # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
     keys = keys.double().t()
     sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)

@@ -23,6 +23,8 @@ from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 _HERE = __package__
+#: Calls that the Hopper kernels of scores take.
+_HOPPER: dict[str, Any] = {"capabilities": (HOPPER,), "dims": ((128, 0),), "heads": (1, 64)}
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,7 @@ SCORES = Operation(
             Support(
                 covers="scores of a block of queries, where they are seen; with and without relu",
                 package=TILELANG,
-                capabilities=(HOPPER,),
-                dims=((128, 0),),
-                heads=(1, 64),
+                **_HOPPER,
                 dtypes=(torch.bfloat16,),
                 bridged="heads padded to 16, 32 or 64",
             ),
@@ -177,10 +177,8 @@ SCORES = Operation(
             Support(
                 covers="scores of a block of queries",
                 package=CUDNN,
-                capabilities=(HOPPER,),
+                **_HOPPER,
                 dtypes=(torch.bfloat16,),
-                dims=((128, 0),),
-                heads=(1, 64),
                 without_relu=False,
                 bridged="S x S buffer avoided block by block; heads padded to 16, 32 or 64; "
                 "ratio 1",
@@ -201,9 +199,7 @@ ENGINE_SCORES = Operation(
             Support(
                 covers="fp8 scores of a block of queries, where they are seen, in DeepGEMM's order",
                 package=TILELANG,
-                capabilities=(HOPPER,),
-                dims=((128, 0),),
-                heads=(1, 64),
+                **_HOPPER,
                 dtypes=(torch.float8_e4m3fn,),
                 without_relu=False,
                 bridged="heads padded to 16, 32 or 64",

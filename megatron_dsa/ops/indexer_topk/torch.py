@@ -21,8 +21,7 @@ class Scores:
     """``indexer_scores`` in torch, a few index heads at a time."""
 
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Products of some heads and the sum over heads."""
-        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)
+        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)  # products, and their sum
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -35,8 +34,7 @@ class Selection:
     """``indexer_topk`` in torch."""
 
     def bytes_per_score(self) -> int:
-        """Sorted copies, counters, masks."""
-        return 32
+        return 32  # sorted copies, counters, masks
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         visible = seen.columns(scores.shape[1])

@@ -19,7 +19,7 @@ from megatron_dsa.testing.indexer_loss import expected_dense_loss
 from megatron_dsa.testing.layouts import visible_keys
 from megatron_dsa.testing.tolerances import INDEXER_LOSS
 from tests.cases.indexer_loss import check
-from tests.helpers import leaf, peak_bytes, relative_error
+from tests.helpers import leaf, no_synchronisation, peak_bytes, relative_error
 from tests.processes import run_ranks
 
 SCALE = 0.37  # not 1, so that a scale applied twice shows
@@ -110,12 +110,27 @@ def attention_lse(q, k, mask, other=None):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("keys", ["latent", "expanded", "one", "all"])
-def test_against_autograd(device, name, keys):
+@pytest.mark.parametrize("relu", [True, False])
+def test_against_autograd(device, name, keys, relu):
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout, keys=keys)
+    inputs = dataclasses.replace(inputs, relu=relu)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
     expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
     check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
+
+
+def test_value_without_gradients(device):
+    """Under no_grad the value is the same; the loss trains the indexer only."""
+    layout = LAYOUTS["packed"](device)
+    inputs, q, k = make(device, layout, keys="one")
+    q, k = q.requires_grad_(), k.requires_grad_()
+    loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    with torch.no_grad():
+        value = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    assert not value.requires_grad and torch.equal(value, loss.detach())
+    loss.backward()
+    assert q.grad is None and k.grad is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -193,6 +208,7 @@ def test_lower_precision(device, dtype):
     inputs, q, k = make(device, layout, dtype)
     k = LatentKeys(k.latents, k.w_uk * 0.5)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
+    assert loss.dtype == torch.float32
     assert relative_error(k.expanded(), every_key(k)) < INDEXER_LOSS[torch.bfloat16]
     expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
     check(inputs, loss, expected, INDEXER_LOSS[dtype])
@@ -358,12 +374,9 @@ def test_no_host_synchronisation():
     device = torch.device("cuda")
     layouts = [make_layout(device) for make_layout in LAYOUTS.values()]
     cases = [(layout, *make(device, layout, torch.bfloat16)) for layout in layouts]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for layout, inputs, q, k in cases:
             value_and_gradients(inputs, q, k, layout, policy=SMALL)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def zeros(*shape):

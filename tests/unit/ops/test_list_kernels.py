@@ -8,6 +8,7 @@ import torch
 from megatron_dsa.ops.key_lists import torch as unfused
 from megatron_dsa.ops.key_lists.spec import ListInputs, plain_lists
 from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
+from tests.helpers import no_synchronisation
 
 KERNELS = "megatron_dsa.ops.key_lists.triton"
 
@@ -135,12 +136,9 @@ def test_triton_on_the_gpu(kind, rows, topk):
     inputs = make_inputs(kind, rows=rows, window=128, topk=topk, device="cuda")
     want = unfused.build(inputs)
     kernels.build(inputs)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         got = [kernels.build(inputs) for _ in range(2)]
         unfused.build(inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for indices, length in got:
         assert torch.equal(indices, want[0]) and torch.equal(length, want[1])
     check(kernels.build, make_inputs(kind, rows=200, window=128, topk=topk, device="cuda"))

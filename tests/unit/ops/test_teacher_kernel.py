@@ -1,7 +1,4 @@
-"""Our kernel of the sparse teacher: interpreted on the CPU, compiled, and run on a GPU.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Our kernel of the sparse teacher: interpreted on the CPU, compiled, and run on a GPU."""
 
 import pytest
 import torch
@@ -74,7 +71,7 @@ def expected(inputs):
 
 
 def check(case, device):
-    """1-6: what is not selected has no part in it, not even as NaN; every entry is written."""
+    """What is not selected has no part in it, not even as NaN; every entry is written."""
     from megatron_dsa.ops.sparse_attention.triton import probabilities
 
     inputs = make(*case, device=device)
@@ -92,7 +89,7 @@ def test_interpreted():
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("case", [(16, 576, 2048), (128, 576, 2048), (64, 512, 640)])
 def test_compiles(monkeypatch, case, capability):
-    """23: products on tensor cores, vector loads, no spills that matter, room on every GPU."""
+    """Products on tensor cores, vector loads, no spills that matter, room on every GPU."""
     module = pytest.importorskip(MODULE)
     (recorder,) = recorded(monkeypatch, module, ["head_sums"])
     heads, dim, entries = case
@@ -121,7 +118,7 @@ def test_on_a_gpu(case):
 
 @pytest.mark.gpu
 def test_repeatable_without_a_synchronisation():
-    """18, 24: equal inputs give equal bits, and the host does not wait."""
+    """Equal inputs give equal bits, and the host does not wait."""
     module = pytest.importorskip(MODULE)
     inputs = make(128, 576, 2048, False, torch.bfloat16, "cuda", rows=300, keys=4000)
     lse = expected(inputs)[0].float().cuda()

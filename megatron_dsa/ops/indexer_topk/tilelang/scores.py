@@ -86,13 +86,11 @@ class Kind:
 
 
 def walk():
-    """Return new ``share`` and ``span``."""
     return T.alloc_local([5], "int32"), T.alloc_local([2], "int32")
 
 
 @T.macro
 def begin(share, m):
-    """Read the thread block's share."""
     for i in T.unroll(3):
         share[i] = m.share[i]
     share[3] = 0
@@ -101,23 +99,14 @@ def begin(share, m):
 
 @T.macro
 def look(share, span, at, kind):
-    """Find the blocks of the next tile."""
     call(
-        "dsa_span",
-        span.data,
-        T.address_of(at.start[0]),
-        T.address_of(at.end[0]),
-        share[0],
-        at.start.shape[0],
-        share[1],
-        share[2],
-        of=kind.of_tile,
-    )
+        "dsa_span", span.data, T.address_of(at.start[0]), T.address_of(at.end[0]), share[0],
+        at.start.shape[0], share[1], share[2], of=kind.of_tile,
+    )  # fmt: skip
 
 
 @T.macro
 def advance(share, span):
-    """Go on to the next tile."""
     share[0] += 1
     share[1] = 0
     share[2] -= span[1]
@@ -138,7 +127,6 @@ def fetch_queries(Q, m, done, share, c, buffers):
 
 @T.macro
 def fetch_keys(K, m, done, share, span, b):
-    """Fetch a block of keys."""
     i = share[3] + b
     key = (span[0] + b) * KEYS
     T.barrier_wait(done.k_free[i % STAGES], (i // STAGES & 1) ^ 1)
@@ -175,42 +163,26 @@ def multiply(m, acc, slot, i, part):
 
 @T.macro
 def write(acc, part, values, column, kind):
-    """Write the weighted sums of an accumulator."""
     call(
-        "dsa_write",
-        acc[part].data,
-        T.address_of(values.weights[part * COLUMNS // 4]),
-        values.scales.data,
-        T.address_of(values.target[part * kind.own]),
-        T.address_of(values.seen[part * kind.own * 2]),
-        column,
+        "dsa_write", acc[part].data, T.address_of(values.weights[part * COLUMNS // 4]),
+        values.scales.data, T.address_of(values.target[part * kind.own]),
+        T.address_of(values.seen[part * kind.own * 2]), column,
         of=(*kind.of_unit, kind.relu, kind.is_fp8),
-    )
+    )  # fmt: skip
 
 
 @T.macro
 def prepare(Weights, Scores, values, at, chunk, part, kind):
-    """Read what belongs to the queries of a chunk."""
     call(
-        "dsa_weights",
-        T.address_of(values.weights[part * COLUMNS // 4]),
-        T.address_of(Weights[0]),
-        chunk * COLUMNS,
-        Weights.shape[0],
-        of=(COLUMNS, kind.relu),
-    )
+        "dsa_weights", T.address_of(values.weights[part * COLUMNS // 4]), T.address_of(Weights[0]),
+        chunk * COLUMNS, Weights.shape[0], of=(COLUMNS, kind.relu),
+    )  # fmt: skip
     call(
-        "dsa_rows",
-        T.address_of(values.target[part * kind.own]),
-        T.address_of(values.seen[part * kind.own * 2]),
-        T.address_of(Scores[0, 0]),
-        Scores.strides[0],
-        T.address_of(at.start[0]),
-        T.address_of(at.end[0]),
-        chunk * (COLUMNS // kind.heads),
-        Scores.shape[0],
-        of=kind.of_unit,
-    )
+        "dsa_rows", T.address_of(values.target[part * kind.own]),
+        T.address_of(values.seen[part * kind.own * 2]), T.address_of(Scores[0, 0]),
+        Scores.strides[0], T.address_of(at.start[0]), T.address_of(at.end[0]),
+        chunk * (COLUMNS // kind.heads), Scores.shape[0], of=kind.of_unit,
+    )  # fmt: skip
 
 
 @T.macro
@@ -221,13 +193,9 @@ def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
         column = (span[0] + b) * KEYS
         if kind.is_fp8:
             call(
-                "dsa_scales",
-                values.scales.data,
-                T.address_of(KeyScales[0]),
-                column,
-                KeyScales.shape[0],
-                of=kind.of_unit,
-            )
+                "dsa_scales", values.scales.data, T.address_of(KeyScales[0]), column,
+                KeyScales.shape[0], of=kind.of_unit,
+            )  # fmt: skip
         T.barrier_wait(done.k[i % STAGES], i // STAGES & 1)
         # Nothing is under way where the loop begins: ptxas would wait for every product.
         multiply(m, acc, slot, i, 0)
@@ -300,7 +268,6 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
         Scores: T.StridedTensor([rows, keys], (stride, 1), fp32),
         blocks: T.int32,
     ):
-        """Arguments as :func:`build` describes."""
         with T.Kernel(blocks, threads=3 * GROUP):
             T.import_source(shares.SOURCE + sums.SOURCE)
             m = SimpleNamespace(
@@ -318,14 +285,9 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
             at = SimpleNamespace(start=Start, end=End)
             tx = T.get_thread_binding()
             call(
-                "dsa_share",
-                T.address_of(Start[0]),
-                T.address_of(End[0]),
-                rows,
-                T.address_of(m.sums[0]),
-                T.address_of(m.share[0]),
-                of=(*kind.of_tile, 3 * GROUP),
-            )
+                "dsa_share", T.address_of(Start[0]), T.address_of(End[0]), rows,
+                T.address_of(m.sums[0]), T.address_of(m.share[0]), of=(*kind.of_tile, 3 * GROUP),
+            )  # fmt: skip
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:
