@@ -32,7 +32,6 @@ _FORMER_NAMES = {
     "rotate": "rotate",
     "lists": "key_lists",
     "scores": "indexer_scores",
-    "listed-scores": "indexer_listed_scores",
     "topk": "indexer_topk",
     "forward": "sparse_attention_forward",
     "backward": "sparse_attention_backward",
@@ -43,11 +42,15 @@ _FORMER_NAMES = {
     "dense-loss": "dense_indexer_loss",
     "indexer-backward": "sparse_indexer_loss",
 }
-#: Flags of earlier versions -> their names now.
-RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}
-RENAMED["--csa-dense-mode"] = "--dsa-stage dense"
-RENAMED["--dsa-health-fp8"] = "metrics.quality.score_recall"
-RENAMED["--dsa-health-rows"] = "--dsa-health-tokens"
+_RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()} | {
+    "--csa-dense-mode": "--dsa-stage dense",
+    "--dsa-health-rows": "--dsa-health-tokens",
+}
+_GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
+#: Flags of earlier versions -> why they are refused.
+FORMER = {old: f"it is {new} now" for old, new in _RENAMED.items()} | dict.fromkeys(
+    ("--dsa-fp8-selection", "--dsa-health-fp8", "--dsa-listed-scores-impl"), _GONE
+)
 
 
 class _BackendAction(argparse.Action):
@@ -338,19 +341,19 @@ def add_setting_arguments(group) -> None:
 
 def _add_former_arguments(group) -> None:
     """Add the flags of earlier versions, which no help text shows."""
-    for old, new in RENAMED.items():
-        group.add_argument(old, action=_RefuseRenamed, new=new, nargs="*", help=argparse.SUPPRESS)
+    for old, why in FORMER.items():
+        group.add_argument(old, action=_RefuseFormer, why=why, nargs="*", help=argparse.SUPPRESS)
 
 
-class _RefuseRenamed(argparse.Action):
+class _RefuseFormer(argparse.Action):
     """Refuse a flag of an earlier version."""
 
-    def __init__(self, option_strings, dest, new: str, **settings):
+    def __init__(self, option_strings, dest, why: str, **settings):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
-        self.new = new
+        self.why = why
 
     def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"argument {option_string}: it is {self.new} now")
+        parser.error(f"argument {option_string}: {self.why}")
 
 
 def megatron_argv(argv: list[str]) -> list[str]:

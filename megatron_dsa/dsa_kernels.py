@@ -12,8 +12,16 @@ from megatron_dsa.ops.indexer_loss.api import (
     sparse_indexer_loss,
 )
 from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys
+from megatron_dsa.layers.parallel.absorbed_attention import (
+    AbsorbedAttentionOutput,
+    absorbed_attention,
+)
+from megatron_dsa.layers.parallel.ring.api import dense_attention, gathered_latent_attention
+from megatron_dsa.ops.indexer_loss.api import dense_indexer_loss, sparse_indexer_loss
+from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.masked_attention.api import (
     MaskedAttentionOutput,
     key_bits,

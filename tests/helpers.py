@@ -33,6 +33,23 @@ class MadeUp(Candidate):
 
 
 @contextlib.contextmanager
+def no_synchronisation():
+    """Fail where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def never_waits(call):
+    """Call twice, the second time with :func:`no_synchronisation`: the first loads kernels."""
+    call()
+    with no_synchronisation():
+        call()
+
+
+@contextlib.contextmanager
 def no_room(size):
     """Let no file grow beyond ``size`` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

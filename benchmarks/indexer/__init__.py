@@ -5,8 +5,8 @@
 
 ``select`` scores every visible pair and keeps the best keys, ``loss:LISTS`` is the KL sum with all
 gradients over selected keys, ``dense`` that of the warm-up stage, all through dispatch as a layer
-calls them. A way names the implementations; what one lacks is left to dispatch. ``fp8`` selects
-through fp8 scores, ``deepgemm-fp8`` by scores in the arithmetic of inference engines; its
+calls them. A way names the implementations; what one lacks is left to dispatch. The way
+``deepgemm-fp8`` selects by scores in the arithmetic of inference engines; its
 ``recall`` is of the keys that exact scores select, its ``rule_recall`` of those that the rule in
 float64 does, for a few queries. The way ``megatron`` is megatron-core's own: its
 TileLang indexer (:mod:`benchmarks.indexer.bundled`), and its unfused dense loss
@@ -54,8 +54,6 @@ OPERATIONS = {
     "loss": ("sparse_indexer_loss",),
     "dense": ("dense_indexer_loss",),
 }
-#: Selection through fp8 candidates, with our kernels.
-FP8 = "fp8"
 #: Selection by scores in the arithmetic of inference engines, with our kernels.
 ENGINE = DEEPGEMM_FP8
 
@@ -65,7 +63,7 @@ def _ways(operation: str, *more: str) -> tuple[str, ...]:
 
 
 WAYS = {
-    "select": _ways("indexer_topk", FP8, ENGINE),
+    "select": _ways("indexer_topk", ENGINE),
     "loss": _ways("sparse_indexer_loss"),
     "dense": _ways("dense_indexer_loss"),
 }
@@ -154,12 +152,12 @@ class _Measurer:
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         operation, _, lists = work.part.partition(":")
         self._check(operation, work.way, lists)
-        ours = work.way in (FP8, ENGINE)
+        is_engine = work.way == ENGINE
         policy = Policy(
-            workspace_bytes=self.case.workspace_mib * 2**20, fp8_selection=work.way == FP8,
-            named=named(operation, "tilelang" if ours else work.way),
-            indexer_numerics=ENGINE if work.way == ENGINE else "exact",
-        )  # fmt: skip
+            workspace_bytes=self.case.workspace_mib * 2**20,
+            named=named(operation, "tilelang" if is_engine else work.way),
+            indexer_numerics=ENGINE if is_engine else "exact",
+        )
         make = {"select": self.select, "loss": self.loss, "dense": self.dense}[operation]
         made = make(policy, work.way == bundled.WAY, lists)
         reset_report()

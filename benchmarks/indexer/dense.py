@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
 from megatron_dsa.ops.layout.layout import Layout
 
 

@@ -44,7 +44,7 @@ PARTS = {
 #: Groups of kernels by what their names contain, the first that is found.
 KERNELS = {
     "attention": r"_mla_|masked_attention|sparse_attn|sdpa|flash|fmha",
-    "index scores": r"index_scores|_listed_scores",
+    "index scores": r"index_scores",
     "indexer loss": r"indexer_loss|dense_teacher|head_sums|head_lse|student_|(query|key)_gradient",
     WEIGHTS: r"nvjet|gemm|cutlass",
 }

@@ -24,17 +24,16 @@ describe() { # run: sets from, stage, until, rates, flags
     scratch) from='' rates=("${falling[@]}") ;;
     v4) from='' rates=("${falling[@]}") flags=("${v4[@]}") ;;
     *) # sparse, sparse_TOPK, sparse_VARIANT, sparse_TOPK_VARIANT
-      if [[ ! $1 =~ ^sparse(_([1-9][0-9]*))?(_(again|absorbed|masked|fp8|fp8_scores))?$ ]]; then
+      if [[ ! $1 =~ ^sparse(_([1-9][0-9]*))?(_(again|absorbed|masked|fp8_scores))?$ ]]; then
         echo "no run is called $1: dense, dense_on, dense_on_again, warmup, sparse, sparse_without_warmup," \
-          "scratch, v4, or sparse with a number of keys, a variant (again, absorbed, masked, fp8," \
-          "fp8_scores) or both behind it, such as sparse_512 and sparse_256_fp8" >&2
+          "scratch, v4, or sparse with a number of keys, a variant (again, absorbed, masked," \
+          "fp8_scores) or both behind it, such as sparse_512 and sparse_512_masked" >&2
         return 2
       fi
       from=warmup flags=(--dsa-indexer-topk "${BASH_REMATCH[2]:-${topks[0]}}")
       case ${BASH_REMATCH[4]} in
         absorbed) flags+=(--dsa-selected-attention sparse) ;;
         masked) flags+=(--dsa-selected-attention masked) ;;
-        fp8) flags+=(--dsa-fp8-selection) ;; # exact where a query sees less than 15 K keys
         fp8_scores) flags+=(--dsa-indexer-numerics deepgemm-fp8) ;;
       esac
       ;;

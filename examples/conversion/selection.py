@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.layers.dsa_core import DSACoreAttention
 from megatron_dsa.metrics.health import Attended, sampled_queries
 from megatron_dsa.metrics.quality import chooses, recall, visible_keys
-from megatron_dsa.ops.indexer_loss.teacher import teacher_lse, teacher_tile
+from megatron_dsa.ops.indexer_loss.torch_dense import teacher_lse, teacher_tile
 
 
 @contextmanager

@@ -102,12 +102,6 @@ class DSAOptions:
         "What context-parallel ranks exchange in the dense stages: MLA's latents, gathered, or "
         "keys and values of the local heads, round a ring; auto: the narrower.",
     )
-    fp8_selection: bool = option(
-        False,
-        "--dsa-fp8-selection",
-        "Select keys by index scores in fp8 and score the best of them again: faster, and a key "
-        "that fp8 misjudges by much is missed.",
-    )
     indexer_numerics: Literal["exact", "deepgemm-fp8"] = option(
         "exact",
         "--dsa-indexer-numerics",
@@ -199,6 +193,5 @@ class DSAOptions:
     def policy(self) -> Policy:
         """What dispatch needs to know."""
         return Policy(
-            self.fused, self.strict, self.workspace_bytes, self.named, self.fp8_selection,
-            indexer_numerics=self.indexer_numerics,
-        )  # fmt: skip
+            self.fused, self.strict, self.workspace_bytes, self.named, self.indexer_numerics
+        )

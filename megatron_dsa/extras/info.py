@@ -71,7 +71,7 @@ def _flash_attention_4_unused() -> str | None:
 MODELS = {"DeepSeek-V3.2": "deepseek-v3.2", "DeepSeek-V4-Pro": "deepseek-v4-pro"}
 #: Options that call all operations between them.
 SETTINGS = (
-    DSAOptions(stage="sparse", fp8_selection=True, evaluate_indexer=True),
+    DSAOptions(stage="sparse", evaluate_indexer=True),
     DSAOptions(stage="sparse", selected_attention="masked"),
     DSAOptions(stage="sparse", indexer_numerics="deepgemm-fp8"),
     DSAOptions(stage="warmup"),
@@ -136,7 +136,6 @@ _REMARKS = {
     **dict.fromkeys(
         (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
     ),
-    "indexer_listed_scores": "with --dsa-fp8-selection",
     "indexer_engine_scores": "with --dsa-indexer-numerics deepgemm-fp8",
     **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
     "visible_bits": "with masked dense attention in stages dense and warmup",

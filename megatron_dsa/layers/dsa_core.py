@@ -38,7 +38,7 @@ from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
-from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
+from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout
 
 

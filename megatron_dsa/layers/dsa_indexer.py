@@ -21,7 +21,7 @@ from megatron_dsa.layers.parallel.groups import (
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.dispatch.policy import EXACT
-from megatron_dsa.ops.indexer_loss.queries import (
+from megatron_dsa.ops.indexer_loss.training import (
     LatentIndexerInputs,
     LatentQueries,
     TrainedIndexer,

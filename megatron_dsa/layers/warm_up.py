@@ -27,7 +27,6 @@ from megatron_dsa.layers.required_ops import RequiredOp, called_ops
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy, on_meta, uncounted
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,
@@ -94,8 +93,7 @@ def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale
     if "masked_attention_forward" in fused:
         with uncounted(), torch.enable_grad():
             _attend_masked(fused, fused["masked_attention_forward"], policy, softmax_scale)
-    selects = {"indexer_topk", "indexer_scores", "indexer_listed_scores"}
-    if fused.keys() & (selects | {"sparse_indexer_loss"}):
+    if fused.keys() & {"indexer_topk", "indexer_scores", "sparse_indexer_loss"}:
         inputs = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
         with uncounted():
             _index(fused, inputs, policy)
@@ -177,14 +175,11 @@ def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     assert call.topk is not None
     # Scores are only needed where more is visible than selected.
-    rows = _TOKENS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
+    rows = _TOKENS + call.topk
     inputs = _index_inputs(call, rows)
     layout = bshd_layout(rows, 1, _device())
     with torch.no_grad():
-        exact = replace(policy, fp8_selection=False)
-        indices, length = indexer_topk(inputs, layout, call.topk, policy=exact)
-        if policy.fp8_selection:  # which wide blocks alone would take
-            indexer_topk(inputs, layout, call.topk, policy=replace(policy, fp8_least_ratio=0))
+        indices, length = indexer_topk(inputs, layout, call.topk, policy=policy)
     if "sparse_indexer_loss" in fused:
         teacher = torch.ones(indices.shape, device=_DEVICE)
         with torch.enable_grad():

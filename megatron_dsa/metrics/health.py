@@ -31,8 +31,8 @@ from megatron_dsa.metrics.quality import (
     visible_keys,
 )
 from megatron_dsa.ops.common.autograd import in_backward
-from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
-from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
+from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys, TeacherKeys
+from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout
 
 

@@ -1,4 +1,4 @@
-"""How good a selection is: recall, overlap, captured mass, what rougher scores would find.
+"""How good a selection is: recall, overlap, captured mass.
 
 Plain functions on tensors, usable without Megatron. They return one value per query, NaN where a
 query has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: key rows or slots
@@ -21,9 +21,8 @@ from megatron_dsa.ops.common.arithmetic import (
 )
 from megatron_dsa.ops.common.checks import require_scale
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.ops.indexer_topk.fp8 import quantized
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.torch import best, block_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.indexer_topk.torch import block_scores
 from megatron_dsa.ops.layout.layout import Layout
 
 
@@ -188,19 +187,11 @@ def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:
     return mask.scatter_(1, torch.where(indices < 0, keys, indices).long(), True)[:, :keys]
 
 
-def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x [..., D]`` as fp8 (e4m3, a scale per ``D`` entries) holds it, in fp32 or fp64."""
-    held, scales = quantized(x)
-    dtype = accumulation_dtype(x.dtype)
-    return held.to(dtype) * scales[..., None].to(dtype)
-
-
 @torch.no_grad()
 def query_scores(
     inputs: IndexerInputs,
     queries: torch.Tensor,
     *,
-    fp8: bool = False,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
     """Return the index scores ``[r, Skv]`` of some queries, fp32 (fp64 for fp64 inputs).
@@ -210,60 +201,19 @@ def query_scores(
     Args:
         inputs: the indexer's tensors.
         queries: int64 ``[r]``, tokens.
-        fp8: of q and k as fp8 holds them (:func:`through_fp8`: a scale per query and index head,
-            and per key), multiplied and summed as before.
         workspace_bytes: budget for temporary memory besides the result.
     """
-    through = through_fp8 if fp8 else torch.Tensor.detach
     sampled = IndexerInputs(
-        through(inputs.q[queries]), inputs.k, inputs.weights[queries], inputs.relu
+        inputs.q[queries].detach(), inputs.k, inputs.weights[queries], inputs.relu
     )
     number, heads, dim = sampled.q.shape
     itemsize = accumulation_dtype(inputs.q.dtype).itemsize
     keys_at_once = rows_in_budget(workspace_bytes, itemsize * (2 * number * heads + 4 * dim))
     scores = [
-        block_scores(sampled, slice(None), through(keys), heads)
+        block_scores(sampled, slice(None), keys.detach(), heads)
         for keys in inputs.k.split(keys_at_once)
     ]
     return torch.cat(scores, 1)
-
-
-@torch.no_grad()
-def score_recall(
-    rough: torch.Tensor,
-    scores: torch.Tensor,
-    layout: Layout,
-    topk: int,
-    queries: torch.Tensor,
-    *,
-    candidates: int | None = None,
-) -> torch.Tensor:
-    """Return fp32 ``[r]``: the share of the keys selected by ``scores`` that ``rough`` ones find.
-
-    NaN for queries that see no more than ``topk`` keys: they have no choice.
-
-    Args:
-        rough, scores: ``[r, Skv]`` of these queries, from :func:`query_scores`.
-        layout, topk: as for :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
-        queries: int64 ``[r]``, their tokens.
-        candidates: rough scores choose that many, and exact scores keep the best ``topk``
-            (``--dsa-fp8-selection``: :func:`megatron_dsa.ops.indexer_topk.api.candidates_for`);
-            by default ``topk``, the rough scores decide.
-    """
-    slot = torch.arange(layout.num_keys, device=queries.device)
-    visible = (slot >= layout.start[queries, None]) & (slot < layout.end[queries, None])
-
-    def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
-        # In slot order: ties go to the key that comes first. The scores of a few queries are less
-        # to reorder than the keys.
-        if layout.key_rows is not None:
-            scores = scores.index_select(1, layout.key_rows)
-        return best(scores.masked_fill(~visible, float("-inf")), visible, count)
-
-    wanted = chosen(scores, topk)
-    found = chosen(rough, topk if candidates is None else candidates)
-    share = (wanted & found).sum(-1).float() / wanted.sum(-1)
-    return torch.where(chooses(layout, queries, topk), share, float("nan"))
 
 
 def chooses(layout: Layout, queries: torch.Tensor, topk: int) -> torch.Tensor:

@@ -19,6 +19,10 @@ from megatron_dsa.ops.masked_attention.spec import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.spec import PROBABILITIES as MASKED_PROBABILITIES
 from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, SPARSE_LOSS
+from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, SCORES, TOPK
+from megatron_dsa.ops.key_lists.spec import KEY_LISTS
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BACKWARD
 from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
 from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
@@ -37,7 +41,6 @@ OPERATIONS: dict[str, Operation] = {
         INDEX_ROTATION,
         KEY_LISTS,
         SCORES,
-        LISTED_SCORES,
         ENGINE_SCORES,
         TOPK,
         FORWARD,

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.ops.common import checks
 from megatron_dsa.ops.common.scaling import Factor
-from megatron_dsa.ops.indexer_topk import finite
+from megatron_dsa.ops.indexer_topk import api
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def without_host_numbers():
         return None
 
     with contextlib.ExitStack() as stack:
-        for module in (checks, finite):
+        for module in (checks, api):
             stack.enter_context(mock.patch.object(module, "require_on_device", unchecked))
         stack.enter_context(mock.patch.object(Factor, "on_device", lambda factor: factor))
         yield

@@ -8,6 +8,7 @@ from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, de
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.testing.cases import visible_keys
+from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
 from megatron_dsa.testing.comparison import Comparison
 from tests.helpers import leaf
 
@@ -112,7 +113,7 @@ def without_relu(inputs):
 
 
 def with_nan(inputs):
-    """2: rows that see nothing, and keys that nobody sees, hold NaN."""
+    """Queries that see nothing, and keys that nobody sees, hold NaN."""
     layout, x = inputs.layout, inputs.indexer.detach()
     unseen_rows, unseen_keys = layout.start == layout.end, ~visible_keys(layout).any(0)
     assert unseen_rows.any() and unseen_keys.any()

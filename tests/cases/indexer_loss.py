@@ -8,7 +8,7 @@ from megatron_dsa.testing.comparison import Comparison
 LAYOUTS = {
     "one sequence": lambda device: bshd_layout(48, 1, device),
     "batch of 3": lambda device: bshd_layout(16, 3, device),
-    # a padded tail: rows without any visible key (trap 8)
+    # a padded tail: tokens without any visible key
     "packed": lambda device: packed_layout(
         torch.tensor([0, 3, 20, 41], device=device, dtype=torch.int32), 48, 21
     ),

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_topk import reference
+from megatron_dsa.ops.indexer_topk.spec import selected_ids
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.testing.cases import Shape, visible_keys
 from megatron_dsa.testing.indexer_topk import expected_scores, integer_index_inputs
@@ -22,7 +22,7 @@ def expected(inputs, layout, k):
     slots = dataclasses.replace(layout, key_rows=None)
     by_slot = dataclasses.replace(inputs, k=layout.keys_in_slot_order(inputs.k))
     scores = expected_scores(by_slot, torch.arange(len(inputs.q), device=inputs.q.device))
-    return layout.to_key_rows(reference.topk(scores, visible_keys(slots), k))
+    return layout.to_key_rows(selected_ids(scores, visible_keys(slots), k))
 
 
 LAYOUTS = {

@@ -135,7 +135,6 @@ GIVEN = {
     "--dsa-cp-layout": ("contiguous", "contiguous"),
     "--dsa-tp-mode": ("heads", "heads"),
     "--dsa-cp-exchange": ("keys", "keys"),
-    "--dsa-fp8-selection": ("", True),
     "--dsa-fp8-indexer": ("", True),
     "--dsa-latent-norm-epsilon": ("1e-5", 1e-5),
     "--dsa-impl": ("rotate=torch key_lists=torch", (("rotate", "torch"), ("key_lists", "torch"))),
@@ -387,8 +386,15 @@ def test_a_wrong_name_is_refused(word, says):
         options_from_args(parse("--dsa-impl", word))
 
 
-@pytest.mark.parametrize("flags", [["--dsa-forward-impl", "torch"], ["--dsa-forward-impl=torch"]])
-def test_a_former_flag_names_its_successor(flags, capsys):
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--dsa-forward-impl", "torch"], "it is --dsa-impl sparse_attention_forward=NAME now"),
+        (["--dsa-forward-impl=torch"], "it is --dsa-impl sparse_attention_forward=NAME now"),
+        (["--dsa-fp8-selection"], "argument --dsa-fp8-selection: it is gone, selection is exact"),
+    ],
+)
+def test_a_former_flag_names_its_successor(flags, says, capsys):
     with pytest.raises(SystemExit):
         parse(*flags)
-    assert "it is --dsa-impl sparse_attention_forward=NAME now" in capsys.readouterr().err
+    assert says in capsys.readouterr().err

@@ -21,11 +21,6 @@ def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         return
     flag, dim = f"--dsa-indexer-numerics {numerics}", config.dsa_indexer_head_dim or 0
     yield (
-        not options.fp8_selection,
-        f"--dsa-fp8-selection must not be used with {flag}: it scores candidates again, which "
-        "engines do not; drop one of them",
-    )
-    yield (
         config.dsa_indexer_scoring_relu,
         f"--no-dsa-indexer-scoring-relu must not be used with {flag}: the engines' scores have a "
         "relu; drop one of them",

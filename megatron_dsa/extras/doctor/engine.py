@@ -21,6 +21,12 @@ from megatron_dsa.testing.indexer_topk import (
     integer_index_inputs,
     random_index_inputs,
 )
+from megatron_dsa.ops.indexer_topk.spec import describe_index_call
+from megatron_dsa.testing.engine_scores import EngineCase, exact_products
+from megatron_dsa.testing.indexer_topk import integer_index_inputs, random_index_inputs
+from megatron_dsa.testing.layouts import sampled_tokens
+from megatron_dsa.testing.lists import layout_of
+from megatron_dsa.testing.shapes import Shape
 
 SCORES, TOPK = "indexer_engine_scores", "indexer_topk"
 

@@ -21,8 +21,7 @@ from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 #: Operations that get verdicts.
 CHECKED = {
     *("sparse_attention_forward", "sparse_attention_backward", "sparse_attention_probabilities"),
-    *("indexer_scores", "indexer_listed_scores", "indexer_engine_scores", "indexer_topk"),
-    "sparse_indexer_loss",
+    *("indexer_scores", "indexer_engine_scores", "indexer_topk", "sparse_indexer_loss"),
 }
 
 

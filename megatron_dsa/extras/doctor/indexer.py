@@ -3,9 +3,6 @@
 Scores in the arithmetic of inference engines are in :mod:`.engine`.
 """
 
-from dataclasses import replace
-from functools import partial
-
 import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
@@ -23,6 +20,7 @@ from megatron_dsa.testing.cases import (
     layout_of_tokens,
     sampled_tokens,
 )
+from megatron_dsa.ops.indexer_topk.spec import describe_index_call
 from megatron_dsa.testing.indexer_loss import expected_loss, random_teacher
 from megatron_dsa.testing.indexer_topk import (
     SelectionCase,
@@ -30,21 +28,7 @@ from megatron_dsa.testing.indexer_topk import (
     random_index_inputs,
 )
 
-SCORES, LISTED, TOPK, LOSS = (
-    "indexer_scores",
-    "indexer_listed_scores",
-    "indexer_topk",
-    "sparse_indexer_loss",
-)
-
-
-def _select_by(case: SelectionCase, pairs, fp8: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the selection of a case with the named implementations."""
-    policy = named(*pairs)
-    if fp8:  # its scores are what is compared; top-k has verdicts of its own
-        pairs = (*policy.named, (TOPK, "torch"))
-        policy = replace(policy, named=pairs, fp8_selection=True, fp8_least_ratio=0)
-    return indexer_topk(case.inputs, case.layout, case.topk, policy=policy)
+SCORES, TOPK, LOSS = "indexer_scores", "indexer_topk", "sparse_indexer_loss"
 
 
 def check_selection(session: Session, shape: Shape) -> None:
@@ -65,32 +49,6 @@ def check_selection(session: Session, shape: Shape) -> None:
         part = _select(session, pairs, *cases)
         chosen = [candidate.name for _, candidate in pairs] == picked
         session.file("index selection", label, shape, (part,), chosen)
-    _check_fp8(session, shape, call, *cases[:2])
-
-
-def _check_fp8(session: Session, shape: Shape, op_call: OpCall, ordinary, equal) -> None:
-    """File a verdict on every pair of rough (fp8) scores and those that are formed again."""
-    label = f"{shape.indexer_label()}, fp8"
-    assert op_call.topk is not None
-    more = replace(op_call, topk=candidates_for(op_call.topk))
-    parts = ((SCORES, replace(more, dtype=FP8)), (LISTED, more))
-    picked = [session.choice(op, x, label) for op, x in parts]
-    usable = [session.available(op, x, label) for op, x in parts]
-    for pairs in [(scores, again) for scores in usable[0] for again in usable[1]]:
-        part = session.part(*pairs)
-
-        def call(case=ordinary, pairs=pairs):
-            return _select_by(case, pairs, fp8=True)
-
-        def judge_equal(*result, part=part):
-            equal.compare_exactly("all scores equal", part, *result)
-
-        done = session.examine(part, call, lambda *result, p=part: ordinary.compare(p, *result))
-        if done is not None:
-            session.once(part, partial(call, equal), judge_equal, warm=True)
-            session.time(part, "selection", call)
-        chosen = [candidate.name for _, candidate in pairs] == picked
-        session.file("fp8 selection", label, shape, (part,), chosen)
 
 
 def _select(session: Session, pairs, ordinary, equal, whole) -> Part:
@@ -98,7 +56,8 @@ def _select(session: Session, pairs, ordinary, equal, whole) -> Part:
     part = session.part(*pairs)
 
     def select(case: SelectionCase):
-        return lambda: _select_by(case, pairs)
+        policy = named(*pairs)
+        return lambda: indexer_topk(case.inputs, case.layout, case.topk, policy=policy)
 
     def compare_exactly(what: str, case: SelectionCase):
         return lambda *result: case.compare_exactly(what, part, *result)

@@ -64,8 +64,8 @@ class Result:
     """The verdict on one combination of implementations at one shape.
 
     Attributes:
-        check: ``"sparse attention"``, ``"teacher"``, ``"index selection"``, ``"fp8 selection"``,
-            ``"engine scores"`` or ``"indexer loss"``.
+        check: ``"sparse attention"``, ``"teacher"``, ``"index selection"``, ``"engine scores"`` or
+            ``"indexer loss"``.
         label: the shape in words.
         shape: the shape that was run.
         parts: what was found; in "sparse attention" the forward and the backward.

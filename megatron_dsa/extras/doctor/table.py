@@ -12,7 +12,6 @@ _ERRORS = {
     "sparse attention": ("out", "lse", "dq", "dkv", "dsink", "p_sum"),
     "teacher": ("p_sum",),
     "index selection": ("score shortfall", "score inversion"),
-    "fp8 selection": ("score shortfall", "score inversion"),
     "engine scores": ("engine scores", "score shortfall", "score inversion"),
     "indexer loss": ("loss", "dq", "dk", "dweights"),
 }
@@ -91,7 +90,6 @@ def _column(operation: str) -> str:
         "sparse_attention_probabilities": "teacher",
         "indexer_scores": "scores",
         "indexer_engine_scores": "scores",
-        "indexer_listed_scores": "again",
         "indexer_topk": "top-k",
         "sparse_indexer_loss": "loss of",
     }[operation]

@@ -26,9 +26,9 @@ from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_tensor
 from megatron_dsa.ops.common.scaling import scaled_together
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss import api as losses
-from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
+from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_topk import api as selection
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer
 from megatron_dsa.ops.layout.layout import bshd_layout
 
 

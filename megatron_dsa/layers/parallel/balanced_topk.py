@@ -24,7 +24,7 @@ import torch
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.ops.dispatch import Policy, count
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout

@@ -29,10 +29,6 @@ class Policy:
         workspace_bytes: budget for temporary memory of the implementations that need much.
         named: pairs ``(operation, implementation)`` that must run or raise
             (``--dsa-impl sparse_attention_forward=flashmla``); they go before ``fused``.
-        fp8_selection: keys are selected by fp8 scores, the best of them scored again
-            (``--dsa-fp8-selection``).
-        fp8_least_ratio: but only where there are at least as many times more keys than candidates.
-            By measurement (``docs/kernels/indexer.md``): from there on fp8 wins what these cost.
         indexer_numerics: arithmetic of the index scores that select, ``exact`` or
             ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
     """
@@ -41,8 +37,6 @@ class Policy:
     strict: bool = False
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     named: tuple[tuple[str, str], ...] = ()
-    fp8_selection: bool = False
-    fp8_least_ratio: int = 12
     indexer_numerics: str = "exact"
 
     def __post_init__(self) -> None:
@@ -50,11 +44,6 @@ class Policy:
             self.workspace_bytes >= 1,
             f"Policy: workspace_bytes must be positive, got {self.workspace_bytes}: give a number "
             "of bytes",
-        )
-        require(
-            self.fp8_least_ratio >= 0,
-            f"Policy: fp8_least_ratio must not be negative, got {self.fp8_least_ratio}: 0 selects "
-            "by fp8 scores for any number of keys",
         )
         require(
             self.indexer_numerics in (EXACT, DEEPGEMM_FP8),

@@ -1,10 +1,8 @@
-"""The indexer's losses, alone or formed in the backward of sparse attention (DeepSeek-V3.2)."""
+"""The indexer's losses over selected keys and over all visible keys (DeepSeek-V3.2)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,156 +17,29 @@ from megatron_dsa.ops.common.checks import (
     require_scale,
     require_tensor,
 )
-from megatron_dsa.ops.common.scaling import Factor, scaled_together
+from megatron_dsa.ops.common.scaling import scaled_together
 from megatron_dsa.ops.dispatch import Policy, on_meta
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import (
+from megatron_dsa.ops.indexer_loss.spec import (
+    DENSE_LOSS,
+    SPARSE_LOSS,
     DenseLossInputs,
     ExpandedKeys,
+    IndexerGradients,
     LatentKeys,
     SparseLoss,
     SparseLossInputs,
     TeacherKeys,
 )
-from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer, query_blocks, summed_in
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.ops.indexer_topk.inputs import (
-    IndexerInputs,
-    check_indexer,
-    describe_index_call,
-)
+from megatron_dsa.ops.indexer_topk.api import require_finite_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer, describe_index_call
 from megatron_dsa.ops.layout.layout import Layout
-
-
-class TeacherPart(NamedTuple):
-    """The teacher of some query tokens.
-
-    ``indices``, ``topk_length`` and ``teacher`` are as in
-    :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossInputs`; the teacher is that of local
-    heads.
-    """
-
-    tokens: slice
-    indices: torch.Tensor
-    topk_length: torch.Tensor | None
-    teacher: torch.Tensor
-
-    def of(self, own: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return indices, lengths and teacher of some of the tokens."""
-        length = None if self.topk_length is None else self.topk_length[own]
-        return self.indices[own], length, self.teacher[own]
-
-
-@dataclass(frozen=True)
-class IndexerTraining:
-    """What :func:`megatron_dsa.dsa_kernels.sparse_attention` needs to train the indexer.
-
-    The teacher is the head sum of the attention probabilities, which the backward pass recomputes
-    anyway; so the loss has its exact value there, and the indexer's tensors get their gradients
-    from the attention's backward. Nothing of it exists in the forward pass.
-
-    Attributes:
-        inputs: the indexer's tensors; gradients flow to q, k and weights. Queries that are made of
-            latents are made again, and their gradient flows to the weight that makes them.
-        layout: the layout that the selection was made with.
-        weight: called in the backward pass; returns the factor on the gradient of the KL *sum* over
-            query tokens (coefficient, mean over rows, scale of auxiliary losses), a number, a
-            scalar tensor on the device, or what forms one there.
-        record: called in the backward pass with the KL sum (detached scalar), for the log.
-        head_group: process group over which heads are sharded; the teacher is summed over it.
-        selected_only: the teacher is a softmax over the selected keys alone, not what they get
-            beside window and sink in V4's attention.
-    """
-
-    inputs: TrainedIndexer
-    layout: Layout
-    weight: Callable[[], Factor | torch.Tensor | float]
-    record: Callable[[torch.Tensor], None] = lambda kl_sum: None
-    head_group: object | None = None
-    selected_only: bool = False
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``inputs``; the first three get gradients."""
-        return self.inputs.tensors()
-
-    def without_tensors(self) -> IndexerTraining:
-        """Return the same without the indexer's tensors, to be kept until the backward."""
-        return replace(self, inputs=self.inputs.without_tensors())
-
-    def gradients(
-        self, tensors, parts: Iterable[TeacherPart], policy: Policy
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
-
-        Args:
-            tensors: what :meth:`tensors` returned, as saved for the backward.
-            parts: the teacher of all query tokens, some tokens after the other. A part is formed
-                when the loss of the one before has its value, and dropped with its own.
-            policy: which implementations may run.
-        """
-        trained, (_, k, weights) = tensors[:3], tensors[:3]
-        factor = self.weight()
-        queries = query_blocks(self.inputs.with_tensors(tensors), factor, policy)
-        dk, value, dweights = None, None, []
-        for part in parts:
-            for tokens, own in queries.cut(part.tokens):
-                q = queries.take(tokens)
-                inputs = IndexerInputs(q, k, weights[tokens], self.inputs.relu)
-                loss = SelectedKeysLoss(self.layout, *part.of(own), policy, self.head_group)
-                some, gradients = loss.with_gradients(inputs, queries.gradient(tokens))
-                assert gradients is not None
-                del q, inputs, loss
-                value = some if value is None else value + some
-                dweights.append(gradients.weights)
-                dk = gradients.k if dk is None else dk.add_(gradients.k)
-                queries.add(tokens, gradients.q)
-                del gradients  # before the next block takes memory
-            del part
-        assert dk is not None and value is not None
-        self.record(value)
-        dq, wants_factor = queries.result()
-        found: tuple[torch.Tensor, ...] = (
-            dq, dk, dweights[0] if len(dweights) == 1 else torch.cat(dweights),
-        )  # fmt: skip
-        dtypes = [x.dtype for x in trained]
-        if wants_factor:
-            found = scaled_together(found, factor, dtypes, in_place=True)
-        else:
-            rest = scaled_together(found[1:], factor, dtypes[1:], in_place=True)
-            found = dq.to(dtypes[0]), *rest
-        return *found, *(None for _ in tensors[3:])
-
-
-def separate_tensors(
-    indexer: IndexerTraining | None, **queries: torch.Tensor
-) -> tuple[IndexerTraining | None, tuple[torch.Tensor, ...]]:
-    """Return ``indexer`` without its tensors, and these, for an attention that autograd saves.
-
-    Args:
-        indexer: of a call, or ``None``, which has no tensors.
-        queries: what has one entry per query token of ``indexer.layout``, by the name of its
-            argument.
-
-    Raises:
-        ConfigError: the indexer's tensors, its layout and ``queries`` do not fit.
-    """
-    if indexer is None:
-        return None, ()
-    check_indexer(indexer.inputs.shaped(), indexer.layout, **queries)
-    return indexer.without_tensors(), indexer.tensors()
 
 
 @dataclass(frozen=True)
 class SelectedKeysLoss:
-    """One evaluation of the sparse loss, its operations left to dispatch.
+    """One evaluation of the sparse loss; see :func:`sparse_indexer_loss`.
 
-    Attributes:
-        layout: the layout that the selection was made with.
-        indices, topk_length, teacher: as in
-            :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossInputs`; the teacher is
-            overwritten.
-        policy: which implementations may run.
-        head_group: process group over which heads are sharded; the teacher is summed over it.
+    The teacher, of local heads, is overwritten.
     """
 
     layout: Layout
@@ -190,16 +61,13 @@ class SelectedKeysLoss:
         return self._run(inputs, want_gradients=True, dq=dq)
 
     def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:
-        """Return the KL sum, differentiable in the indexer's tensors where they want gradients."""
-        tensors = (inputs.q, inputs.k, inputs.weights)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _SparseLoss.apply(*tensors, inputs.relu, self)
-        return self.value(inputs)
+        """Return the KL sum, differentiable in the indexer's tensors where they require grad."""
+        return with_backward(inputs, lambda wanted: self._run(inputs, wanted))
 
     def _run(
         self, inputs: IndexerInputs, want_gradients: bool, dq: torch.Tensor | None = None
     ) -> SparseLoss:
-        if summed_in(inputs.q.dtype) != inputs.q.dtype:
+        if query_gradient_dtype(inputs.q.dtype) != inputs.q.dtype:
             inputs = IndexerInputs(
                 inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
             )
@@ -213,12 +81,23 @@ class SelectedKeysLoss:
         return SPARSE_LOSS.run(call, self.policy, arguments)
 
 
-class _SparseLoss(torch.autograd.Function):
-    """The gradients are formed with the value and only multiplied by a number in the backward."""
+def with_backward(
+    inputs: IndexerInputs, run: Callable[[bool], tuple[torch.Tensor, IndexerGradients | None]]
+) -> torch.Tensor:
+    """Return a loss, differentiable in the indexer's tensors where they require grad.
 
+    ``run`` returns the loss, and its gradients if its argument is true: the forward computes them.
+    """
+    tensors = inputs.tensors()
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _WithBackward.apply(*tensors, run)
+    return run(False)[0]
+
+
+class _WithBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, weights, relu, loss):
-        value, gradients = loss.with_gradients(IndexerInputs(q, k, weights, relu))
+    def forward(ctx, q, k, weights, run):
+        value, gradients = run(True)
         ctx.save_for_backward(
             *(g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
         )
@@ -228,7 +107,12 @@ class _SparseLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dvalue):
         gradients = ctx.saved_tensors
-        return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None, None
+        return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None
+
+
+def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of query gradients before the loss scale is applied: fp16 underflows."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -263,7 +147,7 @@ def sparse_indexer_loss(
     head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Sum over query rows of ``KL(teacher || student)`` over the selected keys.
+    """Sum over query tokens of ``KL(teacher || student)`` over the selected keys.
 
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
@@ -304,7 +188,7 @@ def dense_indexer_loss(
     head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Sum over query rows of ``KL(teacher || student)`` over all visible keys.
+    """Sum over query tokens of ``KL(teacher || student)`` over all visible keys.
 
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
@@ -314,7 +198,7 @@ def dense_indexer_loss(
             are those of masked dense attention.
         layout: which keys each query token sees.
         softmax_scale: factor on ``q . k``, positive.
-        other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
+        other_lse: ``[Sq, H]``, log of the mass of the teacher's softmax outside these keys
             (window and sink of V4's attention), ``-inf`` for none.
         lse: ``[Sq, H]``, log-sum-exp (natural) of the scaled scores over the visible keys, as dense
             attention returns it: spares a pass over the teacher. ``None``: it is computed.

@@ -2,21 +2,20 @@
 
 Bridged here: list widths come in buckets (the tail of other widths is left uninitialised there);
 the gradient kernel takes 64 index heads at a time, overwrites the teacher, divides by the number of
-rows, and drops the teacher's pull at entries whose student underflowed, which are the very ones
-that need it: the student is kept above the smallest normal number.
+tokens, and drops the teacher's pull at entries whose student underflowed, which need it most: the
+student is kept above the smallest normal number.
 """
 
 import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget
-from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
 def sparse(inputs: SparseLossInputs) -> SparseLoss:
-    """Return the KL sum, with the gradients if they are wanted."""
     from cudnn import DSA
 
     x, width = inputs.indexer, inputs.indices.shape[1]
@@ -40,7 +39,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
 
 
 def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return the KL sum of some rows; normalises the teacher and cleans the student in place.
+    """Return the KL sum of some tokens; normalises the teacher and cleans the student in place.
 
     A student that underflowed counts as the smallest normal number in the logarithm.
     """
@@ -48,21 +47,20 @@ def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) 
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
-    # Entries that select nothing, and whole rows without keys, may hold anything there.
+    # cuDNN leaves anything in entries that select nothing, and for tokens without keys.
     student.masked_fill_(~(valid & has_mass), 0.0)
     log_ratio = torch.log(teacher.clamp_min(_TINY)) - torch.log(student.clamp_min(_TINY))
     return (teacher * log_ratio).sum()
 
 
 def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradients:
-    """Return the gradients of the KL sum from the student and the normalised teacher."""
     from cudnn import DSA
 
     x = inputs.indexer
     rows, heads = x.q.shape[:2]
     padded = padded_heads(heads, (64,))
     valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
-    # Rows without a teacher keep a student of 0, which means no gradient there.
+    # Tokens without a teacher keep a student of 0: no gradient.
     trained = valid & (inputs.teacher.sum(-1, keepdim=True) > 0)
     result = DSA.indexer_backward_wrapper(
         with_heads(x.q, padded, -2)[None],
@@ -73,7 +71,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
         indices[None],
         torch.ones(1, dtype=torch.float32, device=x.q.device),
         sm_scale=1.0,
-        loss_coeff=float(rows),  # it divides by the number of rows
+        loss_coeff=float(rows),  # it divides by the number of tokens
         topk_indices_global=False,
         d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )

@@ -11,13 +11,42 @@ from megatron_dsa.ops.common.arithmetic import (
     rows_in_budget,
     valid_entries,
 )
-from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.inputs import SparseLoss, SparseLossInputs
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.layout.layout import Layout
+
+
+class Gradients:
+    """Accumulators for dq, dk and dweights: fp32 (fp64 for fp64 inputs), dq in q's dtype."""
+
+    def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
+        acc = accumulation_dtype(inputs.q.dtype)
+        # Each query is written once, by its block, so dq needs no wider accumulator.
+        self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
+        # A spare row takes the contributions of invalid indices.
+        self._k = inputs.k.new_zeros(inputs.k.shape[0] + 1, inputs.k.shape[1], dtype=acc)
+        self.weights = torch.zeros_like(inputs.weights, dtype=acc)
+
+    @property
+    def k(self) -> torch.Tensor:
+        return self._k[:-1]
+
+    @property
+    def k_with_spare(self) -> torch.Tensor:
+        return self._k
+
+    def add_to_slots(self, layout: Layout, slots: slice, dk: torch.Tensor) -> None:
+        """Add ``dk [slots, DI]`` to the gradient of these slots' keys."""
+        if layout.key_rows is None:
+            self.k[slots].add_(dk)
+        else:
+            self.k.index_add_(0, layout.key_rows[slots], dk)
+
+    def result(self) -> IndexerGradients:
+        return IndexerGradients(self.q, self.k, self.weights)
 
 
 def sparse(inputs: SparseLossInputs) -> SparseLoss:
-    """Return the KL sum over the selected keys, with the gradients if they are wanted."""
     x = inputs.indexer
     acc = accumulation_dtype(x.q.dtype)
     value = x.q.new_zeros((), dtype=acc)
@@ -32,9 +61,9 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-    """Return the KL sum of a block and the student (its softmax), of rows that have a teacher.
+    """Return the KL sum of a block and the student (its softmax).
 
-    ``teacher`` is normalised in place. Rows whose teacher has no mass (no visible key, padding)
+    ``teacher`` is normalised in place. Tokens whose teacher has no mass (no visible key, padding)
     contribute exactly 0 to the sum and have a student of 0.
     """
     teacher.masked_fill_(~mask, 0.0)
@@ -42,10 +71,10 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
     logits = logits.masked_fill_(~mask, float("-inf"))
-    # A row without any valid entry would be all -inf: give it a finite softmax, then drop it.
+    # A token without any valid entry would be all -inf: give it a finite softmax, then drop it.
     logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     log_student = torch.log_softmax(logits, dim=-1)
-    # Key by key: sums of many rows have no digits left for their difference. 0 * -inf must be 0.
+    # Key by key: sums of many tokens have no digits left for their difference. 0 * -inf must be 0.
     kl = torch.xlogy(teacher, teacher)
     kl.addcmul_(teacher, log_student.masked_fill(~mask, 0.0), value=-1)
     student = log_student.exp_().masked_fill_(~(mask & has_mass), 0.0)
@@ -54,7 +83,7 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
 
 @dataclasses.dataclass
 class _SparseChunk:
-    """Some query rows with their gathered keys and head products."""
+    """Some query tokens with their gathered keys and head products."""
 
     inputs: IndexerInputs
     rows: slice
@@ -67,11 +96,9 @@ class _SparseChunk:
         return self.inputs.weights[self.rows].to(self.products.dtype)
 
     def logits(self) -> torch.Tensor:
-        """Index scores ``[r, K]``."""
         return torch.bmm(self.weights()[:, None], self.products).squeeze(1)
 
     def backward(self, dlogits: torch.Tensor, grads: Gradients) -> None:
-        """Add this chunk's gradients, given the gradient on its scores."""
         x = self.inputs
         grads.weights[self.rows] = torch.bmm(self.products, dlogits[..., None]).squeeze(-1)
         dproducts = _through_relu(self.products, dlogits, self.weights(), x.relu).to(x.q.dtype)
@@ -81,7 +108,6 @@ class _SparseChunk:
 
 
 def _sparse_chunks(inputs: SparseLossInputs) -> Iterator[_SparseChunk]:
-    """Cut the query rows so that the temporaries of a chunk fit the budget."""
     x, width = inputs.indexer, inputs.indices.shape[1]
     heads, dim = x.q.shape[1], x.q.shape[2]
     num_keys = x.k.shape[0]

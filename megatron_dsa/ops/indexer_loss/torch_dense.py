@@ -1,53 +1,62 @@
 """The dense indexer loss in torch, which runs everywhere."""
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm, slices
-from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, TeacherKeys
-from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
-from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, mm, slices
+from megatron_dsa.ops.indexer_loss.dense import (
+    TileBytes,
+    dense_loss,
+    fitting_shape,
+    gathered_bytes,
+    take,
+)
+from megatron_dsa.ops.indexer_loss.spec import (
+    DenseLossInputs,
+    ExpandedKeys,
+    LatentKeys,
+    TeacherKeys,
+)
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
+#: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
+HEADS_AT_ONCE = 8
+#: Longest edge of a tile. Matrix products gain nothing from longer ones, and a tile on the diagonal
+#: does work for pairs that do not exist.
+LONGEST_EDGE = 1024
 _ALL = slice(None)
 
 
 def dense(inputs: DenseLossInputs) -> torch.Tensor:
-    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs."""
     x = inputs.indexer
     if x.q.dtype == torch.float16:
-        # Gradients exist before the loss scale is applied; in fp16 they would underflow.
+        # Gradients exist before the loss scale is applied: fp16 underflows.
         x = IndexerInputs(x.q.float(), x.k.float(), x.weights.float(), x.relu)
-        inputs = dataclasses.replace(inputs, indexer=x)
+        inputs = replace(inputs, indexer=x)
     return dense_loss(inputs, TorchTiles)
 
 
 class TorchTiles:
-    """:class:`~.dense.TileFunctions` of one inputs; teachers and gradients are ``[r, w]``."""
+    """:class:`~.dense.TileFunctions` in torch; teachers and gradients are ``[r, w]``."""
 
     def __init__(self, inputs: DenseLossInputs):
         self.shape = tile_shape(inputs)
         self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
-        """A view where it can be."""
         return take(self._keys, layout, slots)
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
-        """See :class:`~.dense.TileFunctions`."""
         return log_sum_exp(block_scores(x, _ALL, x.k, HEADS_AT_ONCE), _hidden(x, seen))
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
-        """See :class:`~.dense.TileFunctions`."""
         hidden = seen.columns(_width(keys)).logical_not_()
         return teacher_lse(q, keys, hidden, self._scale)
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """In the accumulation dtype of the index queries."""
         hidden = seen.columns(_width(keys)).logical_not_()
         teacher = teacher_tile(q, keys, lse, self._scale).masked_fill_(hidden, 0.0)
         return teacher.to(accumulation_dtype(self._keys.dtype))
@@ -55,7 +64,6 @@ class TorchTiles:
     def loss(
         self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :class:`~.dense.TileFunctions`."""
         hidden = _hidden(x, seen)
         log_student = block_scores(x, _ALL, x.k, HEADS_AT_ONCE)
         log_student.sub_(lse[:, None]).masked_fill_(hidden, 0.0)
@@ -68,7 +76,6 @@ class TorchTiles:
         self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
         dweights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """See :class:`~.dense.TileFunctions`; a few heads at a time."""
         narrow, dk = dscores.to(x.q.dtype), None
         for heads in slices(x.q.shape[1], HEADS_AT_ONCE):
             part, flat = _through_heads(x, heads, dscores, narrow)
@@ -85,7 +92,6 @@ class TorchTiles:
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """The factor of the queries' gradient."""
         out.copy_(dq.mul_(x.weights[..., None]))
 
 
@@ -110,3 +116,121 @@ def _width(keys: TeacherKeys) -> int:
     if isinstance(keys, torch.Tensor):
         return len(keys)
     return len(keys.k_pe if isinstance(keys, ExpandedKeys) else keys.latents)
+
+
+def teacher_tile(
+    q: torch.Tensor, keys: TeacherKeys, lse: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, fp32 (or fp64).
+
+    Pairs that do not see each other are not masked and may hold anything, even inf.
+
+    Args:
+        q: ``[r, H, D]``.
+        keys: ``[w, 1 or H, D]``, or the source of ``w`` keys.
+        lse: ``[H, r]``, fp32 (fp64).
+        softmax_scale: factor on ``q . k``.
+    """
+    total = None
+    for heads in slices(q.shape[1], HEADS_AT_ONCE):
+        shift = -lse[heads, :, None]
+        part = _add_scaled(shift, _head_scores(q, keys, heads), softmax_scale).exp_().sum(0)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
+
+
+def teacher_lse(
+    q: torch.Tensor,
+    keys: TeacherKeys,
+    hidden: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Return the log-sum-exp ``[H, r]`` of the teacher's scores over the keys of one tile.
+
+    ``hidden`` is bool ``[r, w]``: pairs to leave out. The rest is as in :func:`teacher_tile`.
+    """
+    parts = (
+        log_sum_exp(_head_scores(q, keys, heads), hidden, softmax_scale)
+        for heads in slices(q.shape[1], HEADS_AT_ONCE)
+    )
+    return torch.cat(list(parts))
+
+
+def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` where all is hidden.
+
+    ``scores [..., r, w]`` is overwritten; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
+    """
+    peak = scores.masked_fill_(hidden, float("-inf")).amax(-1, keepdim=True)
+    # -inf - -inf would be NaN.
+    peak = peak.masked_fill_(peak == float("-inf"), 0.0).mul_(scale)
+    total = _add_scaled(-peak, scores, scale).exp_().sum(-1)
+    return total.log_().add_(peak.squeeze(-1))
+
+
+def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tensor:
+    """Return ``q . k`` of some heads ``[h, r, w]``, not yet scaled."""
+    q = q[:, heads].transpose(0, 1)
+    if not isinstance(keys, torch.Tensor):
+        return bmm(q, keys.expanded(heads).permute(1, 2, 0))
+    if keys.shape[1] == 1:
+        # Heads are folded into the first dim: expanded keys might be copied once per head.
+        return mm(q.flatten(0, 1), keys[:, 0].t()).unflatten(0, q.shape[:2])
+    return bmm(q, keys[:, heads].permute(1, 2, 0))
+
+
+def _add_scaled(shift: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``shift + scale * scores`` in place of the scores: they are read and written once."""
+    return torch.add(shift, scores, alpha=scale, out=scores)
+
+
+def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
+    """Return how many query tokens and slots a tile of the torch implementation may have."""
+    return fitting_shape(tile_bytes(inputs), inputs.workspace_bytes, LONGEST_EDGE)
+
+
+def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
+    """Count what is alive at the same time in :mod:`~.indexer_loss.torch_dense`."""
+    x, q, k = inputs.indexer, inputs.q, inputs.k
+    gathers = inputs.layout.key_rows is not None
+    (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]
+    some_index_heads = min(HEADS_AT_ONCE, index_heads)
+    heads = min(HEADS_AT_ONCE, all_heads)
+    index_item, item = x.q.element_size(), q.element_size()
+    acc, index_copy = _accumulator(x.q)
+    teacher_acc, copy = _accumulator(q)
+    widest = max(acc, teacher_acc)
+    # The products of some heads: the teacher's; the student's, twice, as one is computed before
+    # the last is dropped; or the student's with a mask and their gradient.
+    products = max(
+        heads * teacher_acc,
+        2 * some_index_heads * acc,
+        some_index_heads * (acc + 1 + index_item + index_copy),
+    )
+    # Also masks, teachers (one in use, one being reduced), scores and their gradient.
+    pair = products + 4 + 4 * widest + index_item
+    row = index_heads * index_dim * acc  # dq
+    row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)
+    row += heads * dim * (item + copy) + 6 * all_heads * teacher_acc  # queries, log-sum-exps
+    slot = index_dim * (index_item * gathers + index_copy + acc)
+    fixed = 0
+    if isinstance(k, ExpandedKeys):
+        slot += gathered_bytes(k) * gathers + heads * dim * item
+    elif isinstance(k, LatentKeys):
+        own = k.w_uk.shape[1]
+        slot += k.latents.shape[1] * item * gathers + heads * (own + dim) * item
+        fixed = 0 if k.w_uk.is_contiguous() else heads * own * k.w_uk.shape[2] * item
+    else:
+        slot += k.shape[1] * dim * item * gathers
+    slot += min(heads, all_heads) * dim * copy
+    return TileBytes(pair, row, slot, fixed)
+
+
+def _accumulator(x: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of ``x``'s accumulator and of the copy that a product makes of an operand.
+
+    Without matrix units for 16 bits (``bmm`` of ``ops/common/arithmetic.py``), it is widened.
+    """
+    acc = accumulation_dtype(x.dtype).itemsize
+    return acc, acc if x.element_size() < acc and not x.is_cuda else 0

@@ -1,23 +1,24 @@
-"""Select the best visible keys of every query: exact, or fp8 candidates rescored exactly."""
+"""Selection of the best visible keys of every query."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
-from megatron_dsa.ops.dispatch import Operation, Policy
+from megatron_dsa.ops.common.checks import require_on_device
+from megatron_dsa.ops.dispatch import Operation, Policy, on_meta
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
-from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
-from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
-from megatron_dsa.ops.indexer_topk.inputs import (
+from megatron_dsa.ops.indexer_topk.spec import (
+    ENGINE_SCORES,
+    SCORES,
+    TOPK,
     IndexerInputs,
     TopKInputs,
     check_indexer,
@@ -25,6 +26,9 @@ from megatron_dsa.ops.indexer_topk.inputs import (
 )
 from megatron_dsa.ops.indexer_topk.listed import chosen, put
 from megatron_dsa.ops.layout.layout import Block, Layout, Seen
+from megatron_dsa.ops.indexer_topk.torch import largest, put, sums_fit
+from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Layout
 
 
 def indexer_topk(
@@ -34,10 +38,8 @@ def indexer_topk(
 
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
     and deterministic; equal scores go to the key that comes first in its sequence. With
-    ``policy.fp8_selection`` a key that fp8 scores put far behind may be missed
-    (:class:`megatron_dsa.ops.indexer_topk.api.Candidates`). With ``policy.indexer_numerics``
-    ``deepgemm-fp8`` scores are those of inference engines, by the rule of
-    :mod:`megatron_dsa.ops.indexer_topk.engine`.
+    ``policy.indexer_numerics`` ``deepgemm-fp8`` scores are those of inference engines, by the rule
+    of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Args:
         inputs: see :class:`IndexerInputs`.
@@ -52,260 +54,225 @@ def indexer_topk(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
             that are NaN or infinite; on a GPU the latter is a device assert, which ends the
-            process at its next synchronisation; for what scores of inference engines do not
-            have: no relu, index dims above 128, candidates in fp8.
+            process at its next synchronisation; for scores that inference engines do not have:
+            without relu, or of index dims above 128.
     """
     check_indexer(inputs, layout)
     if policy.indexer_numerics != EXACT:
-        engine.check(inputs, policy)
+        engine.check(inputs)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
     inputs = require_finite_scores(inputs, layout, "indexer_topk")
-    arguments = TopKInputs(inputs.detach(), layout, topk)
-    return select_blocks(arguments, selector(arguments, policy), policy.workspace_bytes)
+    engine_scores = policy.indexer_numerics == DEEPGEMM_FP8
+    select = (_EngineScored if engine_scores else _Exact)(
+        TopKInputs(inputs.detach(), layout, topk), policy
+    )
+    return _select_blocks(select, policy.workspace_bytes)
 
 
-class Selector(Protocol):
-    """How the best keys of a block are found."""
+def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
+    """Yield the operations that a selection described by ``call`` runs, with their calls."""
+    yield "indexer_topk", call
+    if policy.indexer_numerics == DEEPGEMM_FP8:
+        yield "indexer_engine_scores", replace(call, dtype=FP8)
+    else:
+        yield "indexer_scores", call
 
-    #: Blocks end where queries begin to see as many slots (:meth:`QueryRange.bound`), or ``None``.
-    cut: int | None
 
-    def bytes_per_row(self, width: int) -> int:
-        """Temporary bytes per query of a block ``width`` slots wide, the result included."""
+class _Exact:
+    """Selection of a block's best keys by scores of the inputs as they are."""
+
+    scoring: Operation = SCORES
+
+    def __init__(self, given: TopKInputs, policy: Policy):
+        self.given, self.policy = given, policy
+        keys = given.layout.keys_in_slot_order(given.indexer.k)
+        self.inputs = replace(given.indexer, k=keys)
+        self.call = describe_index_call(self.inputs, given.layout, given.topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the block, then -1.
 
         The block is wider than ``topk``. The result may be written to ``out`` and be it.
         """
+        more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
+        return TOPK.run(
+            self.call, self.policy, self._scores(block, seen), seen, self.given.topk, *more
+        )
 
+    def bytes_per_token(self, width: int) -> int:
+        """Temporary bytes per query of a block ``width`` slots wide, the result included."""
+        return width * self._bytes_per_score + 4 * self.given.topk
 
-def candidates_for(topk: int) -> int:
-    """Return how many keys are selected by fp8 scores, of which the best ``topk`` are kept."""
-    return topk + (topk + 3) // 4
+    def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
+        return SCORES.run(self.call, self.policy, self.inputs, block, self.inputs.k, seen)
 
-
-def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield what a selection described by ``call`` calls, each with its own call."""
-    yield "indexer_topk", call
-    if policy.indexer_numerics == DEEPGEMM_FP8:
-        yield "indexer_engine_scores", dataclasses.replace(call, dtype=FP8)
-        return
-    yield "indexer_scores", call
-    if not policy.fp8_selection:
-        return
-    assert call.topk is not None
-    more = dataclasses.replace(call, topk=candidates_for(call.topk))
-    yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
-    yield "indexer_topk", more
-    yield "indexer_listed_scores", more
-
-
-def selector(inputs: TopKInputs, policy: Policy) -> Selector:
-    """Return what finds the best keys of a block, as ``policy`` asks for it."""
-    if policy.indexer_numerics == DEEPGEMM_FP8:
-        return EngineScored(inputs, policy)
-    return (Candidates if policy.fp8_selection else Exact)(inputs, policy)
-
-
-class Exact:
-    """Scores of the inputs as they are, and the best of them."""
-
-    cut: int | None = None
-
-    def __init__(self, inputs: TopKInputs, policy: Policy):
-        self.given, self.policy = inputs, policy
-        self.keys = inputs.layout.keys_in_slot_order(inputs.indexer.k)
-        self.inputs = dataclasses.replace(inputs.indexer, k=self.keys)
-
-    def bytes_per_row(self, width: int) -> int:
-        """Scores, what selecting from them takes, and the result."""
-        return width * self._exact_bytes + 4 * self.given.topk
-
-    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        topk = self.given.topk
-        scores = self._score(self.inputs, topk, block, seen)
-        return self._select(scores, seen, topk, out if self._takes_out else None)
+    def _scoring_call(self) -> OpCall:
+        return self.call
 
     @functools.cached_property
-    def _exact_bytes(self) -> int:
-        call = self._describe(self.inputs, self.given.topk)
-        return self._bytes_per_score(call, call)
-
-    def _describe(self, inputs: IndexerInputs, topk: int) -> OpCall:
-        return describe_index_call(inputs, self.given.layout, topk)
-
-    def _score(self, inputs: IndexerInputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
-        call = self._describe(inputs, topk)
-        return SCORES.run(call, self.policy, inputs, block, inputs.k, seen)
+    def _selection(self) -> Any:
+        return TOPK.choose(self.call, self.policy).candidate.load()
 
     @functools.cached_property
-    def _takes_out(self) -> bool:
-        call = self._describe(self.inputs, self.given.topk)
-        return getattr(TOPK.choose(call, self.policy).candidate.load(), "takes_out", False)
-
-    def _select(self, scores, seen: Seen, topk: int, out: torch.Tensor | None) -> torch.Tensor:
-        call = self._describe(self.inputs, topk)
-        more = () if out is None else (out,)
-        return TOPK.run(call, self.policy, scores, seen, topk, *more)
-
-    def _bytes_per_score(
-        self, scoring: OpCall, selecting: OpCall, operation: Operation = SCORES
-    ) -> int:
-        """Temporary bytes per score of the implementations that score and select."""
-        scores: Any = operation.choose(scoring, self.policy).candidate.load()
-        select: Any = TOPK.choose(selecting, self.policy).candidate.load()
+    def _bytes_per_score(self) -> int:
+        call = self._scoring_call()
+        scores: Any = self.scoring.choose(call, self.policy).candidate.load()
         itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
-        return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
+        return scores.bytes_per_score(call.heads, itemsize) + self._selection.bytes_per_score()
 
 
-class EngineScored(Exact):
-    """Scores in the fp8 arithmetic of inference engines, and the best of them: no second look."""
+class _EngineScored(_Exact):
+    """Selection by scores in the fp8 arithmetic of inference engines."""
 
-    @functools.cached_property
-    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and their scales, for all blocks; queries are quantised a block at a time."""
-        return engine.quantized(self.keys)
+    scoring = ENGINE_SCORES
 
     @functools.cached_property
-    def _engine_bytes(self) -> int:
-        call = self._describe(self.inputs, self.given.topk)
-        scoring = dataclasses.replace(call, dtype=FP8)
-        return self._bytes_per_score(scoring, call, ENGINE_SCORES)
+    def _fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        # For all blocks; queries are quantised a block at a time.
+        return engine.quantized(self.inputs.k)
 
-    def bytes_per_row(self, width: int) -> int:
-        """The same; queries in bf16, fp32 and fp8."""
+    def bytes_per_token(self, width: int) -> int:
         heads, dim = self.inputs.q.shape[1:]
-        return width * self._engine_bytes + 11 * heads * dim + 4 * self.given.topk
+        return super().bytes_per_token(width) + 11 * heads * dim  # queries in bf16, fp32 and fp8
 
-    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _scoring_call(self) -> OpCall:
+        return replace(self.call, dtype=FP8)
+
+    def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
         weights = self.inputs.fp32_weights
         weights = self.inputs.weights if weights is None else weights
         q, weights = engine.quantized_queries(self.inputs.q[block.rows], weights[block.rows])
-        k, scales = self.fp8_keys
-        rows = IndexerInputs(q, k, weights, self.inputs.relu, scales)
-        # The queries are the block's own, from the first on.
-        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
-        topk = self.given.topk
-        call = self._describe(rows, topk)
-        scores = ENGINE_SCORES.run(call, self.policy, rows, here, k, seen)
-        return self._select(scores, seen, topk, out if self._takes_out else None)
-
-
-class Candidates(Exact):
-    """Scores in fp8 for all keys; those of the best few are formed again from the inputs.
-
-    Scores in fp8 (e4m3, 3 bits of mantissa) are off by some percent, which matters near the worst
-    selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
-    formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
-
-    Queries that see fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored
-    exactly, which takes less time there. Which these are depends on their places alone.
-    """
-
-    def __init__(self, inputs: TopKInputs, policy: Policy):
-        super().__init__(inputs, policy)
-        self.count = candidates_for(inputs.topk)
-        self.cut = policy.fp8_least_ratio * self.count
-
-    @functools.cached_property
-    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and their scales, for all blocks; queries are quantized a block at a time."""
-        return quantized(self.keys)
-
-    @functools.cached_property
-    def _fp8_bytes(self) -> int:
-        selecting = self._describe(self.inputs, self.count)
-        return self._bytes_per_score(dataclasses.replace(selecting, dtype=FP8), selecting)
-
-    def bytes_per_row(self, width: int) -> int:
-        """The same; queries in fp32 and fp8, and candidates with their scores and places."""
-        assert self.cut is not None
-        if width < self.cut:
-            return super().bytes_per_row(width)
-        heads, dim = self.inputs.q.shape[1:]
-        lists = 32 * self.count + 4 * self.given.topk
-        return width * self._fp8_bytes + 6 * heads * dim + lists
-
-    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        assert self.cut is not None
-        if block.bound < self.cut:
-            return super().__call__(block, seen, out)
-        q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]
-        columns = self._candidates(q, weights, block, seen)
-        keys = self.keys[block.lo : block.hi]
-        own = dataclasses.replace(self.inputs, q=q, weights=weights, k=keys)
-        scores = LISTED_SCORES.run(self._describe(own, self.count), self.policy,
-            own, columns, self.policy.workspace_bytes,
-        )  # fmt: skip
-        length = (seen.end - seen.start).clamp_max(self.count)
-        found = Seen(torch.zeros_like(length), length)
-        best = self._select(scores, found, self.given.topk, None)
-        return chosen(columns, best)
-
-    def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
-        if block.width <= self.count:
-            return seen.first(self.count)
-        (q, weights), (k, scales) = quantized_queries(q, weights), self.fp8_keys
-        rows = dataclasses.replace(self.inputs, q=q, weights=weights, k=k, key_scales=scales)
-        # The queries are the block's own, from the first on.
-        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
-        return self._select(self._score(rows, self.count, here, seen), seen, self.count, None)
+        k, scales = self._fp8_keys
+        inputs = IndexerInputs(q, k, weights, self.inputs.relu, scales)
+        # The queries are the block's, from the first on.
+        here = replace(block, rows=slice(0, q.shape[0], 1))
+        call = describe_index_call(inputs, self.given.layout, self.given.topk)
+        return ENGINE_SCORES.run(call, self.policy, inputs, here, k, seen)
 
 
 @torch.no_grad()
-def select_blocks(
-    arguments: TopKInputs, select: Selector, workspace_bytes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``indices`` int32 ``[Sq, K]`` (rows of the key buffer, ascending slots, -1 padded) and
-    ``length`` int32 ``[Sq]``, the number of valid entries.
-
-    Args:
-        arguments: what to select from.
-        select: finds the best keys of a block.
-        workspace_bytes: budget for the temporaries of one block.
-    """
-    inputs, layout, topk = arguments.indexer, arguments.layout, arguments.topk
-    device = inputs.q.device
-    indices = torch.empty(inputs.q.shape[0], topk, dtype=torch.int32, device=device)
+def _select_blocks(select: _Exact, workspace_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, layout, topk = select.given.indexer, select.given.layout, select.given.topk
+    indices = torch.empty(inputs.q.shape[0], topk, dtype=torch.int32, device=inputs.q.device)
     length = layout.derive(
         ("selected keys", topk), lambda: torch.clamp(layout.end - layout.start, max=topk)
     )
 
-    def rows_for_width(width: int) -> int:
-        # A block of documents merges two selections (`_select_of_documents`).
+    def tokens_for_width(width: int) -> int:
+        # A packed block merges two selections (`put`).
         lists = 12 * topk if layout.packed else 0
-        return rows_in_budget(workspace_bytes, select.bytes_per_row(width) + lists)
+        return rows_in_budget(workspace_bytes, select.bytes_per_token(width) + lists)
 
     # Queries that see no more keys than they select need no scores.
-    for block in layout.blocks(rows_for_width, (topk + 1, select.cut)):
-        seen = layout.kept_seen(block)
-        slots = place = None
+    for block in layout.blocks(tokens_for_width, (topk + 1,)):
+        seen, out = layout.kept_seen(block), indices[block.rows]
+        slots = written = None
         if block.width > topk and block.bound > topk:  # else every query gets all that it sees
             if not layout.packed:
-                place = _place_for(indices, layout, block)
-                slots = select(block, seen, place)
+                written = out if _takes_columns(out, layout, block) else None
+                slots = select(block, seen, written)
             else:
                 # Only the device knows which queries see few keys.
                 slots = select(block, _scored(layout, block, seen, topk))
-        if place is None or slots is not place:
-            put(indices[block.rows], slots, seen, block.lo, layout.key_rows)
+        if written is None or slots is not written:
+            put(out, slots, seen, block.lo, layout.key_rows)
     return indices, length
 
 
-def _place_for(indices: torch.Tensor, layout: Layout, block: Block) -> torch.Tensor | None:
-    """Return where a selection may write columns of the block, if these are key rows."""
-    place = indices[block.rows]
-    fits = block.lo == 0 and layout.key_rows is None and place.is_contiguous()
+def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
+    """Return whether columns of the block are key rows, and a kernel can write them to ``out``."""
+    columns_are_rows = block.lo == 0 and layout.key_rows is None
     # Kernels write 16 bytes at a time.
-    return place if fits and place.data_ptr() % 16 == 0 else None
+    return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
 def _scored(layout: Layout, block: Block, seen: Seen, topk: int) -> Seen:
-    """Return what the queries of a block see that see more than ``topk`` keys; others nothing."""
+    """Return visibility for queries that see more than ``topk`` keys, none for the others."""
 
     def scored() -> Seen:
         few = seen.end - seen.start <= topk
         return Seen(torch.where(few, seen.end, seen.start), seen.end)
 
     return layout.derive(("scored", topk, *block.key), scored)
+
+
+ADVICE = (
+    "check the indexer's parameters (checkpoint, learning rate) and the hidden states that enter "
+    "the layer"
+)
+
+
+@torch.no_grad()
+def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> IndexerInputs:
+    """Return ``inputs``, marked as checked, if every score between tokens of ``layout`` is finite.
+
+    Comparisons with NaN are false: a selection would leave out a key, or all keys of a query,
+    without a word. Scores are finite if the inputs are and no sum of products can overflow, so the
+    inputs are checked, of which there are far fewer: three small kernels on a GPU and no
+    synchronisation. Padding of packed batches (queries that see no key, keys that no query sees)
+    may hold anything.
+
+    Args:
+        inputs: the indexer's tensors, in 16 bits or more.
+        layout: which keys each query sees.
+        where: the layer or operation, for the message.
+
+    Raises:
+        ConfigError: an input is NaN or infinite, or a score could be. On a GPU a device assert.
+    """
+    tensors = inputs.tensors()
+    if inputs.checked or on_meta() or any(x.numel() == 0 for x in tensors):
+        return inputs
+    unseen = _unseen(layout)
+    heads, dim = inputs.q.shape[1:]
+    limit = torch.finfo(accumulation_dtype(inputs.q.dtype)).max / (2 * heads * dim)
+    hidden = unseen.queries, unseen.keys, unseen.queries
+    require_on_device(
+        sums_fit(tensors, hidden, limit), f"{where}: index scores are NaN or infinite: {ADVICE}",
+        lambda: _explain(tensors, hidden, where),
+    )  # fmt: skip
+    return replace(inputs, checked=True)
+
+
+class _Unseen(NamedTuple):
+    """Padding: bool ``[num_queries]`` and ``[num_keys]``, ``None`` if there is none."""
+
+    queries: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+
+
+def _unseen(layout: Layout) -> _Unseen:
+    def find() -> _Unseen:
+        sees = (layout.end > layout.start).int()
+        # Ranges begin and end: their sum up to a slot is how many of them cover it.
+        changes = sees.new_zeros(layout.num_keys + 1)
+        changes.index_add_(0, layout.start, sees).index_add_(0, layout.end, -sees)
+        keys = changes.cumsum(0)[:-1] == 0
+        if layout.key_rows is not None:
+            keys = torch.empty_like(keys).index_copy_(0, layout.key_rows, keys)
+        return _Unseen(sees == 0, keys)
+
+    return _Unseen() if layout.real is None else layout.derive("unseen queries and keys", find)
+
+
+def _explain(tensors, hidden, where: str) -> str:
+    """Say how many tokens are concerned; waits for the device."""
+    q, keys, weights = (
+        ~x.isfinite().flatten(1).all(1) & (True if unseen is None else ~unseen)
+        for x, unseen in zip(tensors, hidden, strict=True)
+    )
+    if not (q | weights).any() and not keys.any():
+        magnitudes = ", ".join(
+            f"{name} {largest(x, unseen):.1e}"
+            for name, x, unseen in zip(("q", "k", "weights"), tensors, hidden, strict=True)
+        )
+        return (
+            f"{where}: index scores must be finite, but sums of products of these inputs can "
+            f"overflow {accumulation_dtype(tensors[0].dtype)} (largest magnitudes: {magnitudes}): "
+            f"{ADVICE}"
+        )
+    return (
+        f"{where}: index scores must be finite, but inputs of the indexer are NaN or infinite: "
+        f"queries of {int(q.sum())} and weights of {int(weights.sum())} of {len(q)} query tokens, "
+        f"keys of {int(keys.sum())} of {len(keys)} key tokens: {ADVICE}"
+    )

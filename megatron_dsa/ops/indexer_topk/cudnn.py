@@ -1,15 +1,17 @@
 """Scores and selection through cuDNN's front end (Hopper, bf16, index dim 128).
 
-Bridged here: its scores would fill an ``S x S`` fp32 buffer, so it is asked for one block of
-queries at a time, with the block's place under the diagonal as a causal offset (its mask is aligned
-to the top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 64. Selection treats
-``+0`` and ``-0`` as different scores; both are common results of the relu and mean the same.
+Bridged here: its scores would fill an ``S x S`` fp32 buffer, so it runs on one block of queries at
+a time, with the block's position under the diagonal as a causal offset (its mask is aligned to the
+top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 64. Selection treats
+``+0`` and ``-0`` as different scores; both are common results of the relu and equal here.
 """
 
 import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.ops.padding import padded_heads, with_heads
 
 
@@ -17,19 +19,17 @@ class Scores:
     """``indexer_scores`` of a block."""
 
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Only the scores: products stay on the chip."""
-        return itemsize
+        return itemsize  # products stay on the chip
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        """Return the scores ``[rows, width]``, ``-inf`` above the diagonal."""
         from cudnn import DSA
 
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]
         heads = padded_heads(q.shape[1], (16, 32, 64))
-        # The i-th query of a block sees up to its own slot, which is the block's last but rows - i.
-        # A compressed slot is seen from several queries on: no part of the block is left out then.
+        # The i-th of r queries sees up to its own slot, the block's last but r - i. A compressed
+        # slot is seen from several queries on: no part of the block is left out then.
         offset = block.width - (q.shape[0] if block.ratio == 1 else 0)
         scores = DSA.indexer_forward_wrapper(
             with_heads(q, heads, -2)[None],
@@ -47,14 +47,10 @@ class Selection:
     """``indexer_topk`` of a block."""
 
     def bytes_per_score(self) -> int:
-        """Room for what its kernels allocate, as measured: its documentation does not say."""
-        return 10
+        return 10  # measured: its documentation does not say what it allocates
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Return int32 ``[r, topk]``: ascending columns of the best seen scores, then -1.
-
-        What a row sees must be the first columns of the block (true for unpacked batches).
-        """
+        """Visible keys must be the first columns of the block (true for unpacked batches)."""
         from cudnn import DSA
 
         scores = scores.add_(0.0)  # -0 + 0 = +0

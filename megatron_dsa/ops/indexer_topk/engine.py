@@ -7,15 +7,15 @@ The rule, from bf16 queries ``q [HI, DI]`` and key ``k [DI]`` after rope and Had
    448))``; ``x / scale`` is rounded to e4m3, to nearest, ties to even.
 2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
 3. ``p[h] = relu(q[h] . k)`` of the e4m3 numbers. In torch the product is exact, then rounded to
-   fp32. Hopper's tensor cores form it as they do in the engine, with fewer bits.
+   fp32. Hopper's tensor cores compute it as in the engine, with fewer bits.
 4. Heads are added up in fp32. For ``r`` in 0 to 7, ``s[r]`` begins at 0 and takes ``w[h] * p[h]``
    of the heads ``h = r + 8, r, r + 16, r + 24, ...`` one after the other by fused multiply-add.
    With ``t[i] = s[2 i] + s[2 i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the
    scale of ``k``.
 
-The order of 4 is that of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
-threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``, of which the CUDA compiler rounds the
-former and fuses the latter. Every step but 3 has one result on every device.
+Step 4 has the order of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
+threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``: the CUDA compiler rounds the former
+and fuses the latter. Every step but 3 has one result on every device.
 """
 
 from collections.abc import Iterable
@@ -29,54 +29,26 @@ from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE, LARGEST, converts
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
+from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
+from megatron_dsa.ops.indexer_topk.fp8 import quantized_by_powers as quantized
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.layout.blocks import Block, Seen
 
 #: Dims that share a scale in the engines; more would need several.
 LARGEST_DIM = 128
-#: What the largest element of a vector counts at least: zeros have a scale, too.
-LEAST = 1e-4
 #: Heads whose sums are kept apart (``s`` of the rule).
 SUMS = 8
 #: Keys that torch multiplies at a time; in fp64 they take 8 MiB.
 KEYS = 8192
-#: All bits of an fp32 number below its exponent.
-_MANTISSA = 0x7FFFFF
-
-
-def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]`` as e4m3 and power-of-two fp32 scales ``[...]`` (step 1 of the rule).
-
-    ``x`` is rounded to bf16 first. What is not finite makes products with its vector NaN.
-    """
-    x, dim = x.bfloat16(), x.shape[-1]
-    if dim & (dim - 1) == 0 and converts(x.device):
-        from megatron_dsa.ops.indexer_topk.triton import quantize
-
-        return quantize(x.contiguous(), least=LEAST)
-    x = x.float()
-    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1).clamp_min(LEAST)
-    # The next power of two: a mantissa that is not 0 carries into the exponent.
-    bits = (largest * (1 / LARGEST)).view(torch.int32)
-    scales = ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
-    return (x / scales[..., None]).to(DTYPE), scales
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8 and fp32 weights ``[r, HI]`` with its scales in them."""
+    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times the scales of q."""
     q, scales = quantized(q)
     return q, weights.float() * scales
 
 
-def check(inputs: IndexerInputs, policy: Policy) -> None:
-    """Raise unless the rule has scores for ``inputs``, and ``policy`` asks for nothing else."""
-    require(
-        policy.indexer_numerics == DEEPGEMM_FP8,
-        f"policy.indexer_numerics must be {EXACT} or {DEEPGEMM_FP8}, got {policy.indexer_numerics}",
-    )
-    require(
-        not policy.fp8_selection,
-        f"policy.fp8_selection must be off with indexer_numerics {DEEPGEMM_FP8}: engines do not "
-        "score candidates again",
-    )
+def check(inputs: IndexerInputs) -> None:
     require(
         inputs.relu,
         f"inputs.relu must be true with indexer_numerics {DEEPGEMM_FP8}: the engines' scores have "
@@ -99,34 +71,32 @@ class Scores:
     """``indexer_engine_scores`` in torch, eight index heads at a time."""
 
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Products of eight heads in fp64 and fp32, their sums in fp64 and fp32, the score."""
+        # Products of eight heads in fp64 and fp32, their sums in fp64 and fp32, the score.
         return SUMS * (8 + 8 + 4 + 4) + 4
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        """Return the scores ``[rows, width]`` of a block of e4m3 queries and keys."""
         assert inputs.key_scales is not None
         q, weights = inputs.q[block.rows], inputs.weights[block.rows].double()
         scores = weights.new_empty(len(q), block.width, dtype=torch.float32)
         for some in slices(block.width, KEYS):
-            own = slice(block.lo + some.start, block.lo + some.stop)
-            scores[:, some] = _scores(q, weights, keys[own], inputs.key_scales[own])
+            slots = slice(block.lo + some.start, block.lo + some.stop)
+            scores[:, some] = _scores(q, weights, keys[slots], inputs.key_scales[slots])
         return scores
 
 
-def in_order(groups: Iterable[slice]) -> list[slice]:
+def _in_order(groups: Iterable[slice]) -> list[slice]:
     """Return groups of eight heads in the order in which they are added up."""
     first, *others = groups
     return [*others[:1], first, *others[1:]]
 
 
 def _scores(q, weights, keys, key_scales) -> torch.Tensor:
-    """Return fp32 ``[r, w]`` of ``q [r, HI, DI]`` and ``keys [w, DI]`` by the rule."""
     # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
     keys = keys.double().t()
     sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
-    for heads in in_order(slices(q.shape[1], SUMS)):
+    for heads in _in_order(slices(q.shape[1], SUMS)):
         part = q[:, heads].double()
         products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
         # A product of two fp32 numbers is exact in fp64: what follows is fused.

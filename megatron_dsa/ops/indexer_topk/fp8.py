@@ -1,4 +1,4 @@
-"""Index queries and keys in fp8 (e4m3), with a scale per query and head and per key."""
+"""Vectors in fp8 (e4m3), with a scale each."""
 
 import functools
 
@@ -7,7 +7,11 @@ import torch
 from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
-LARGEST = torch.finfo(DTYPE).max
+#: The largest element of a vector counts at least as this in power-of-two scales.
+LEAST = 1e-4
+_LARGEST = torch.finfo(DTYPE).max
+#: All bits of an fp32 number below its exponent.
+_MANTISSA = 0x7FFFFF
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,29 +20,43 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The largest element of a vector becomes 448; a vector of zeros, or too small for a scale in
     fp32, has the scale 1. What is not finite makes products with its vector NaN.
     """
-    dim = x.shape[-1]
-    if dim & (dim - 1) == 0 and converts(x.device):
+    if _is_fused(x):
         from megatron_dsa.ops.indexer_topk.triton import quantize
 
         return quantize(x.contiguous())
     x = x.float()
-    scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / LARGEST
+    scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)
     # Divided in fp32: scales of the smallest bf16 have no finite inverse.
-    return (x / scales[..., None]).clamp_(-LARGEST, LARGEST).to(DTYPE), scales
+    return (x / scales[..., None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE), scales
+
+
+def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, which are powers of two.
+
+    ``x`` is rounded to bf16 first. The scale is ``2^ceil(log2(max(|x|max, 1e-4) / 448))``. What is
+    not finite makes products with its vector NaN.
+    """
+    x = x.bfloat16()
+    if _is_fused(x):
+        from megatron_dsa.ops.indexer_topk.triton import quantize
+
+        return quantize(x.contiguous(), least=LEAST)
+    x = x.float()
+    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1).clamp_min(LEAST)
+    # The next power of two: a mantissa that is not 0 carries into the exponent.
+    bits = (largest * (1 / _LARGEST)).view(torch.int32)
+    scales = ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
+    return (x / scales[..., None]).to(DTYPE), scales
+
+
+def _is_fused(x: torch.Tensor) -> bool:
+    dim = x.shape[-1]
+    return dim & (dim - 1) == 0 and _converts(x.device)
 
 
 @functools.cache
-def converts(device: torch.device) -> bool:
+def _converts(device: torch.device) -> bool:
     """Return whether a Triton kernel can round to fp8 there."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return fits and has_triton()
-
-
-def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8 and fp32 weights ``[r, HI]`` with its scales in them.
-
-    A scale is positive, so it commutes with the relu.
-    """
-    q, scales = quantized(q)
-    return q, weights.float() * scales

@@ -1,16 +1,19 @@
-"""Scores and selection in torch.
+"""Scores, selection and its lists in torch, and the check that scores are finite.
 
 The selection is exact and deterministic. ``torch.topk`` is used only for the k-th *value*: which
 of several equal scores it picks is not defined. Ties go to the smallest slot.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm, slices
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
+from megatron_dsa.ops.common.scaling import has_triton
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.layout.blocks import Block, Seen
 
 #: Index heads multiplied at a time: enough for a good matrix product, few enough for the budget.
 HEADS_AT_ONCE = 8
@@ -20,41 +23,29 @@ class Scores:
     """``indexer_scores`` in torch, a few index heads at a time."""
 
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Products of some heads and the sum over heads."""
-        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)
+        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)  # products, and their sum
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        """Return the scores ``[rows, width]`` of a block."""
         heads_at_once = min(HEADS_AT_ONCE, inputs.q.shape[1])
-        keys = keys[block.lo : block.hi]
-        if inputs.key_scales is None:
-            return block_scores(inputs, block.rows, keys, heads_at_once)
-        # bf16 holds every fp8 number exactly.
-        wide = replace(
-            inputs, q=inputs.q[block.rows].bfloat16(), weights=inputs.weights[block.rows]
-        )
-        scores = block_scores(wide, slice(None), keys.bfloat16(), heads_at_once)
-        return scores.mul_(inputs.key_scales[block.lo : block.hi])
+        return block_scores(inputs, block.rows, keys[block.lo : block.hi], heads_at_once)
 
 
 class Selection:
-    """``indexer_topk`` of a block, in torch."""
+    """``indexer_topk`` in torch."""
 
     def bytes_per_score(self) -> int:
-        """Sorted copies, counters, masks."""
-        return 32
+        return 32  # sorted copies, counters, masks
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Return int32 ``[r, topk]``: ascending columns of the best seen scores, then -1."""
         visible = seen.columns(scores.shape[1])
         scores = scores.masked_fill_(~visible, float("-inf"))
-        return ascending(best(scores, visible, topk), topk)
+        return _ascending(_best(scores, visible, topk), topk)
 
 
-def best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r, w]``: the ``min(topk, visible)`` best visible entries of each row.
+def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return bool ``[r, w]``: the ``min(topk, visible)`` best visible entries of each query.
 
     ``scores`` must be ``-inf`` where not visible. Exactly as many entries are set as asked for,
     with any number of equal scores.
@@ -66,37 +57,100 @@ def best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor
     return better | (ties & (ties.cumsum(-1, dtype=torch.int32) <= room))
 
 
-def ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return int32 ``[r, topk]``: the set columns of each row in ascending order, then ``-1``."""
-    place = mask.cumsum(-1, dtype=torch.int32) - 1
+def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return int32 ``[r, topk]``: the set columns of each query in ascending order, then ``-1``."""
+    slot = mask.cumsum(-1, dtype=torch.int32) - 1
     # Unset columns are written to a spare column, which is cut off: no host synchronisation.
-    place = torch.where(mask, place, topk).long()
+    slot = torch.where(mask, slot, topk).long()
     columns = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
     out = torch.full((mask.shape[0], topk + 1), -1, dtype=torch.int32, device=mask.device)
-    return out.scatter_(1, place, columns.expand_as(mask))[:, :topk]
+    return out.scatter_(1, slot, columns.expand_as(mask))[:, :topk]
 
 
 def head_products(
-    inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads: slice
+    inputs: IndexerInputs, tokens: slice, keys: torch.Tensor, heads: slice
 ) -> torch.Tensor:
-    """Return ``q[rows, heads] . keys`` as ``[r, h, w]``, after the relu if there is one."""
-    q = inputs.q[rows, heads]
+    """Return ``q[tokens, heads] . keys`` as ``[r, h, w]``, after the relu if there is one."""
+    q = inputs.q[tokens, heads]
     products = mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
     return products.relu_() if inputs.relu else products
 
 
 def block_scores(
-    inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads_at_once: int
+    inputs: IndexerInputs, tokens: slice, keys: torch.Tensor, heads_at_once: int
 ) -> torch.Tensor:
-    """Return the scores ``[r, w]`` of query rows against ``keys [w, DI]``, in fp32 (or fp64).
+    """Return the scores ``[r, w]`` of query tokens against ``keys [w, DI]``, in fp32 (or fp64).
 
     The sum over index heads is taken in a fixed order, so equal inputs give bitwise equal scores.
     """
-    weights = inputs.weights[rows].to(accumulation_dtype(inputs.q.dtype))
+    weights = inputs.weights[tokens].to(accumulation_dtype(inputs.q.dtype))
     total = None
     for heads in slices(weights.shape[1], heads_at_once):
-        products = head_products(inputs, rows, keys, heads)
+        products = head_products(inputs, tokens, keys, heads)
         part = torch.bmm(weights[:, None, heads], products).squeeze(1)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def put(
+    out: torch.Tensor,
+    columns: torch.Tensor | None,
+    seen: Seen,
+    first: int,
+    key_rows: torch.Tensor | None,
+) -> None:
+    """Write the selection of a block as key rows; one launch on a GPU.
+
+    Args:
+        out: int32 ``[tokens, K]``, rows of any stride; -1 where nothing is selected.
+        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none; not read for
+            queries that see at most ``K`` keys: these get all. ``None``: all queries do.
+        seen: what the queries see.
+        first: slot of the block's first column.
+        key_rows: int64, slot -> key row, or ``None`` for the identity.
+    """
+    topk = out.shape[1]
+    if out.is_cuda and topk and has_triton():
+        from megatron_dsa.ops.indexer_topk.triton import put as fused
+
+        fused(out, columns, seen, first, key_rows)
+        return
+    found = seen.first(topk)
+    if columns is not None:
+        few = (seen.end - seen.start <= topk)[:, None]
+        found = torch.where(few, found, columns, out=columns)
+    slots = torch.where(found < 0, found, found + first)
+    if key_rows is not None:
+        rows = key_rows[slots.clamp_min(0).long()].to(slots.dtype)
+        slots = torch.where(slots < 0, slots, rows)
+    out.copy_(slots)
+
+
+def sums_fit(
+    tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
+) -> torch.Tensor:
+    """Return a bool scalar: whether ``|q k| + |q k weights|`` of the largest elements is small.
+
+    Args:
+        tensors: q, k and weights, one entry per token, not empty.
+        unseen: bool, tokens of each to leave out, or ``None``; q and weights have the same.
+        limit: what the sum must be below; false for NaN.
+    """
+    if tensors[0].is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
+        from megatron_dsa.ops.indexer_topk.triton import sums_fit as fused
+
+        return fused(tensors, unseen, limit)
+    q, k, weights = map(largest, tensors, unseen)
+    products = q * k
+    # The products of a head are summed before they are weighted: both sums have to fit.
+    return torch.addcmul(products, products, weights) < limit
+
+
+def largest(x: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
+    """Return the largest magnitude, a scalar in the accumulation dtype; NaN if there is one."""
+    dtype, inf = accumulation_dtype(x.dtype), float("inf")
+    if unseen is None:
+        return torch.linalg.vector_norm(x, inf, dtype=dtype)
+    tokens = torch.linalg.vector_norm(x, inf, dim=tuple(range(1, x.dim())), dtype=dtype)
+    return tokens.masked_fill_(unseen, 0.0).amax()

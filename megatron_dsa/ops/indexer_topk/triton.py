@@ -1,9 +1,8 @@
-"""Triton kernels of the selection: vectors in fp8, scores of listed keys, and lists of key rows.
-
-Neither gathered keys nor products of heads are written.
-"""
+"""Triton kernels of the selection: vectors in fp8, lists of key rows, largest magnitudes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -11,59 +10,16 @@ import triton.language as tl
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.layout import Seen
+from megatron_dsa.ops.layout.blocks import Seen
 
-#: Keys of a step, and the least heads that a product on the tensor cores has.
-BLOCK, LEAST_HEADS = 128, 16
 #: Elements that a program quantizes, and the largest e4m3.
 ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
 #: All bits of an fp32 number below its exponent.
 _MANTISSA = tl.constexpr(0x7FFFFF)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _listed_scores(
-    q, k, weights, columns, out, width,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    RELU: tl.constexpr,
-):  # fmt: skip
-    """One program per query and ``BLOCK`` columns."""
-    row = tl.program_id(0).to(tl.int64)
-    head, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(columns + row * width + place, mask=place < width, other=-1)
-    real = head < HEADS
-    weight = tl.load(weights + row * HEADS + head, mask=real, other=0.0).to(tl.float32)
-    # A key is a column of q^T: heads are rows, so that a thread's products are of few keys.
-    query = tl.load(
-        q + row * HEADS * DIM + head[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0
-    )
-    at = column.to(tl.int64)[:, None] * DIM + dim[None, :]
-    key = tl.load(k + at, mask=(column >= 0)[:, None], other=0.0)
-    products = tl.dot(key, tl.trans(query))
-    if RELU:
-        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    score = tl.sum(products * weight[None, :], 1)
-    tl.store(out + row * width + place, score, mask=place < width)
-
-
-def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
-    """Return the fp32 scores ``[r, C]`` of each query against its own list of keys.
-
-    As :func:`megatron_dsa.ops.indexer_topk.listed.scores`, which names the arguments; index dims
-    must be a power of two of at least 16, ``inputs`` bf16 or fp16. Nothing but the result is
-    allocated.
-    """
-    (rows, heads, dim), width = inputs.q.shape, columns.shape[1]
-    out = torch.empty(rows, width, dtype=torch.float32, device=inputs.q.device)
-    if out.numel():
-        _listed_scores[(rows, triton.cdiv(width, BLOCK))](
-            inputs.q.contiguous(), inputs.k.contiguous(), inputs.weights.contiguous(),
-            columns.contiguous(), out, width,
-            HEADS=heads, PADDED=max(LEAST_HEADS, triton.next_power_of_2(heads)), DIM=dim,
-            BLOCK=BLOCK, RELU=inputs.relu, num_warps=4,
-        )  # fmt: skip
-    return out
+#: Programs that look for the largest magnitudes, and elements of one step.
+_PROGRAMS, _BLOCK = 512, 4096
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -89,9 +45,8 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``.
 
-    As :func:`megatron_dsa.ops.indexer_topk.fp8.quantized`, or with ``least`` as
-    :func:`megatron_dsa.ops.indexer_topk.engine.quantized`, where the largest element of a vector
-    counts as ``least`` or more; ``D`` is a power of two, x contiguous.
+    As :mod:`.fp8` does; with ``least``, to which the largest element of a vector is raised, scales
+    are powers of two. ``D`` is a power of two, x contiguous.
     """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -103,27 +58,6 @@ def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.T
             num_warps=8,
         )  # fmt: skip
     return out, scales
-
-
-@triton.jit(do_not_specialize=["width", "topk"])
-def _chosen(columns, places, out, width, topk, BLOCK: tl.constexpr):
-    """One program per row and ``BLOCK`` entries."""
-    row = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + row * topk + entry, mask=entry < topk, other=-1)
-    column = tl.load(columns + row * width + place, mask=place >= 0, other=-1)
-    tl.store(out + row * topk + entry, column, mask=entry < topk)
-
-
-def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """As :func:`megatron_dsa.ops.indexer_topk.listed.chosen`."""
-    (rows, topk), block = places.shape, 1024
-    out = torch.empty_like(places, memory_format=torch.contiguous_format)
-    if out.numel():
-        _chosen[(rows, triton.cdiv(topk, block))](
-            columns.contiguous(), places.contiguous(), out, columns.shape[1], topk, BLOCK=block
-        )
-    return out
 
 
 @triton.jit(do_not_specialize=["first", "topk", "stride", "key_rows"])
@@ -150,10 +84,69 @@ def put(
     first: int,
     key_rows: torch.Tensor | None,
 ) -> None:
-    """As :func:`megatron_dsa.ops.indexer_topk.listed.put`."""
+    """As :func:`megatron_dsa.ops.indexer_topk.torch.put`."""
     (tokens, topk), block = out.shape, 1024
     if out.numel():
         columns = None if columns is None else columns.contiguous()
         _put[(tokens, triton.cdiv(topk, block))](
             out, columns, seen.start, seen.end, key_rows, first, topk, out.stride(0), BLOCK=block
         )
+
+
+@triton.jit
+def _largest(x, unseen, width, count, BLOCK: tl.constexpr):
+    """Return the bits of the largest fp32 magnitude of this program's share; NaN is the largest.
+
+    Bits of magnitudes are ordered as these are.
+    """
+    largest = tl.zeros([BLOCK], tl.int32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for begin in range(first, count, tl.num_programs(0) * BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        inside = place < count
+        if unseen is not None:
+            inside &= tl.load(unseen + place // width, mask=inside, other=1) == 0
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & _MAGNITUDE)
+    return tl.max(largest, 0)
+
+
+@triton.jit(do_not_specialize=["q_width", "k_width", "w_width", "q_count", "k_count", "w_count"])
+def _magnitudes(
+    q, k, weights, unseen_queries, unseen_keys, out, q_width, k_width, w_width, q_count, k_count,
+    w_count, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out [3, programs]``: the largest magnitudes of each program."""
+    programs = tl.num_programs(0)
+    at = out + tl.program_id(0)
+    tl.store(at, _largest(q, unseen_queries, q_width, q_count, BLOCK))
+    tl.store(at + programs, _largest(k, unseen_keys, k_width, k_count, BLOCK))
+    tl.store(at + 2 * programs, _largest(weights, unseen_queries, w_width, w_count, BLOCK))
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
+    """One program. The products of a head are summed before they are weighted: both must fit."""
+    place = tl.arange(0, PROGRAMS)
+    q = tl.max(tl.load(largest + place), 0).to(tl.float32, bitcast=True)
+    k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)
+    weights = tl.max(tl.load(largest + 2 * PROGRAMS + place), 0).to(tl.float32, bitcast=True)
+    products = q * k
+    # False for NaN.
+    tl.store(holds, products + products * weights < limit)
+
+
+def sums_fit(
+    tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
+) -> torch.Tensor:
+    """As :func:`megatron_dsa.ops.indexer_topk.torch.sums_fit`; 16-bit or fp32."""
+    q, k, weights = (x.contiguous() for x in tensors)
+    largest = q.new_empty(3, _PROGRAMS, dtype=torch.int32)
+    holds = q.new_empty((), dtype=torch.bool)
+    widths = (x.numel() // len(x) for x in (q, k, weights))
+    _magnitudes[(_PROGRAMS,)](
+        q, k, weights, unseen[0], unseen[1], largest, *widths, q.numel(), k.numel(),
+        weights.numel(), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    _fit[(1,)](largest, holds, limit, PROGRAMS=_PROGRAMS, num_warps=4)
+    return holds

@@ -1,14 +1,13 @@
-"""Index lists of V4's attention in torch: any device."""
+"""Key lists of V4's attention in torch: any device."""
 
 import torch
 
-from megatron_dsa.ops.key_lists.api import ListInputs
+from megatron_dsa.ops.key_lists.spec import ListInputs
 
 
 def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
     start, end, width, selected = inputs.start, inputs.end, inputs.width, inputs.selected
-    own = (end - start).clamp(0, min(inputs.window, width))
+    near = (end - start).clamp(0, min(inputs.window, width))
     if selected is not None:
         count = inputs.selected_length
         if count is None:
@@ -18,20 +17,20 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
         assert inputs.group_end is not None
         count = (inputs.group_end - inputs.group_start).clamp_min(0)
     else:
-        count = torch.zeros_like(own)
-    count = torch.minimum(count, width - own)
-    length = count + own
+        count = torch.zeros_like(near)
+    count = torch.minimum(count, width - near)
+    length = count + near
 
-    place = torch.arange(width, dtype=torch.int32, device=start.device)
-    slot = place + (end - length)[:, None]  # entry count + j is slot end - own + j
+    column = torch.arange(width, dtype=torch.int32, device=start.device)
+    slot = column + (end - length)[:, None]  # entry count + j is slot end - near + j
     if inputs.key_rows is not None and inputs.key_rows.numel() > 0:
         slot = inputs.key_rows[slot.clamp(0, inputs.key_rows.shape[0] - 1)]
-    indices = torch.where(place < length[:, None], slot + inputs.offset, -1).int()
+    indices = torch.where(column < length[:, None], slot + inputs.offset, -1).int()
     if selected is not None:
         columns = min(width, selected.shape[1])
         part, chosen = indices[:, :columns], selected[:, :columns]
-        torch.where(place[:columns] < count[:, None], chosen, part, out=part)
+        torch.where(column[:columns] < count[:, None], chosen, part, out=part)
     elif inputs.group_start is not None:
-        groups = place + inputs.group_start[:, None]
-        torch.where(place < count[:, None], groups, indices, out=indices)
+        groups = column + inputs.group_start[:, None]
+        torch.where(column < count[:, None], groups, indices, out=indices)
     return indices, length.int()

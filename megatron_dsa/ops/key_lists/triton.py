@@ -1,4 +1,4 @@
-"""Index lists of V4's attention in one Triton kernel: every entry is written once."""
+"""Key lists of V4's attention in one Triton kernel: every entry is written once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.key_lists.api import ListInputs
+from megatron_dsa.ops.key_lists.spec import ListInputs
 
 # All that follows the batch, and slices of rows with any alignment, must not compile it again.
 _ARGUMENTS = [
@@ -69,13 +69,12 @@ def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
     rows, width = inputs.start.shape[0], inputs.width
     indices = inputs.start.new_empty(rows, width)
     length = inputs.start.new_empty(rows)
     selected = _dense(inputs.selected)
     topk, stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
-    # 16 rows at a time: the shortest lists, those of a window alone, have 128 entries.
+    # 16 rows at a time: the shortest lists, of a window only, have 128 entries.
     if rows > 0:
         _build[(triton.cdiv(rows, 16),)](
             _dense(inputs.start), _dense(inputs.end), _dense(inputs.key_rows), selected,

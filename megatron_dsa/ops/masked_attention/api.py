@@ -16,7 +16,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budge
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.masked_attention.spec import (
     BACKWARD,

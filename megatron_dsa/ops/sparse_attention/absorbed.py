@@ -39,6 +39,11 @@ from megatron_dsa.ops.sparse_attention.spec import (
     KeyGradientAccumulator,
     SparseAttentionInputs,
 )
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad
+from megatron_dsa.ops.sparse_attention.blocks import token_blocks
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
 
 
 class AbsorbedAttentionOutput(NamedTuple):

@@ -26,7 +26,7 @@ from megatron_dsa.ops.common.checks import (
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,

@@ -18,7 +18,6 @@ QUOTED = [
     ("attention", {"preset": "v3.2-h16", "skv": 131072, "distribution": "clustered:0.8"},
      "tilelang", "backward", "ms", 5.2),
     ("indexer", {"tokens": 8192}, "megatron", "select", "ms", 9.08),
-    ("indexer", {"tokens": 131072}, "fp8", "select", "ms", 177),
     ("csa", {"tokens": 65536}, "triton", "compressor_forward, ratio 4, dim 512", "share_of_copy",
      0.88),
     ("csa", {"tokens": 4096}, "triton", "norm_rope_backward, heads 64, dim 512", "share_of_copy",

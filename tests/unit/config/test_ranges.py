@@ -185,7 +185,6 @@ def test_low_temperatures_take_the_most_probable(temperature):
         ("workspace_bytes", 0),
         ("workspace_bytes", -1),
         ("workspace_bytes", math.nan),
-        ("fp8_least_ratio", -1),
         ("indexer_numerics", "deepgemm"),
         ("indexer_numerics", ""),
     ],

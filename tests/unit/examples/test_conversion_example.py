@@ -206,11 +206,11 @@ NAMED = {
     "dense_on_again": {"dsa_stage": "dense", "dsa_indexer_topk": 2048},
     "sparse_again": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "auto"},
     "sparse_512": {"dsa_indexer_topk": 512, "dsa_indexer_numerics": "exact"},
-    "sparse_256": {"dsa_indexer_topk": 256, "dsa_fp8_selection": False},
+    "sparse_256": {"dsa_indexer_topk": 256},
     "sparse_absorbed": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "sparse"},
     "sparse_masked": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "masked"},
     "sparse_fp8_scores": {"dsa_indexer_topk": 2048, "dsa_indexer_numerics": "deepgemm-fp8"},
-    "sparse_256_fp8": {"dsa_indexer_topk": 256, "dsa_fp8_selection": True},
+    "sparse_512_masked": {"dsa_indexer_topk": 512, "dsa_selected_attention": "masked"},
     "v4": {"dsa_indexer_topk": 512, "csa_compress_ratios": [0, 0] + 5 * [4, 128]},
 }
 
@@ -256,12 +256,12 @@ def test_what_is_done_and_what_is_left(tmp_path):
     log = "iteration 10 | elapsed time per iteration (ms): {}.0 |\n"
     times = "".join(log.format(value) for value in (900, 500, 400))
     (tmp_path / "dense/train.log").write_text(times)
-    done = all_runs(tmp_path, "sparse_256_fp8", "dense_on", PLAN="1")
+    done = all_runs(tmp_path, "sparse_512_masked", "dense_on", PLAN="1")
     # Half of dense at 0.5 s a step; the start of a process and its evaluations take 65 s.
     assert done.stdout.splitlines() == [
         "== dense: 420 of 840 steps left, about 4.6 minutes",
         "== warmup: 60 of 900 steps left, about 1.8 minutes",
-        "== sparse_256_fp8: 120 of 1020 steps left, about 2.2 minutes",
+        "== sparse_512_masked: 120 of 1020 steps left, about 2.2 minutes",
         "== dense_on: 180 of 1020 steps left, about 1.9 minutes",
         "== about 10.5 minutes left",
     ]

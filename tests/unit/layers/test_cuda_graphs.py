@@ -34,7 +34,6 @@ ATTENTIONS = {
     "sparse, dense loss": lambda: small_config(
         options=options("sparse"), dsa_indexer_use_sparse_loss=False
     ),
-    "sparse, fp8 selection": lambda: small_config(options=options("sparse", fp8_selection=True)),
     "sparse, engine numerics": lambda: small_config(
         options=options("sparse", indexer_numerics="deepgemm-fp8")
     ),

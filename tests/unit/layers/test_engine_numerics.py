@@ -96,9 +96,7 @@ def test_losses_and_gradients_are_those_of_exact_scores(kind, recompute):
 def test_what_cannot_work_is_refused_by_name(make):
     from megatron_dsa.config.model import validate
 
-    both = dataclasses.replace(ENGINE, fp8_selection=True)
     for changes, message in (
-        ({"options": both}, "--dsa-fp8-selection must not be used with --dsa-indexer-numerics"),
         ({"dsa_indexer_scoring_relu": False}, "--no-dsa-indexer-scoring-relu must not be used"),
         ({"dsa_indexer_head_dim": 256}, "--dsa-indexer-head-dim must be at most 128 with"),
         ({"dsa_indexer_head_dim": 96}, "--dsa-indexer-head-dim must be a power of two"),

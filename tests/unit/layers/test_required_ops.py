@@ -38,7 +38,6 @@ SETTINGS = {
         {"csa_teacher": "compressed", "evaluate_indexer": True},
         {},
     ),
-    "sparse, fp8 selection": ({"fp8_selection": True}, {}),
     "sparse, engine numerics": ({"indexer_numerics": "deepgemm-fp8"}, {}),
     "visible, dense": (
         {"stage": "dense", "sequence_length": 140},
@@ -74,8 +73,7 @@ def layers_of(name: str, setting: str):
 
     options, fields = SETTINGS[setting]
     structure = {key: value for key, value in PRESETS[name].items() if key not in OWN}
-    dtype = torch.bfloat16 if options.get("fp8_selection") else torch.float32
-    settings = {"dtype": dtype, "options": DSAOptions(**options)} | structure | fields
+    settings = {"dtype": torch.float32, "options": DSAOptions(**options)} | structure | fields
     ratios = PRESETS[name].get("csa_compress_ratios")
     if ratios is None:
         yield attention_module(small_config(**settings))
@@ -108,7 +106,6 @@ def recorded(monkeypatch, run):
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"])
 def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
     start()
-    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.layers.required_ops import called_ops
 
     if "teacher alone" in setting and not name.startswith("deepseek-v4"):
@@ -121,10 +118,6 @@ def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
         for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
             add(operation.name, lambda torchs: torchs)
     forget_layouts()  # a layout keeps the bits that were formed for it
-    policy = DSAOptions.policy.fget
-    # Narrow blocks take the exact path otherwise.
-    wide = property(lambda options: dataclasses.replace(policy(options), fp8_least_ratio=2))
-    monkeypatch.setattr(DSAOptions, "policy", wide)
     for module in layers_of(name, setting):
         core = module.core_attention
 

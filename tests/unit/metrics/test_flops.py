@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
-from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs
+from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
 from tests.host import small_config, small_csa_config, start
 

@@ -15,8 +15,6 @@ from megatron_dsa.metrics.quality import (
     captured_mass,
     query_scores,
     recall,
-    score_recall,
-    through_fp8,
 )
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from tests.cases.layouts import LAYOUTS, SPREADS, TOTAL, indexer_inputs, layouts, sequence_places
@@ -102,73 +100,6 @@ def test_rows_are_compared_with_the_row_before_of_their_sequence(name, sharding)
         same(adjacent_overlap(lists, layout, some), [expected[i] for i in some.tolist()])
         compared += sum(not math.isnan(x) for x in expected)
     assert compared > TOTAL // 2
-
-
-def e4m3_grid():
-    """Every finite number of e4m3 (4 exponent bits of bias 7, 3 of mantissa, no infinity)."""
-    values = [m * 2.0**-9 for m in range(8)]
-    values += [(8 + m) / 8 * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def test_e4m3_rounds_to_the_nearest_number():
-    x = leaf(40, 16, seed=6, dtype=torch.float64).detach()
-    x[0] = 0
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 448
-    grid = e4m3_grid()
-    assert grid.max() == 448
-    nearest = (((x / scale).abs()[..., None] - grid).abs()).min(-1)
-    expected = grid[nearest.indices] * x.sign() * scale
-    assert relative_error(through_fp8(x), expected) < 1e-6
-    assert through_fp8(x)[0].abs().max() == 0
-
-
-def best_keys(scores, topk):
-    """Slots of the best scores, ties to the first."""
-    return set(sorted(range(len(scores)), key=lambda s: (-scores[s], s))[:topk])
-
-
-@pytest.mark.parametrize("candidates", [None, 6])
-@pytest.mark.parametrize("sharding", ["alone", "zigzag"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_fp8_recall_against_plain_python(name, sharding, candidates):
-    topk, shares = 4, []
-    for layout in layouts(name, sharding):
-        inputs = indexer_inputs(layout, layout.num_keys)
-        rounded = IndexerInputs(through_fp8(inputs.q), through_fp8(inputs.k), inputs.weights)
-        slots = []
-        for one in (inputs, rounded):
-            products = torch.einsum("qhd,kd->qhk", one.q, one.k).relu()
-            products = torch.einsum("qhk,qh->qk", products, one.weights)
-            slots.append(layout.keys_in_slot_order(products.t()).t().tolist())
-        expected = []
-        seen = zip(layout.start.tolist(), layout.end.tolist(), strict=True)
-        for row, (first, last) in enumerate(seen):
-            exact = best_keys(slots[0][row][first:last], topk)
-            found = best_keys(slots[1][row][first:last], candidates or topk)
-            expected.append(share(found, exact) if last - first > topk else math.nan)
-        for count in (6, layout.num_queries):
-            rows = sample_queries(layout.num_queries, count, start())
-            scores, rough = (
-                query_scores(inputs, rows, fp8=fp8, workspace_bytes=2000) for fp8 in (False, True)
-            )
-            got = score_recall(rough, scores, layout, topk, rows, candidates=candidates)
-            same(got, [expected[i] for i in rows.tolist()])
-        shares += [x for x in expected if not math.isnan(x)]
-    mean = sum(shares) / len(shares)
-    # The few keys of packed sequences are far apart.
-    assert mean > 0.5 and (mean < 1 or candidates or name == "packed")
-
-
-def test_of_equal_scores_both_select_the_first():
-    (layout,) = layouts("two", "alone")
-    rows = sample_queries(layout.num_queries, 30, start())
-    equal = torch.ones(len(rows), layout.num_keys, device=start())
-    got = score_recall(equal, 2 * equal, layout, 4, rows)
-    assert got[~got.isnan()].eq(1).all() and (~got.isnan()).any()
-    better = equal.clone()
-    better[-1, layout.key_rows[layout.end[rows[-1]].item() - 1]] = 2  # its last key
-    assert float(score_recall(better, equal, layout, 4, rows)[-1]) == 0.75
 
 
 def test_query_scores_of_bf16_stay_exact_products():

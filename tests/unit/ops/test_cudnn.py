@@ -18,8 +18,8 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.ops.indexer_loss import reference as loss_reference
-from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.ops.indexer_loss.spec import kl_sum
+from megatron_dsa.ops.indexer_topk.spec import index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
 from megatron_dsa.ops.sparse_attention.spec import (
@@ -197,7 +197,7 @@ def test_sparse_loss(name, heads, k):
     copies = IndexerInputs(*map(double_leaf, (inputs.q, inputs.k, inputs.weights)))
     valid = indices >= 0
     scores = index_scores(copies.q, copies.k, copies.weights).gather(1, indices.clamp_min(0).long())
-    want = loss_reference.kl_sum(scores, teacher.double(), valid)
+    want = kl_sum(scores, teacher.double(), valid)
     (want * 1.7).backward()
     assert relative_error(loss, want) < 1e-3
     for field in ("q", "k", "weights"):

@@ -9,9 +9,9 @@ from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, de
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.indexer_loss import tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.dense import query_blocks
+from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
@@ -19,7 +19,7 @@ from megatron_dsa.testing.cases import visible_keys
 from megatron_dsa.testing.comparison import INDEXER_LOSS
 from megatron_dsa.testing.indexer_loss import expected_dense_loss
 from tests.cases.indexer_loss import check
-from tests.helpers import leaf, peak_bytes, relative_error
+from tests.helpers import leaf, no_synchronisation, peak_bytes, relative_error
 from tests.processes import run_ranks
 
 SCALE = 0.37  # not 1, so that a scale applied twice shows
@@ -110,12 +110,27 @@ def attention_lse(q, k, mask, other=None):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("keys", ["latent", "expanded", "one", "all"])
-def test_against_autograd(device, name, keys):
+@pytest.mark.parametrize("relu", [True, False])
+def test_against_autograd(device, name, keys, relu):
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout, keys=keys)
+    inputs = dataclasses.replace(inputs, relu=relu)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
     expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
     check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
+
+
+def test_value_without_gradients(device):
+    """Under no_grad the value is the same; the loss trains the indexer only."""
+    layout = LAYOUTS["packed"](device)
+    inputs, q, k = make(device, layout, keys="one")
+    q, k = q.requires_grad_(), k.requires_grad_()
+    loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    with torch.no_grad():
+        value = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    assert not value.requires_grad and torch.equal(value, loss.detach())
+    loss.backward()
+    assert q.grad is None and k.grad is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -155,7 +170,8 @@ def test_size_of_tiles_changes_nothing(device, name, workspace, shape):
     """From one pair per tile to one tile per window."""
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout)
-    assert tiles.tile_shape(DenseLossInputs(inputs, layout, q, k, SCALE, None, workspace)) == shape
+    given = DenseLossInputs(inputs, layout, q, k, SCALE, None, workspace)
+    assert dense_torch.tile_shape(given) == shape
     want = value_and_gradients(inputs, q, k, layout, policy=Policy(workspace_bytes=2**30))
     got = value_and_gradients(inputs, q, k, layout, policy=Policy(workspace_bytes=workspace))
     assert_same(got, want, 1e-12)
@@ -192,6 +208,7 @@ def test_lower_precision(device, dtype):
     inputs, q, k = make(device, layout, dtype)
     k = LatentKeys(k.latents, k.w_uk * 0.5)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
+    assert loss.dtype == torch.float32
     assert relative_error(k.expanded(), every_key(k)) < INDEXER_LOSS[torch.bfloat16]
     expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
     check(inputs, loss, expected, INDEXER_LOSS[dtype])
@@ -204,7 +221,7 @@ def test_tiles_cover_what_is_visible_once(device, name, shape):
     slots = torch.arange(layout.num_keys, device=device)
     visible = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
     covered = torch.zeros_like(visible, dtype=torch.int32)
-    for block in tiles.query_blocks(layout, shape[0]):
+    for block in query_blocks(layout, shape[0]):
         rows = torch.arange(layout.num_queries, device=device)[block.rows]
         assert 0 < rows.numel() <= shape[0]
         for tile in block.tiles(shape[1]):
@@ -263,14 +280,14 @@ def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
         layout = bshd_layout(length // batch, batch, device)
         inputs, q, k = make(device, layout, dtype, keys)
         arguments = DenseLossInputs(inputs, layout, q, k, SCALE, None, budget)
-        rows, width = tiles.tile_shape(arguments)
+        rows, width = dense_torch.tile_shape(arguments)
         assert rows < length // batch  # several blocks
         losses = []  # kept alive, with what they save
         peak = peak_bytes(
             device, lambda p=arguments, kept=losses: kept.append(dense_torch.dense(p))
         )
         wide = torch.promote_types(dtype, torch.float32).itemsize
-        products = tiles.HEADS_AT_ONCE * wide  # per pair
+        products = dense_torch.HEADS_AT_ONCE * wide  # per pair
         tensors = (inputs.q, inputs.k, inputs.weights)
         accumulated = (inputs.k.numel() + inputs.k.shape[1] + inputs.weights.numel()) * wide
         saved = sum(x.numel() * x.element_size() for x in tensors)
@@ -293,9 +310,9 @@ def test_many_rows_share_expanded_keys():
     )
     for mib, least in ((256, 1024), (64, 512), (1, 8)):
         part = dataclasses.replace(arguments, workspace_bytes=mib * 2**20)
-        rows, width = tiles.tile_shape(part)
+        rows, width = dense_torch.tile_shape(part)
         assert rows >= least
-        assert tiles.TileBytes.of(part)(rows, width) <= mib * 2**20
+        assert dense_torch.tile_bytes(part)(rows, width) <= mib * 2**20
 
 
 def _one_of_two_ranks(rank, store, folder):
@@ -357,12 +374,9 @@ def test_no_host_synchronisation():
     device = torch.device("cuda")
     layouts = [make_layout(device) for make_layout in LAYOUTS.values()]
     cases = [(layout, *make(device, layout, torch.bfloat16)) for layout in layouts]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for layout, inputs, q, k in cases:
             value_and_gradients(inputs, q, k, layout, policy=SMALL)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def zeros(*shape):

@@ -1,7 +1,4 @@
-"""The Triton kernels of the dense indexer loss: interpreted, compiled, and on a GPU.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""The Triton kernels of the dense indexer loss: interpreted, compiled, and on a GPU."""
 
 import dataclasses
 import importlib
@@ -11,8 +8,7 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.testing.indexer_loss import expected_dense_loss
@@ -98,7 +94,7 @@ def recorded(monkeypatch, triton_dense):
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("keys", ["latent", "one"])
 def test_compiles_without_a_gpu(monkeypatch, capability, keys):
-    """23: warpgroup instructions on Hopper; operands by asynchronous copies; nothing too large."""
+    """Warpgroup instructions on Hopper; operands by asynchronous copies; nothing too large."""
     triton_dense = pytest.importorskip(MODULE)
     shared = max(x for x in triton_dense.LAUNCHES if x <= SHARED[capability])
     monkeypatch.setattr(triton_dense, "launches", lambda device: triton_dense.LAUNCHES[shared])

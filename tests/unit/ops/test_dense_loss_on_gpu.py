@@ -1,7 +1,4 @@
-"""The kernels of the dense indexer loss on a GPU, Triton's and ours: errors, NaN, repeats, memory.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Kernels of the dense indexer loss on a GPU, Triton's and ours: errors, NaN, repeats, memory."""
 
 import dataclasses
 import importlib
@@ -11,8 +8,7 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
 from megatron_dsa.ops.dispatch import Policy, describe_call
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.testing.indexer_loss import expected_dense_loss
@@ -29,7 +25,7 @@ from tests.cases.dense_loss import (
     with_others,
     without_relu,
 )
-from tests.helpers import peak_bytes, relative_error
+from tests.helpers import no_synchronisation, peak_bytes, relative_error
 
 
 def packed(device, padded=True):
@@ -85,7 +81,7 @@ def ours():
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_against_float64(ours, case, name):
-    """1, 4, 5, 7, 8, 10: in one tile, and in the smallest tiles."""
+    """In one tile, and in the smallest tiles."""
     shape, keys, implementation = CASES[case]
     inputs = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
     want = expected_dense_loss(inputs)
@@ -128,7 +124,7 @@ def test_all_heads_of_the_model(ours, implementation):
 @pytest.mark.parametrize("name", ["packed", "compressed, packed"])
 @pytest.mark.parametrize("case", ["latent", "absorbed", "ours, latent", "ours, expanded"])
 def test_nan_that_nobody_sees(ours, case, name):
-    """2, 3: the same bits as without it."""
+    """The same bits as without it."""
     shape, keys, implementation = CASES[case]
     inputs = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
     both = (computed(x, name=implementation) for x in (with_nan(inputs), inputs))
@@ -152,7 +148,6 @@ def test_nan_that_somebody_sees(ours, implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["latent", "ours, latent", "ours, expanded"])
 def test_bitwise_repeatable(ours, case):
-    """17: 20 repeats."""
     shape, keys, implementation = CASES[case]
     inputs = make(packed(ours), shape, torch.bfloat16, keys)
     first = computed(inputs, name=implementation)
@@ -165,7 +160,7 @@ def test_bitwise_repeatable(ours, case):
     ("rows", "index_heads", "heads", "dim"), [(2**18 + 5, 64, 1, 64), (70_000, 2, 128, 256)]
 )
 def test_many_rows(ours, rows, index_heads, heads, dim):
-    """25: grids, elements of queries beyond 2^31; the last sequences are as they are alone."""
+    """Elements of queries beyond 2^31; the last sequences are as they are alone."""
     length = 100
     ends = torch.arange(0, rows, length, device=ours, dtype=torch.int32)
     last = int(ends[-6])
@@ -192,7 +187,6 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
 
 @pytest.mark.gpu
 def test_no_host_synchronisation(ours):
-    """24: packed batches included."""
     several = [
         (make(layout(ours), shape, torch.bfloat16, keys), name)
         for layout in LAYOUTS.values()
@@ -200,12 +194,9 @@ def test_no_host_synchronisation(ours):
     ]
     for inputs, name in several[: len(CASES)]:
         computed(inputs, name=name)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for inputs, name in several:
             computed(inputs, name=name)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,7 +1,4 @@
-"""Our kernel of the dense loss's teacher: compiled without a GPU, run on one against float64.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Our kernel of the dense loss's teacher: compiled without a GPU, run on one against float64."""
 
 import dataclasses
 import functools
@@ -16,6 +13,9 @@ from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.layout.layout import Seen, bshd_layout
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS
+from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.cases.dense_loss import HOPPER, SCALE, Shape, make
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas, relative_error
 
@@ -41,7 +41,7 @@ def kernel(name):
 @needs_compiler
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_for_hopper(name):
-    """23: products are wgmma; the sums fit in the registers, tiles in shared memory."""
+    """Products are wgmma; the sums fit in the registers, tiles in shared memory."""
     source = kernel(name).get_kernel_source()
     assert "mma_sync" not in source and "mma.sync" not in source
     nope = KERNELS[name][0]
@@ -174,7 +174,7 @@ def poison():
 @pytest.mark.parametrize("width", [1, 63, 64, 129, 777])
 @pytest.mark.parametrize("rows", [1, 63, 64, 129, 777])
 def test_sizes_that_no_tile_divides(tiles, rows, width, form):
-    """1, 6: also what memory held before does not show."""
+    """Also, what memory held before does not show."""
     call = draw_call(form, rows, width, 3)
     functions = tiles(3)
     poison()
@@ -185,7 +185,7 @@ def test_sizes_that_no_tile_divides(tiles, rows, width, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 16, 17, 64, 128])
 def test_heads(tiles, heads, form):
-    """4: keys that are made of latents come 16 heads at a time where memory is short."""
+    """Keys that are expanded from latents come 16 heads at a time where memory is short."""
     call = draw_call(form, 300, 200, heads)
     for workspace in (2**28, 1):
         functions = tiles(heads, workspace)
@@ -196,7 +196,7 @@ def test_heads(tiles, heads, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_see_nothing(tiles, form):
-    """2: all of them, and all of a block; queries and keys that are not seen hold NaN."""
+    """All of them, and all of a block; queries and keys that are not seen hold NaN."""
     call = draw_call(form, 400, 500, 4)
     start, end = call.seen.start.clone(), call.seen.end.clone()
     start[128:256], end[128:256] = 77, 77
@@ -238,7 +238,7 @@ def test_parts_of_tensors(tiles, form):
 
 @pytest.mark.gpu
 def test_equals_triton_and_itself(tiles):
-    """17: bitwise repeatable; where Triton's kernel runs, too, both agree."""
+    """Bitwise repeatable; where Triton's kernel runs, too, both agree."""
     call, functions = draw_call("expanded", 1500, 1500, 32), tiles(32)
     arguments = (call.q, call.keys, call.lse, call.seen)
     first = functions.teacher(*arguments)

@@ -9,7 +9,7 @@ from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_topk.torch import Scores, Selection
 from megatron_dsa.ops.layout.layout import Seen, bshd_layout, packed_layout
 from tests.cases.indexer_topk import LAYOUTS, expected, integer_inputs
-from tests.helpers import leaf
+from tests.helpers import leaf, never_waits
 
 SMALL = Policy(workspace_bytes=20_000)
 
@@ -93,7 +93,7 @@ def test_a_selection_may_write_where_it_belongs(monkeypatch, name, topk):
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
 def test_all_scores_equal(device, value):
-    """Trap 18: with nothing but ties the smallest keys win, and exactly K of them."""
+    """With nothing but ties the smallest keys win, and exactly K of them."""
     layout = bshd_layout(50, 1, device)
     inputs = IndexerInputs(
         torch.ones(50, 2, 4, device=device),
@@ -128,7 +128,7 @@ def test_what_is_not_seen_may_hold_anything(device, unseen):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
 def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
-    """2, 6: an implementation of the scores need not write it; blocks keep to the budget."""
+    """An implementation of the scores need not write it; blocks keep to the budget."""
     blocks = []
 
     def sparing(original):
@@ -150,7 +150,6 @@ def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
 
 
 def test_bitwise_repeatable(device):
-    """Trap 17: 20 repeats of the same selection, and any chunking, agree bit for bit."""
     inputs = IndexerInputs(
         leaf(300, 4, 16, seed=1, device=device, dtype=torch.bfloat16).detach(),
         leaf(300, 16, seed=2, device=device, dtype=torch.bfloat16).detach(),
@@ -163,25 +162,13 @@ def test_bitwise_repeatable(device):
         assert torch.equal(first, again)
 
 
-def test_wrong_arguments_are_named():
-    inputs = integer_inputs(8, device="cpu")
-    layout = bshd_layout(8, 1, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="topk"):
-        indexer_topk(inputs, layout, 0)
-    with pytest.raises(ConfigError, match=r"inputs\.k"):
-        indexer_topk(IndexerInputs(inputs.q, inputs.k[:, :2], inputs.weights), layout, 2)
-    with pytest.raises(ConfigError, match=r"inputs\.weights"):
-        indexer_topk(IndexerInputs(inputs.q, inputs.k, inputs.weights[:, :1]), layout, 2)
+def test_no_keys_are_refused():
+    with pytest.raises(ConfigError, match="topk must be at least 1, got 0"):
+        indexer_topk(integer_inputs(8, device="cpu"), bshd_layout(8, 1, torch.device("cpu")), 0)
 
 
 @pytest.mark.gpu
 def test_no_host_synchronisation():
-    """Trap 24, packed batches included."""
     inputs = integer_inputs(60, device="cuda")
     cu = torch.tensor([0, 2, 31, 60], device="cuda", dtype=torch.int32)
-    for attempt in range(2):
-        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
-        try:
-            indexer_topk(inputs, packed_layout(cu, 60, 29), 5, policy=SMALL)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    never_waits(lambda: indexer_topk(inputs, packed_layout(cu, 60, 29), 5, policy=SMALL))

@@ -1,7 +1,4 @@
-"""Lists of keys for groups of adjacent queries, which our Hopper kernels read.
-
-Numbers in docstrings are rows of the list of bugs that other systems shipped.
-"""
+"""Lists of keys for groups of adjacent queries, which our Hopper kernels read."""
 
 import dataclasses
 import itertools
@@ -197,7 +194,7 @@ def test_strided_indices(union_in_python):
 @pytest.mark.parametrize("group", [2, 3, 4, 8])
 @pytest.mark.parametrize("queries", [1, 24, 71])
 def test_unions(hopper, group, queries):
-    """2: sorted, exact bits; lengths of 0 and beyond K; the last group has fewer queries."""
+    """Sorted, exact bits; lengths of 0 and beyond K; the last group has fewer queries."""
     indices, length = (x[:queries] for x in random_lists(71, 300, 2000, "cuda"))
     assert check_lists(list_inputs(indices, 2000, length), group) == 1
     check_lists(list_inputs(indices, 2000), group, with_places=True)
@@ -243,7 +240,7 @@ def test_unions_in_parts(hopper, group):
     [(16, 400, False), (8, 400, True), (64, 70_000, False), (128, 400, True)],
 )
 def test_attention_in_parts(hopper, heads, keys, with_sink):
-    """6: a tiny workspace changes nothing. 70000 keys: lists are sorted for the backward."""
+    """A tiny workspace changes nothing. 70000 keys: lists are sorted for the backward."""
     q, kv, indices = make_case(71, keys, heads, 576 - 64 * with_sink, 128, **CASE)
     length = torch.full((71,), 128, dtype=torch.int32, device="cuda")
     length[3], length[9] = 0, 40

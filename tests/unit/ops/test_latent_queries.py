@@ -16,8 +16,7 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.indexer_loss import queries as queries_of
-from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs, LatentQueries
+from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, LatentQueries
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import rotate_index
 from tests.helpers import relative_error
@@ -135,7 +134,7 @@ def test_blocks_fit_half_of_the_workspace(workspace, longest, monkeypatch):
     layout, policy = bshd_layout(TOKENS, 1, torch.device("cpu")), Policy(workspace_bytes=workspace)
     _, (inputs, leaves) = indexers(torch.float64, policy)
     lists = indexer_topk(inputs.formed(), layout, TOPK)
-    monkeypatch.setattr(queries_of.LatentQueries, "formed", recorded)
+    monkeypatch.setattr(LatentQueries, "formed", recorded)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         attend(

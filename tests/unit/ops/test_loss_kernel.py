@@ -1,7 +1,6 @@
 """Our kernel of the sparse indexer loss: value and gradients against float64 on a GPU.
 
-Without a GPU: what it compiles to, and what it refuses. Numbers in docstrings are rows of the list
-of bugs that other systems shipped.
+Without a GPU: what it compiles to, and what it refuses.
 """
 
 import dataclasses
@@ -15,14 +14,18 @@ from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.common.arithmetic import valid_entries
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.ops.indexer_loss import reference
-from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import SparseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import SPARSE_LOSS, SparseLossInputs, kl_sum
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout
-from tests.helpers import double_leaf, dynamic_shared_memory, needs_compiler, ptxas, relative_error
+from tests.helpers import (
+    double_leaf,
+    dynamic_shared_memory,
+    needs_compiler,
+    no_synchronisation,
+    ptxas,
+    relative_error,
+)
 
 TOLERANCE = 5e-3
 OURS = Policy(named=(("sparse_indexer_loss", "tilelang"),))
@@ -61,7 +64,7 @@ def kernel(name):
 @needs_compiler
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_to_warpgroup_instructions(name):
-    """23: not one mma.sync; S, the keys' gradient and G, of which the value needs S alone."""
+    """Not one mma.sync; S, the keys' gradient and G, of which the value needs S alone."""
     source = kernel(name).get_kernel_source()
     assert "mma_sync" not in source and "mma.sync" not in source
     assert len(re.findall(r"tl::wgmma_", source)) == (3 if KERNELS[name][1] else 1)
@@ -164,7 +167,7 @@ def expected(inputs):
         q, k, weights = leaves[0][rows], leaves[1], leaves[2][rows]
         scores = index_scores(q, k, weights).gather(1, safe[rows])
         mask, teacher = valid[rows], inputs.teacher[rows].double()
-        part = reference.kl_sum(scores, teacher, mask)
+        part = kl_sum(scores, teacher, mask)
         part.backward()
         value += part.detach()
         some = mask & (teacher.masked_fill(~mask, 0.0).sum(-1, keepdim=True) > 0)
@@ -192,7 +195,7 @@ def error(x, want):
 
 
 def check(inputs):
-    """Value and gradients with NaN in unselected keys (2), twice in a row (6)."""
+    """Value and gradients with NaN in unselected keys, twice in a row."""
     value, grads, _ = expected(inputs)
     for _ in range(2):
         ours, used = poisoned(inputs)
@@ -211,7 +214,7 @@ def check(inputs):
     + [(5, 63, 500), (5, 64, 90)],
 )
 def test_gradients(heads, width, keys):
-    """1, 2, 3, 4, 6: widths that are no multiple of 64, and more entries than keys."""
+    """Widths that are no multiple of 64, and more entries than keys."""
     check(make(200, keys, heads, width))
 
 
@@ -236,7 +239,7 @@ def test_common_part_of_the_keys_has_no_gradient():
 
 @needs_kernel
 def test_one_selected_key_has_neither_loss_nor_gradient():
-    """4: student and teacher are 1; what is left of their difference is the rounding of fp32.
+    """Student and teacher are 1; what is left of their difference is the rounding of fp32.
 
     Normalising takes an approximate reciprocal and a product, 2^-22 at most, and so does the log.
     """
@@ -266,7 +269,7 @@ def test_value_alone():
 
 @needs_kernel
 def test_dispatch():
-    """15: the kernel forms the gradients; strictly so."""
+    """The kernel computes value and gradients in one call, also for a strict policy."""
     inputs = make(200, 500, 64, 64)
     layout = bshd_layout(200, 1, torch.device("cuda"))
     policy = Policy(strict=True, named=OURS.named)
@@ -289,7 +292,7 @@ def test_dispatch():
 @needs_kernel
 @pytest.mark.parametrize("rows", [0, 70_000, 2**18 + 100])
 def test_no_rows_and_many(rows):
-    """25: more rows than a grid dimension holds, more elements than int32 counts."""
+    """More rows than a grid dimension holds, more elements than int32 counts."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
@@ -319,7 +322,7 @@ def test_no_rows_and_many(rows):
 @needs_kernel
 @pytest.mark.parametrize(("heads", "width"), [(64, 640), (32, 200)])
 def test_deterministic_mode_repeats(heads, width):
-    """17: 20 repeats bitwise equal, and not far from the default mode."""
+    """20 repeats are bitwise equal, and not far from the default mode."""
     inputs = make(700, 900, heads, width)
     default = sparse(poisoned(inputs)[0])
     torch.use_deterministic_algorithms(True)
@@ -333,7 +336,7 @@ def test_deterministic_mode_repeats(heads, width):
 
 @needs_kernel
 def test_no_host_synchronisation_and_nothing_compiles_after_the_warm_up():
-    """24, and 16: the warm-up of a layer compiles what its steps call."""
+    """The warm-up of a layer compiles what its steps call."""
     from megatron_dsa.ops.indexer_loss.tilelang.program import compiled
 
     topk_in_torch = (("indexer_scores", "torch"), ("indexer_topk", "torch"))
@@ -345,12 +348,9 @@ def test_no_host_synchronisation_and_nothing_compiles_after_the_warm_up():
     layout = bshd_layout(200, 1, torch.device("cuda"))
     inputs.indexer.q.requires_grad_()
     misses = compiled.cache_info().misses
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         sparse_indexer_loss(
             inputs.indexer, inputs.indices, inputs.teacher, layout, policy=policy
         ).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compiled.cache_info().misses == misses
     assert inputs.indexer.q.grad.isfinite().all()

@@ -70,7 +70,7 @@ def expected(inputs):
 
 
 def check(case, device):
-    """1-6: what is not selected has no part in it, not even as NaN; every entry is written."""
+    """What is not selected has no part in it, not even as NaN; every entry is written."""
     from megatron_dsa.ops.sparse_attention.triton import probabilities
 
     inputs = make(*case, device=device)

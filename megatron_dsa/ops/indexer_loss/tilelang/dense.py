@@ -1,6 +1,6 @@
 """The dense indexer loss whose teachers of plain MLA come from our own kernel (Hopper, bf16).
 
-The rest of the loss is that of :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
+The rest of the loss runs in :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.hopper.tiles import LOG2_E
 from megatron_dsa.ops.indexer_loss.dense import dense_loss
-from megatron_dsa.ops.indexer_loss.inputs import (
+from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
     ExpandedKeys,
     LatentKeys,
@@ -28,10 +28,7 @@ DIMS = {128: 192, 192: 256}
 
 
 def dense(inputs: DenseLossInputs) -> torch.Tensor:
-    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
-
-    bf16; index heads of 128 dims. Deterministic.
-    """
+    # bf16; index heads of 128 dims. Deterministic.
     return dense_loss(inputs, HopperTiles)
 
 
@@ -44,12 +41,11 @@ class HopperTiles(TritonTiles):
     copies = True
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """fp32, in whole blocks."""
         nope = _own_dims(q, keys)
         if nope is None:
             return super().teacher(q, keys, lse, seen)
         q, (heads, rows) = q.contiguous(), lse.shape
-        # TMA reads rows of whole 16 bytes.
+        # TMA reads multiples of 16 bytes.
         in_base_2 = lse.new_empty(heads, 1, -(-rows // BLOCK) * BLOCK, dtype=torch.float32)
         torch.mul(lse, LOG2_E, out=in_base_2[:, 0, :rows])
         start, end, out = seen.start.contiguous(), seen.end.contiguous(), None
@@ -82,9 +78,9 @@ class HopperTiles(TritonTiles):
 
 
 def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
-    """Return the dims of a key without rope, if heads have such keys and the kernel knows them."""
+    """Return the dims of a key without rope, ``None`` if the kernel does not support the keys."""
     if isinstance(keys, torch.Tensor):
         nope = q.shape[2] - ROPE if keys.shape[1] == q.shape[1] else 0
     else:
-        nope = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.own.shape[2]
+        nope = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.nope.shape[2]
     return nope if DIMS.get(nope) == q.shape[2] else None

@@ -8,14 +8,12 @@ from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.hopper.fixed_point import largest, units_for
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
-from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
 def sparse(inputs: SparseLossInputs) -> SparseLoss:
-    """Return the KL sum, with its gradients if they are wanted.
-
-    In torch's deterministic mode equal inputs give bitwise equal gradients.
+    """Run the kernel; in torch's deterministic mode equal inputs give bitwise equal gradients.
 
     Raises:
         ValueError: index heads of other dims than 128, or more than 64; more than 2048 entries per
@@ -67,18 +65,18 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
 
 
 def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
-    """Return int32 ``[Sq]``; the kernel clamps what a caller gives."""
+    # The kernel clamps the lengths of a caller.
     if inputs.topk_length is None:
         return lengths(inputs.indices, None)
     return inputs.topk_length.int().contiguous()
 
 
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
-    """Return how many of the integers that dk is summed in are one: fp32 ``[1]``, a power of two.
+    """Return the fixed-point scale of dk: fp32 ``[1]``, a power of two.
 
     Overflow is impossible by construction (see :mod:`.sparse_attention.fixed_point`): student and
     teacher sum to 1 each, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element.
-    ``units`` puts that of all queries at 2^62, half of the range: roundings to bf16 do no harm.
+    The sum over all queries is put at 2^62, half of the range: roundings to bf16 do no harm.
     """
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:

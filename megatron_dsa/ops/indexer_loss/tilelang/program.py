@@ -2,10 +2,10 @@
 
 Per block of 64 selected keys, with index heads ``h``:
 
-1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``. What is kept of S is one bit per product,
-   whether it is positive;
+1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``. One bit per product is kept of S: whether
+   it is positive;
 2. when all scores are there: softmax, KL, and ``D = student - teacher``;
-3. the keys once more: ``G_h = sum_j D_j [S_hj > 0] k_j``, of which ``dq_h = w_h G_h`` and
+3. the keys once more: ``G_h = sum_j D_j [S_hj > 0] k_j``, then ``dq_h = w_h G_h`` and
    ``dw_h = q_h . G_h``; and ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both
    products have the same operand, D where S was positive, in bf16.
 
@@ -38,8 +38,8 @@ STAGES = 3
 GATHERERS = 64
 
 
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `here` the
-# addresses of it, `done` its barriers.
+# In the macros: `at` is the thread block's query, `m` its shared memory, `here` the addresses of
+# it, `done` its barriers.
 
 
 @T.macro
@@ -76,19 +76,16 @@ def gather(K, Ids, m, done, at, passes, thread):
 
 @T.macro
 def mask(m, done, at, here, thread):
-    """Form the operand of each block's gradients, as soon as the differences are there."""
+    """Compute the operand of each block's gradients, as soon as the differences are there."""
     T.barrier_wait(done.differences, 0)
     for i in T.serial(at.blocks()):
         T.barrier_wait(done.mask_free[i % 2], (i // 2 & 1) ^ 1)
         for half in T.unroll(2):
             call(
-                "dsa_masked_differences",
-                here.words + i * (GROUP * 4),
-                here.scores + i * (TILE * 4),
-                here.mask + i % 2 * (TILE * TILE * 2),
-                thread // 32 * 2 + half,
-                thread % 32,
-            )
+                "dsa_masked_differences", here.words + i * (GROUP * 4),
+                here.scores + i * (TILE * 4), here.mask + i % 2 * (TILE * TILE * 2),
+                thread // 32 * 2 + half, thread % 32,
+            )  # fmt: skip
         T.fence_proxy_async()
         T.barrier_arrive(done.mask[i % 2])
 
@@ -126,27 +123,19 @@ def scores(m, done, at, here, thread):
 
 @T.macro
 def differences(Ids, Teacher, Value, at, keys, gradients, here, thread):
-    """Softmax, KL and what they differ by."""
     value = T.alloc_local([1], "float32")
     value[0] = call(
-        "dsa_differences",
-        here.scores,
-        T.address_of(Ids[at.list, 0]),
-        T.address_of(Teacher[at.list, 0]),
-        at.n,
-        keys,
-        here.scratch,
-        thread,
-        of=(MOST // GROUP, gradients),
-        returns="float32",
-    )
+        "dsa_differences", here.scores, T.address_of(Ids[at.list, 0]),
+        T.address_of(Teacher[at.list, 0]), at.n, keys, here.scratch, thread,
+        of=(MOST // GROUP, gradients), returns="float32",
+    )  # fmt: skip
     if thread == 0:
         Value[at.list] = value[0]
 
 
 @T.macro
 def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
-    """G, dK of a block of keys at a time, and what the query gets of G."""
+    """Compute G, and dK of a block of keys at a time; then the gradients of the query."""
     dk = T.alloc_fragment([DIM, TILE], "float32")
     g = T.alloc_fragment([TILE, DIM], "float32")
     ids = T.alloc_local([TILE // 4], "int32")
@@ -171,15 +160,9 @@ def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
         T.barrier_arrive(done.free[stage])
         call("dsa_add_keys", dk.data, ids.data, base[0], 0, units[0], of=add)
     call(
-        "dsa_query_results",
-        g.data,
-        T.address_of(Q[at.first, 0]),
-        T.address_of(dQ[at.first, 0]),
-        T.address_of(dW[at.first]),
-        here.weights,
-        heads,
-        thread,
-    )
+        "dsa_query_results", g.data, T.address_of(Q[at.first, 0]), T.address_of(dQ[at.first, 0]),
+        T.address_of(dW[at.first]), here.weights, heads, thread,
+    )  # fmt: skip
 
 
 @T.macro
@@ -226,7 +209,6 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
         dK: T.Tensor([keys, DIM] if gradients else [1, DIM], "int64" if fixed_point else fp32),
         Units: T.Tensor([1], fp32),
     ):
-        """One thread block per query; arguments as :func:`build` describes."""
         with T.Kernel(lists, threads=2 * GROUP) as block:
             T.import_source(ADDRESSES + ADDITIONS + SOURCE)
             T.annotate_min_blocks_per_sm(2)

@@ -70,14 +70,9 @@ def consume(Start, End, Out, m, done, at, dims, scale, tx):
             seen[0] = Start[row] - at.key
             seen[1] = End[row] - at.key
         call(
-            "dsa_write_row",
-            T.address_of(Out[row, at.key]),
-            sums.data,
-            seen[0],
-            seen[1],
-            at.head > 0,
-            of=(KEYS // 8, r),
-        )
+            "dsa_write_row", T.address_of(Out[row, at.key]), sums.data, seen[0], seen[1],
+            at.head > 0, of=(KEYS // 8, r),
+        )  # fmt: skip
 
 
 def build(nope: int, rope: int, behind: int, rope_per_head: bool):
@@ -116,7 +111,6 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
         first: T.int32,
         scale: T.float32,
     ):
-        """One thread block per tile; arguments as :func:`build` describes."""
         with T.Kernel(height // QUERIES * (width // KEYS), threads=THREADS) as number:
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers(dims)

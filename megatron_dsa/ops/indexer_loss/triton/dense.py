@@ -1,7 +1,7 @@
 """The dense indexer loss with Triton kernels: scores of single heads never leave the chip.
 
 Per tile, teachers are fp32 and gradients on the scores bf16, both in whole blocks of
-:data:`BLOCK` rows and columns, 0 where a row sees nothing. Keys of all heads are expanded from
+:data:`BLOCK` tokens and columns, 0 where a token sees nothing. Keys of all heads are expanded from
 latents by a matrix product, as many heads at a time as the workspace takes.
 """
 
@@ -13,21 +13,29 @@ import torch
 import triton
 
 from megatron_dsa.ops.common.arithmetic import slices
-from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
-from megatron_dsa.ops.indexer_loss.inputs import (
+from megatron_dsa.ops.indexer_loss.dense import (
+    TileBytes,
+    dense_loss,
+    fitting_shape,
+    gathered_bytes,
+    take,
+)
+from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
     ExpandedKeys,
     LatentKeys,
     TeacherKeys,
 )
-from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape, gathered_bytes
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Layout
 
-#: Teachers and gradients on scores have multiples of so many rows and columns.
+#: Teachers and gradients on scores have multiples of so many tokens and columns.
 BLOCK = 128
-#: Longest edge of a tile: so many rows share the expanded keys, and so many keys the queries.
+#: Longest edge of a tile: so many tokens share the expanded keys, and so many keys the queries.
 LONGEST_EDGE = 2048
 #: Fewer heads than this are not expanded at a time unless there are fewer.
 FEWEST_HEADS = 16
@@ -49,7 +57,6 @@ class Launch:
     warps: int = 8
 
     def options(self) -> dict[str, int]:
-        """Keyword arguments of a launch."""
         return {
             "BLOCK_M": self.rows, "BLOCK_N": self.columns, "STAGES": self.stages,
             "num_warps": self.warps,
@@ -90,7 +97,6 @@ LAUNCHES = {
 
 
 def launches(device: torch.device) -> dict[str, Launch]:
-    """Return how the kernels run on a device."""
     shared = next(iter(LAUNCHES))
     if device.type == "cuda":
         shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -98,17 +104,14 @@ def launches(device: torch.device) -> dict[str, Launch]:
 
 
 def dense(inputs: DenseLossInputs) -> torch.Tensor:
-    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
-
-    bf16; index heads of a power of two dims (dispatch knows 128 only). Deterministic.
-    """
+    # bf16; the kernels take index heads of any power of two dims, dispatch only 128. Deterministic.
     return dense_loss(inputs, TritonTiles)
 
 
 class TritonTiles:
-    """:class:`~.dense.TileFunctions` of one inputs."""
+    """:class:`~.dense.TileFunctions` in Triton."""
 
-    #: Whether the teacher copies operands that do not lie together.
+    #: The teacher copies operands that do not lie together.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):
@@ -123,7 +126,6 @@ class TritonTiles:
         return keys.masked_fill(~self._covered[slots, None], 0.0).contiguous()
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
-        """See :class:`~.dense.TileFunctions`."""
         x = _dense_inputs(x)
         rows, width = x.q.shape[0], x.k.shape[0]
         launch = self._launches["student_lse"]
@@ -136,7 +138,6 @@ class TritonTiles:
         return parts.logsumexp(0)
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
-        """See :class:`~.dense.TileFunctions`."""
         q = _dense_rows(q)
         rows, heads, dim = q.shape
         lse = q.new_empty(heads, rows, dtype=torch.float32)
@@ -191,7 +192,7 @@ class TritonTiles:
         self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
         dweights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """See :class:`~.dense.TileFunctions`; ``dweights`` is left to :meth:`finish`."""
+        """``dweights`` is left to :meth:`finish`."""
         x = _dense_inputs(x)
         (rows, heads, dim), width = x.q.shape, x.k.shape[0]
         launch = self._launches["query_gradient"]
@@ -224,11 +225,11 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield slices of heads with what their keys are read from.
+        """Yield slices of heads with the tensors of their keys.
 
-        That is ``own [w, h or 1, OWN_DIM]``, what all heads share ``[w, DIM - OWN_DIM]`` (or
-        ``own`` again, if there is nothing), and the strides: ``own``'s of rows and heads (0 for a
-        single key head) and the shared part's of rows.
+        These are ``own [w, h or 1, OWN_DIM]``, the part that all heads share ``[w, DIM - OWN_DIM]``
+        (or ``own`` again, if there is none), and the strides: ``own``'s of keys and heads (0 for a
+        single key head) and the shared part's of keys.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)
@@ -236,7 +237,7 @@ class TritonTiles:
             yield slice(0, heads), keys, keys, (keys.stride(0), head_stride, 0)
             return
         if isinstance(keys, ExpandedKeys):
-            own, shared = keys.own, keys.k_pe
+            own, shared = keys.nope, keys.k_pe
             if own.shape[2] % teacher.CHUNK == 0 and shared.stride(1) == own.stride(2) == 1:
                 strides = own.stride(0), own.stride(1), shared.stride(0)
                 yield slice(0, heads), own, shared, strides
@@ -260,7 +261,7 @@ class TritonTiles:
 
 
 def covered(layout: Layout) -> torch.Tensor:
-    """Return bool ``[slots]``: which slots any query row sees."""
+    """Return bool ``[slots]``: slots that any query sees."""
     real = (layout.start < layout.end).int()
     changes = torch.zeros(layout.num_keys + 1, dtype=torch.int32, device=real.device)
     changes.index_add_(0, layout.start.long(), real)
@@ -269,7 +270,7 @@ def covered(layout: Layout) -> torch.Tensor:
 
 
 def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
-    """Return how many rows and slots a tile may have, and how many heads are expanded at a time.
+    """Return how many tokens and slots a tile may have, and how many heads are expanded at a time.
 
     One block is the least, whatever the workspace.
     """
@@ -286,14 +287,14 @@ def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
     item, gathers = q.element_size(), inputs.layout.key_rows is not None
-    # Teachers (one in use, one being reduced), gradients on scores, shares in those of keys.
+    # Teachers (one in use, one being reduced), gradients on scores, shares in gradients of keys.
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)
     fixed = 0
     if isinstance(k, ExpandedKeys):
         slot += gathered_bytes(k) * gathers
-        slot += 0 if k.own.shape[2] % teacher.CHUNK == 0 else heads_at_once * item * dim
+        slot += 0 if k.nope.shape[2] % teacher.CHUNK == 0 else heads_at_once * item * dim
     elif isinstance(k, LatentKeys):
         own, rank = k.w_uk.shape[1:]
         apart = own % teacher.CHUNK == 0
@@ -324,7 +325,7 @@ def whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) 
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the heads of a row lie together; rows may have any distance."""
+    """Return whether the heads of a token lie together; tokens may have any distance."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

@@ -49,21 +49,19 @@ class Kind:
 
     Attributes:
         heads: index heads.
-        dtype: of queries and keys.
+        dtype: of queries and keys. In fp8, keys have scales, and sums have the order of
+            :mod:`megatron_dsa.ops.indexer_topk.engine`.
         relu: one of the ways to take it in :mod:`.sums`.
         buffers: tiles of q in shared memory.
-        engine: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
     """
 
     heads: int
     dtype: str
     relu: int
     buffers: int
-    engine: bool
 
     @property
-    def scaled(self) -> bool:
-        """Whether keys have scales."""
+    def is_fp8(self) -> bool:
         return self.dtype == "float8_e4m3fn"
 
     @property
@@ -79,7 +77,7 @@ class Kind:
     @property
     def of_unit(self) -> tuple[int, int, bool]:
         """Heads and rows of q of an accumulator, order of sums: constants of :mod:`.sums`."""
-        return self.heads, COLUMNS, self.engine
+        return self.heads, COLUMNS, self.is_fp8
 
 
 # In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers; `share`
@@ -88,13 +86,11 @@ class Kind:
 
 
 def walk():
-    """Return new ``share`` and ``span``."""
     return T.alloc_local([5], "int32"), T.alloc_local([2], "int32")
 
 
 @T.macro
 def begin(share, m):
-    """Read the thread block's share."""
     for i in T.unroll(3):
         share[i] = m.share[i]
     share[3] = 0
@@ -103,23 +99,14 @@ def begin(share, m):
 
 @T.macro
 def look(share, span, at, kind):
-    """Find the blocks of the next tile."""
     call(
-        "dsa_span",
-        span.data,
-        T.address_of(at.start[0]),
-        T.address_of(at.end[0]),
-        share[0],
-        at.start.shape[0],
-        share[1],
-        share[2],
-        of=kind.of_tile,
-    )
+        "dsa_span", span.data, T.address_of(at.start[0]), T.address_of(at.end[0]), share[0],
+        at.start.shape[0], share[1], share[2], of=kind.of_tile,
+    )  # fmt: skip
 
 
 @T.macro
 def advance(share, span):
-    """Go on to the next tile."""
     share[0] += 1
     share[1] = 0
     share[2] -= span[1]
@@ -140,7 +127,6 @@ def fetch_queries(Q, m, done, share, c, buffers):
 
 @T.macro
 def fetch_keys(K, m, done, share, span, b):
-    """Fetch a block of keys."""
     i = share[3] + b
     key = (span[0] + b) * KEYS
     T.barrier_wait(done.k_free[i % STAGES], (i // STAGES & 1) ^ 1)
@@ -177,42 +163,26 @@ def multiply(m, acc, slot, i, part):
 
 @T.macro
 def write(acc, part, values, column, kind):
-    """Write the weighted sums of an accumulator."""
     call(
-        "dsa_write",
-        acc[part].data,
-        T.address_of(values.weights[part * COLUMNS // 4]),
-        values.scales.data,
-        T.address_of(values.target[part * kind.own]),
-        T.address_of(values.seen[part * kind.own * 2]),
-        column,
-        of=(*kind.of_unit, kind.relu, kind.scaled),
-    )
+        "dsa_write", acc[part].data, T.address_of(values.weights[part * COLUMNS // 4]),
+        values.scales.data, T.address_of(values.target[part * kind.own]),
+        T.address_of(values.seen[part * kind.own * 2]), column,
+        of=(*kind.of_unit, kind.relu, kind.is_fp8),
+    )  # fmt: skip
 
 
 @T.macro
 def prepare(Weights, Scores, values, at, chunk, part, kind):
-    """Read what belongs to the queries of a chunk."""
     call(
-        "dsa_weights",
-        T.address_of(values.weights[part * COLUMNS // 4]),
-        T.address_of(Weights[0]),
-        chunk * COLUMNS,
-        Weights.shape[0],
-        of=(COLUMNS, kind.relu),
-    )
+        "dsa_weights", T.address_of(values.weights[part * COLUMNS // 4]), T.address_of(Weights[0]),
+        chunk * COLUMNS, Weights.shape[0], of=(COLUMNS, kind.relu),
+    )  # fmt: skip
     call(
-        "dsa_rows",
-        T.address_of(values.target[part * kind.own]),
-        T.address_of(values.seen[part * kind.own * 2]),
-        T.address_of(Scores[0, 0]),
-        Scores.strides[0],
-        T.address_of(at.start[0]),
-        T.address_of(at.end[0]),
-        chunk * (COLUMNS // kind.heads),
-        Scores.shape[0],
-        of=kind.of_unit,
-    )
+        "dsa_rows", T.address_of(values.target[part * kind.own]),
+        T.address_of(values.seen[part * kind.own * 2]), T.address_of(Scores[0, 0]),
+        Scores.strides[0], T.address_of(at.start[0]), T.address_of(at.end[0]),
+        chunk * (COLUMNS // kind.heads), Scores.shape[0], of=kind.of_unit,
+    )  # fmt: skip
 
 
 @T.macro
@@ -221,15 +191,11 @@ def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
     for b in T.serial(span[1]):
         i = share[3] + b
         column = (span[0] + b) * KEYS
-        if kind.scaled:
+        if kind.is_fp8:
             call(
-                "dsa_scales",
-                values.scales.data,
-                T.address_of(KeyScales[0]),
-                column,
-                KeyScales.shape[0],
-                of=kind.of_unit,
-            )
+                "dsa_scales", values.scales.data, T.address_of(KeyScales[0]), column,
+                KeyScales.shape[0], of=kind.of_unit,
+            )  # fmt: skip
         T.barrier_wait(done.k[i % STAGES], i // STAGES & 1)
         # Nothing is under way where the loop begins: ptxas would wait for every product.
         multiply(m, acc, slot, i, 0)
@@ -269,10 +235,8 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
         advance(share, span)
 
 
-def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool = False):
+def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     """Return the TileLang program for ``heads`` index heads of 128.
-
-    ``engine``: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Its arguments (contiguous but for the scores; sizes are dynamic):
         Q ``[rows * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
@@ -289,7 +253,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool =
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype}")
     buffers, with_relu = DTYPES[dtype]
-    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers, engine)
+    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers)
     fp32, int32 = "float32", "int32"
     rows, q_rows, keys, stride = T.dynamic("rows, q_rows, keys, stride")
 
@@ -298,13 +262,12 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool =
         Q: T.Tensor([q_rows, DIM], dtype),
         K: T.Tensor([keys, DIM], dtype),
         Weights: T.Tensor([q_rows], fp32),
-        KeyScales: T.Tensor([keys if kind.scaled else 1], fp32),
+        KeyScales: T.Tensor([keys if kind.is_fp8 else 1], fp32),
         Start: T.Tensor([rows], int32),
         End: T.Tensor([rows], int32),
         Scores: T.StridedTensor([rows, keys], (stride, 1), fp32),
         blocks: T.int32,
     ):
-        """Arguments as :func:`build` describes."""
         with T.Kernel(blocks, threads=3 * GROUP):
             T.import_source(shares.SOURCE + sums.SOURCE)
             m = SimpleNamespace(
@@ -322,14 +285,9 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool =
             at = SimpleNamespace(start=Start, end=End)
             tx = T.get_thread_binding()
             call(
-                "dsa_share",
-                T.address_of(Start[0]),
-                T.address_of(End[0]),
-                rows,
-                T.address_of(m.sums[0]),
-                T.address_of(m.share[0]),
-                of=(*kind.of_tile, 3 * GROUP),
-            )
+                "dsa_share", T.address_of(Start[0]), T.address_of(End[0]), rows,
+                T.address_of(m.sums[0]), T.address_of(m.share[0]), of=(*kind.of_tile, 3 * GROUP),
+            )  # fmt: skip
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:

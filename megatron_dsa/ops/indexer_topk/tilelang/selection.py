@@ -79,7 +79,6 @@ def build(name: str):
         Out: T.Tensor([rows, topk], "int32"),
         wanted: T.int32,
     ):
-        """One thread block per row; arguments as :func:`build` describes."""
         with T.Kernel(rows, threads=tiling.threads) as block:
             T.annotate_min_blocks_per_sm(tiling.blocks)
             T.import_source(SOURCE)

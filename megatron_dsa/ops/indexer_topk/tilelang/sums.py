@@ -3,7 +3,7 @@
 A thread of a warpgroup's accumulator holds two keys, 8 apart, and a quarter of the columns: for
 each query a quarter of its heads. It sums these in registers; then four threads add up.
 
-With ``ENGINE`` the order of all sums is that of :mod:`megatron_dsa.ops.indexer_topk.engine`: a
+With ``ENGINE`` all sums have the order of :mod:`megatron_dsa.ops.indexer_topk.engine`: a
 thread has one sum for its even heads and one for its odd ones, takes its second heads before its
 first ones, and neighbours of the four threads add up first.
 """

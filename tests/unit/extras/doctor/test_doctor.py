@@ -47,7 +47,6 @@ def test_full_size_calls_are_timed(capsys, add, as_if_on_gpu):
         "sparse attention": [{"forward"}, {"backward"}],
         "teacher": [{"teacher"}],
         "index selection": [{"selection"}],
-        "fp8 selection": [{"selection"}],
         "engine scores": [{"selection"}],
         "indexer loss": [{"loss and gradients"}],
     }

@@ -55,7 +55,10 @@ def test_the_model_is_that_of_the_training(name):
 
 
 def test_other_data_take_the_place_of_all_data_of_the_training():
-    saved = argparse.Namespace(data_path=["a"], valid_data_path=["b"], seq_length=5, num_layers=2)
+    saved = argparse.Namespace(
+        data_path=["a"], valid_data_path=["b"], seq_length=5, num_layers=2,
+        dsa_fp8_selection=True,  # of a former version
+    )  # fmt: skip
     assert taken_over(saved, data=False) == {"seq_length": 5, "num_layers": 2}
     assert taken_over(saved, data=True)["valid_data_path"] == ["b"]
 
@@ -76,7 +79,7 @@ def test_every_option_that_changes_the_model_is_taken_over():
     everything = argparse.Namespace(**{about.dest: 1 for _, about in option_fields(DSAOptions)})
     taken = set(taken_over(everything, data=False))
     assert taken == {
-        "dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher", "dsa_fp8_selection",
+        "dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher",
         "dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets",
     }  # fmt: skip
     assert set(vars(everything)) - taken == {

@@ -349,7 +349,7 @@ def test_other_lengths_share_one_graph():
 def test_a_policy_travels_as_text():
     changed = Policy(
         fused=False, strict=True, workspace_bytes=1, named=(("a", "b"), ("c", "d")),
-        fp8_selection=True, fp8_least_ratio=3,
+        indexer_numerics="deepgemm-fp8",
     )  # fmt: skip
     default = Policy()
     for field in dataclasses.fields(Policy):

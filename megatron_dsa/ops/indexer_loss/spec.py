@@ -1,0 +1,285 @@
+"""The indexer's losses: inputs, candidates, fakes and plain reference (DeepSeek-V3.2, eq. 4, 5).
+
+Both losses return the *sum* over query tokens of ``KL(teacher || student)``; the mean, the
+coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a token on
+its scores is ``student - teacher``, so an implementation computes the gradients with the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
+
+
+class IndexerGradients(NamedTuple):
+    """Gradients of a KL sum on the indexer's tensors."""
+
+    q: torch.Tensor  # [Sq, HI, DI], dtype of q
+    k: torch.Tensor  # [Skv, DI], fp32 (fp64 for fp64 inputs)
+    weights: torch.Tensor  # [Sq, HI], fp32 (fp64) or the dtype of the weights
+
+
+class SparseLoss(NamedTuple):
+    """Result of an implementation of ``sparse_indexer_loss``."""
+
+    value: torch.Tensor  # scalar, the KL sum
+    gradients: IndexerGradients | None  # if they were wanted
+
+
+@dataclass(frozen=True)
+class SparseLossInputs:
+    """Inputs of the loss over selected keys.
+
+    Attributes:
+        indexer: the indexer's tensors.
+        indices: int32 ``[Sq, K]``, rows of ``indexer.k``; -1 (or out of range) selects nothing.
+        topk_length: int32 ``[Sq]`` or ``None``.
+        teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
+            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten** with
+            anything.
+        workspace_bytes: budget for temporary memory.
+        want_gradients: whether the gradients are wanted.
+        dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``: takes the
+            gradient of q; ``None``: a new tensor does.
+    """
+
+    indexer: IndexerInputs
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    teacher: torch.Tensor
+    workspace_bytes: int
+    want_gradients: bool = True
+    dq: torch.Tensor | None = None
+
+    def query_gradient(self) -> torch.Tensor:
+        """Return the tensor to write the gradient of q to; it may hold anything."""
+        return torch.empty_like(self.indexer.q) if self.dq is None else self.dq
+
+
+@dataclass(frozen=True)
+class LatentKeys:
+    """Keys of all heads, expanded from shared latents a few heads at a time (MLA, not absorbed).
+
+    Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``, ``D`` wide.
+
+    Attributes:
+        latents: ``[Skv, R + P]``: the latent, then the ``P`` dims that all heads share, rotated.
+        w_uk: ``[H, D - P, R]``, in the dtype of the latents.
+    """
+
+    latents: torch.Tensor
+    w_uk: torch.Tensor
+
+    def detach(self) -> LatentKeys:
+        return LatentKeys(self.latents.detach(), self.w_uk.detach())
+
+    def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
+        """Return the keys ``[Skv, h, D]`` of some heads, rounded to the dtype of the latents."""
+        w_uk = self.w_uk[heads]
+        rank = w_uk.shape[2]
+        nope = (self.latents[:, :rank] @ w_uk.flatten(0, 1).t()).unflatten(1, w_uk.shape[:2])
+        shared = self.latents[:, None, rank:].expand(-1, w_uk.shape[0], -1)
+        return torch.cat([nope, shared], dim=-1)
+
+
+@dataclass(frozen=True)
+class ExpandedKeys:
+    """Keys of all heads as MLA's up projection returns them, and the rope key that they share.
+
+    Head ``h`` has the keys ``[kv[:, h, :Dn], k_pe]``, ``D = Dn + P`` wide; masked dense attention
+    reads them so, without a copy.
+
+    Attributes:
+        kv: ``[Skv, H, Dn + Dv]``, per head the key without rope, then the value.
+        k_pe: ``[Skv, P]``, the dims that all heads share, rotated; same dtype.
+        v_dim: dims of the value, ``Dv``.
+    """
+
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    v_dim: int
+
+    @property
+    def nope(self) -> torch.Tensor:
+        """The keys without rope, ``[Skv, H, Dn]``, a view."""
+        return self.kv[..., : self.kv.shape[2] - self.v_dim]
+
+    def detach(self) -> ExpandedKeys:
+        return ExpandedKeys(self.kv.detach(), self.k_pe.detach(), self.v_dim)
+
+    def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
+        """Return a copy of the keys ``[Skv, h, D]`` of some heads."""
+        nope = self.nope[:, heads]
+        return torch.cat([nope, self.k_pe[:, None].expand(-1, nope.shape[1], -1)], dim=-1)
+
+
+#: Keys of the dense loss's teacher: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or their source.
+TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
+
+
+@dataclass(frozen=True)
+class DenseLossInputs:
+    """Inputs of the loss over all visible keys: see :func:`.api.dense_indexer_loss`.
+
+    No gradient flows to q and k. ``lse`` may be anything for tokens that see nothing.
+    """
+
+    indexer: IndexerInputs
+    layout: Layout
+    q: torch.Tensor
+    k: TeacherKeys
+    softmax_scale: float
+    head_group: object | None
+    workspace_bytes: int
+    other_lse: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+
+_HERE = __package__
+_INDEXER: dict[str, Any] = {"dims": ((128, 0),), "heads": (1, 64), "dtypes": (torch.bfloat16,)}
+
+SPARSE_LOSS = Operation(
+    "sparse_indexer_loss",
+    "indexer loss over the selected keys",
+    (
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:sparse",
+            Support(
+                covers="value and gradients in one kernel",
+                package=TILELANG,
+                capabilities=(HOPPER,),
+                **_INDEXER,
+                topk=(1, 2048),
+                without_relu=False,
+                **ATOMIC_SUMS,
+            ),
+        ),
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:sparse",
+            Support(
+                covers="value and gradients",
+                package=CUDNN,
+                capabilities=(HOPPER,),
+                **_INDEXER,
+                without_relu=False,
+                deterministic=False,
+                bridged="heads padded to 8, 16, 32 or 64, K in buckets; teacher copied; "
+                "underflowed students kept",
+            ),
+        ),
+        Candidate(
+            "torch",
+            f"{_HERE}.torch:sparse",
+            Support(covers="any shape; gradients along with the value", **ATOMIC_SUMS),
+            fused=False,
+        ),
+    ),
+    meta=f"{_HERE}.spec:fake_sparse",
+)
+
+DENSE_LOSS = Operation(
+    "dense_indexer_loss",
+    "indexer loss over all visible keys",
+    (
+        Candidate(
+            "cudnn",
+            "declined",
+            Support(
+                covers="value and gradients",
+                package=CUDNN,
+                declined="cuDNN's needs S x S fp32 scores",
+            ),
+        ),
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.dense:dense",
+            Support(
+                covers="teachers of plain MLA; the rest as triton",
+                package=TILELANG,
+                capabilities=(HOPPER,),
+                teacher_dims=(192, 256),
+                **_INDEXER,
+            ),
+        ),
+        Candidate(
+            "triton",
+            f"{_HERE}.triton.dense:dense",
+            Support(
+                covers="value and gradients; teachers of any head dim",
+                package=TRITON,
+                **PORTABLE,
+                **_INDEXER,
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.torch_dense:dense", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_dense",
+)
+
+
+def fake_sparse(candidate: Candidate, inputs: SparseLossInputs) -> SparseLoss:
+    x, gradients = inputs.indexer, None
+    value = empty_sums(x.q)
+    if inputs.want_gradients:
+        dk, dweights = empty_sums(x.k, *x.k.shape), empty_sums(x.weights, *x.weights.shape)
+        gradients = IndexerGradients(inputs.query_gradient(), dk, dweights)
+        if candidate.fused:
+            gradients = gradients._replace(k=dk.clone())
+    if not candidate.fused:
+        take_workspace(x.q, inputs.workspace_bytes)
+    return SparseLoss(value, gradients)
+
+
+def fake_dense(_candidate: Candidate, inputs: DenseLossInputs) -> torch.Tensor:
+    x = inputs.indexer
+
+    def forward(q, k, weights):
+        # The forward computes the gradients: summed wide, and kept as narrow as the inputs.
+        dk, dweights = empty_sums(k, *k.shape), empty_sums(weights, *weights.shape)
+        kept = torch.empty_like(q), dk.to(k.dtype), dweights.to(weights.dtype)
+        return (empty_sums(q), *kept), kept
+
+    def backward(*kept):
+        return tuple(torch.empty_like(gradient) for gradient in kept)
+
+    return differentiable((x.q, x.k, x.weights), forward, backward, inputs.workspace_bytes)
+
+
+# The plain reference: differentiable, materialises everything.
+
+
+def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
+    """Sum over tokens of ``KL(teacher / sum(teacher) || softmax(student_scores))`` over ``mask``.
+
+    All arguments ``[tokens, keys]``. Tokens without any teacher mass contribute 0.
+    """
+    teacher = teacher.masked_fill(~mask, 0.0).detach()
+    mass = teacher.sum(-1, keepdim=True)
+    has_mass = mass > 0
+    teacher = teacher / torch.where(has_mass, mass, 1.0)
+    logits = student_scores.masked_fill(~mask, float("-inf"))
+    logits = torch.where(has_mass, logits, 0.0)
+    log_student = torch.log_softmax(logits, dim=-1).masked_fill(~(mask & has_mass), 0.0)
+    return (torch.xlogy(teacher, teacher) - teacher * log_student).sum()
+
+
+def dense_teacher(q, k, visible, softmax_scale) -> torch.Tensor:
+    """Head sum of the attention probabilities ``[Sq, Skv]``; ``k`` is ``[Skv, 1 or H, D]``."""
+    k = k.expand(-1, q.shape[1], -1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    logits = logits.masked_fill(~visible, float("-inf"))
+    empty = ~visible.any(-1)
+    p = torch.softmax(logits.masked_fill(empty[:, None], 0.0), dim=-1)
+    return p.masked_fill(empty[:, None], 0.0).sum(0)

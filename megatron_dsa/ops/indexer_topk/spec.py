@@ -1,0 +1,319 @@
+"""The lightning indexer: inputs, candidates, fakes and plain reference (DeepSeek-V3.2, eq. 1, 2).
+
+Two operations work on one block of queries at a time, so that scores never exist for all pairs:
+``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`BlockSelection`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dsa.errors import require
+from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_tensor
+from megatron_dsa.ops.dispatch import Candidate, OpCall, Operation, Support, describe_call
+from megatron_dsa.ops.dispatch.gpus import HOPPER
+from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG
+from megatron_dsa.ops.dispatch.support import HALF
+from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.meta import empty_sums, take_workspace
+
+_HERE = __package__
+#: Calls that the Hopper kernels of scores take.
+_HOPPER: dict[str, Any] = {"capabilities": (HOPPER,), "dims": ((128, 0),), "heads": (1, 64)}
+
+
+@dataclass(frozen=True)
+class IndexerInputs:
+    """Tensors of an index score.
+
+    Attributes:
+        q: ``[Sq, HI, DI]``, one query per index head.
+        k: ``[Skv, DI]``, one key shared by all index heads.
+        weights: ``[Sq, HI]``, head weights with ``HI^-1/2 * DI^-1/2`` already in them.
+        relu: clamp each head's product at 0 (DeepSeek) or leave it.
+        key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
+            the scales of q in ``weights`` (:mod:`.engine`). ``None`` otherwise.
+        fp32_weights: fp32 ``[Sq, HI]``, the head weights whose constants were multiplied in fp32
+            (:func:`.engine.fp32_weights`), for scores in the arithmetic of inference engines.
+            ``None``: these take ``weights``.
+        checked: :func:`.api.require_finite_scores` accepted them and need not look again.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+    relu: bool = True
+    key_scales: torch.Tensor | None = None
+    fp32_weights: torch.Tensor | None = None
+    checked: bool = False
+
+    def detach(self) -> IndexerInputs:
+        return self.with_tensors([x.detach() for x in self.tensors()])
+
+    def formed(self) -> IndexerInputs:
+        """Return these inputs: their queries exist."""
+        return self
+
+    def shaped(self) -> IndexerInputs:
+        """Return inputs with the shapes and dtypes of these."""
+        return self
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that get gradients."""
+        return self.q, self.k, self.weights
+
+    def with_tensors(self, tensors: Sequence[Any]) -> IndexerInputs:
+        """Return the same with other :meth:`tensors`."""
+        q, k, weights = tensors
+        return replace(self, q=q, k=k, weights=weights)
+
+    def without_tensors(self) -> IndexerInputs:
+        """Return the same without tensors, to be kept until a backward."""
+        return replace(self.with_tensors((None,) * 3), fp32_weights=None)
+
+
+@dataclass(frozen=True)
+class TopKInputs:
+    """Inputs of one selection: the indexer's, the layout and ``topk``."""
+
+    indexer: IndexerInputs
+    layout: Layout
+    topk: int
+
+
+class BlockScores(Protocol):
+    """An implementation of ``indexer_scores``."""
+
+    def bytes_per_score(self, heads: int, itemsize: int) -> int:
+        """Temporary bytes per score, the score included (``itemsize`` bytes), for the budget."""
+
+    def __call__(
+        self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
+    ) -> torch.Tensor:
+        """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64 for fp64
+        inputs).
+
+        ``keys [slots, DI]`` are all keys in slot order. Scores of keys that a query does not see
+        may be anything, NaN and uninitialised memory included. The caller may overwrite the result.
+        """
+
+
+class BlockSelection(Protocol):
+    """An implementation of ``indexer_topk``; its call is described by the indexer's q.
+
+    One with a true attribute ``takes_out`` is called with a fourth argument where that spares a
+    copy: a contiguous tensor, which takes the result and is returned.
+    """
+
+    def bytes_per_score(self) -> int:
+        """Temporary bytes per score besides the score itself, for the budget."""
+
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        """Return int32 ``[tokens, topk]``: ascending columns of the best seen scores, then -1.
+
+        ``scores [tokens, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
+        column, ``-0`` and ``+0`` are equal. Scores that are not ``seen`` may be anything.
+        """
+
+
+def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None) -> OpCall:
+    """Describe a call of an indexer operation to dispatch."""
+    dtype = inputs.q.dtype
+    if inputs.key_scales is None:  # else it is fp8, and weights are fp32
+        dtype = torch.promote_types(dtype, inputs.weights.dtype)
+    return describe_call(
+        inputs.q.device,
+        dtype=dtype,
+        heads=inputs.q.shape[1],
+        qk_dim=inputs.q.shape[2],
+        v_dim=0,
+        topk=topk,
+        packed=layout.real is not None,
+        relu=inputs.relu,
+    )
+
+
+def check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tensor) -> None:
+    """Raise unless the indexer's tensors, the layout and ``queries`` of its tokens fit."""
+    q, k, weights = inputs.q, inputs.k, inputs.weights
+    fix = "flatten sequence and batch to tokens"
+    require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix=fix)
+    require_tensor("inputs.k", k, ("Skv", q.shape[2]), (q.dtype,), q, "give it the DI of inputs.q")
+    fix = "give one weight per query token and index head"
+    require_tensor("inputs.weights", weights, tuple(q.shape[:2]), FLOATS, q, fix)
+    require(inputs.key_scales is None, "inputs.key_scales must be None: they belong to fp8 keys")
+    if inputs.fp32_weights is not None:
+        fix = "make them with ops.indexer_topk.engine.fp32_weights"
+        dtypes = (torch.float32,)
+        require_tensor(
+            "inputs.fp32_weights", inputs.fp32_weights, tuple(q.shape[:2]), dtypes, q, fix
+        )
+    require_layout(layout, {"inputs.q": q} | queries, {"inputs.k": k})
+
+
+SCORES = Operation(
+    "indexer_scores",
+    "index scores of a block of queries",
+    (
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:Scores",
+            Support(
+                covers="scores of a block of queries, where they are seen; with and without relu",
+                package=TILELANG,
+                **_HOPPER,
+                dtypes=(torch.bfloat16,),
+                bridged="heads padded to 16, 32 or 64",
+            ),
+        ),
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:Scores",
+            Support(
+                covers="scores of a block of queries",
+                package=CUDNN,
+                **_HOPPER,
+                dtypes=(torch.bfloat16,),
+                without_relu=False,
+                bridged="S x S buffer avoided block by block; heads padded to 16, 32 or 64; "
+                "ratio 1",
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.torch:Scores", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_scores",
+)
+
+ENGINE_SCORES = Operation(
+    "indexer_engine_scores",
+    "index scores of a block of queries in the fp8 arithmetic of inference engines",
+    (
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:Scores",
+            Support(
+                covers="fp8 scores of a block of queries, where they are seen, in DeepGEMM's order",
+                package=TILELANG,
+                **_HOPPER,
+                dtypes=(torch.float8_e4m3fn,),
+                without_relu=False,
+                bridged="heads padded to 16, 32 or 64",
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.engine:Scores", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_scores",
+)
+
+TOPK = Operation(
+    "indexer_topk",
+    "the best visible keys of a block of scores",
+    (
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:Selection",
+            Support(
+                covers="selection from a block of scores, read once",
+                package=TILELANG,
+                capabilities=(HOPPER,),
+                topk=(1, 4096),
+                dtypes=(*HALF, torch.float32),
+            ),
+        ),
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:Selection",
+            Support(
+                covers="selection from a block of scores",
+                package=CUDNN,
+                minimum="1.32",
+                capabilities=(HOPPER,),
+                topk=(1, 2048),
+                dtypes=(torch.bfloat16,),
+                packed=False,
+                bridged="-0 and +0 made equal; ties to the smallest slot",
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.torch:Selection", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_selection",
+)
+
+
+def fake_scores(
+    _candidate: Candidate, inputs: IndexerInputs, block: Block, _keys: torch.Tensor, _seen: Seen
+) -> torch.Tensor:
+    # q may be fp8; the weights never are.
+    return empty_sums(inputs.weights, inputs.q[block.rows].shape[0], block.width)
+
+
+def fake_selection(
+    candidate: Candidate,
+    scores: torch.Tensor,
+    _seen: Seen,
+    topk: int,
+    _out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    selection: Any = candidate.load()
+    take_workspace(scores, scores.numel() * selection.bytes_per_score())
+    return scores.new_empty(scores.shape[0], topk, dtype=torch.int32)
+
+
+# The plain reference: materialises everything.
+
+
+def index_scores(q, k, weights, relu=True) -> torch.Tensor:
+    """``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` as ``[Sq, Skv]``."""
+    products = torch.einsum("qhd,kd->qhk", q, k)
+    return torch.einsum("qh,qhk->qk", weights, products.relu() if relu else products)
+
+
+def selected_ids(scores, visible, k) -> torch.Tensor:
+    """Ascending ids of the ``k`` best visible keys per query, ties to the smallest; -1 padded."""
+    lists = []
+    for row, seen in zip(scores.tolist(), visible.tolist(), strict=True):
+        ids = sorted((i for i, ok in enumerate(seen) if ok), key=lambda i: (-row[i], i))[:k]
+        lists.append(sorted(ids) + [-1] * (k - len(ids)))
+    return torch.tensor(lists, dtype=torch.int32, device=scores.device)
+
+
+def engine_scores(q, k, weights) -> torch.Tensor:
+    """Scores by the rule of :mod:`.engine`, fp32 ``[Sq, Skv]``.
+
+    Every rounding is written out in float64: neither torch's fp8 dtypes nor code of the package
+    takes part.
+
+    Args:
+        q, k: ``[Sq, HI, DI]`` and ``[Skv, DI]``, rounded to bf16 here.
+        weights: ``[Sq, HI]``, constants included, rounded to fp32 here.
+    """
+    (q, q_scale), (k, k_scale) = _engine_quantized(q), _engine_quantized(k)
+    weights = (weights.float().double() * q_scale).float().double()
+    sums = [weights.new_zeros(len(q), len(k)) for _ in range(8)]
+    heads = list(range(q.shape[1]))
+    for head in heads[8:16] + heads[:8] + heads[16:]:
+        products = (q[:, head] @ k.T).float().double().clamp_min(0)
+        # A product of two fp32 numbers is exact in float64: product and sum round once.
+        fused = sums[head % 8] + weights[:, head, None] * products
+        sums[head % 8] = fused.float().double()
+    while len(sums) > 1:
+        sums = [(a + b).float().double() for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return (sums[0] * k_scale).float()
+
+
+def _engine_quantized(x) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 numbers and power-of-two scales of vectors ``[..., D]``, both float64."""
+    x = x.bfloat16().double()
+    largest = x.abs().amax(-1).clamp_min(float(torch.tensor(1e-4)))  # 1e-4 is rounded to fp32
+    ratio = (largest.float() * (1 / 448)).double()
+    mantissa = torch.frexp(ratio).mantissa  # ratio = mantissa * 2^n, mantissa in [0.5, 1)
+    scale = torch.where(mantissa == 0.5, ratio, ratio / mantissa)
+    x = x / scale[..., None]
+    power = torch.where(x == 0, 0, x / torch.frexp(x).mantissa)
+    unit = (power / 16).clamp_min(2.0**-9)  # three bits behind the first one, subnormal below 2^-6
+    return (x / unit).round() * unit, scale

@@ -1,0 +1,95 @@
+"""Key lists of V4's attention: inputs, candidates, fake and plain reference."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import PORTABLE
+from megatron_dsa.ops.dispatch.packages import TRITON
+
+_HERE = __package__
+
+
+@dataclass(frozen=True, eq=False)
+class ListInputs:
+    """Ranges and selections of a block of query tokens, as every implementation receives them.
+
+    The key buffer holds the compressed keys in the order of their slots, then the keys of
+    positions. The list of a token has ``n`` compressed slots, then the last ``w = min(window, end -
+    start)`` window slots in ascending order as rows of the key buffer, then -1. A list that is
+    longer than ``width`` loses compressed entries from behind. Implementations return ``indices``
+    int32 ``[tokens, width]`` and ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1)
+    of larger ones.
+
+    Attributes:
+        start, end: int32 ``[tokens]``; slots ``[start, end)`` are the token's own sequence up to
+            and including the token itself. ``start == end`` for padding tokens.
+        window: how many of them, from behind, belong to the list.
+        key_rows: int64 ``[slots]`` slot -> row behind ``offset``; ``None`` for the identity.
+        offset: row of the key buffer where the keys of positions start.
+        selected: int32 ``[tokens, topk]`` or ``None``; compressed slots chosen by the indexer,
+            valid ones first, -1 behind.
+        selected_length: int32 ``[tokens]`` or ``None``; how many of ``selected`` are valid.
+            ``None``: those that are not negative.
+        group_start, group_end: int32 ``[tokens]`` or ``None``, used if ``selected`` is ``None``:
+            all compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
+        width: columns of the result, at least the longest list.
+    """
+
+    start: torch.Tensor
+    end: torch.Tensor
+    window: int
+    key_rows: torch.Tensor | None
+    offset: int
+    selected: torch.Tensor | None
+    selected_length: torch.Tensor | None
+    group_start: torch.Tensor | None
+    group_end: torch.Tensor | None
+    width: int
+
+
+KEY_LISTS = Operation(
+    "key_lists",
+    "lists of window and compressed keys",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton:build",
+            Support(covers="one launch for any ratio", package=TRITON, **PORTABLE),
+        ),
+        Candidate("torch", f"{_HERE}.torch:build", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.spec:fake_lists",
+)
+
+
+def fake_lists(_candidate: Candidate, inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    (tokens,) = inputs.start.shape
+    return inputs.start.new_empty(tokens, inputs.width), inputs.start.new_empty(tokens)
+
+
+def plain_lists(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Build the lists token by token: the reference."""
+    tokens = inputs.start.shape[0]
+    indices = torch.full((tokens, inputs.width), -1, dtype=torch.int32)
+    length = torch.zeros(tokens, dtype=torch.int32)
+    for token in range(tokens):
+        if inputs.selected is not None:
+            slots = [slot for slot in inputs.selected[token].tolist() if slot >= 0]
+            if inputs.selected_length is not None:
+                slots = slots[: int(inputs.selected_length[token])]
+        elif inputs.group_start is not None:
+            assert inputs.group_end is not None
+            slots = list(range(int(inputs.group_start[token]), int(inputs.group_end[token])))
+        else:
+            slots = []
+        start, end = int(inputs.start[token]), int(inputs.end[token])
+        near = list(range(start, end))[max(0, end - start - min(inputs.window, inputs.width)) :]
+        if inputs.key_rows is not None:
+            near = [int(inputs.key_rows[slot]) for slot in near]
+        slots = slots[: inputs.width - len(near)]
+        entries = slots + [inputs.offset + slot for slot in near]
+        indices[token, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
+        length[token] = len(entries)
+    return indices.to(inputs.start.device), length.to(inputs.start.device)
