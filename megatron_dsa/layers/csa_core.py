@@ -185,7 +185,6 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             )  # fmt: skip
         indices, length = given
         self.capture_selection(indices, lists.compressed.layout)
-        self.record_overlap(indices, lists.compressed.layout)
         return dataclasses.replace(lists, selected=indices, selected_length=length)
 
     def _sinks(self, ranks: Ranks) -> torch.Tensor:

@@ -210,7 +210,6 @@ class DSACoreAttention(CoreAttention):
             )
         if self.computes_topk:
             self.capture_selection(selection.indices, layout)
-            self.record_overlap(selection.indices, layout)
         return selection
 
     def _evaluates_sparse_loss(self, index_inputs) -> bool:

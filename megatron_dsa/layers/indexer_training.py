@@ -10,7 +10,7 @@ from megatron_dsa.config.rules import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.layers.warm_up import resolving
-from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
+from megatron_dsa.metrics.health import Attended, selection_health
 from megatron_dsa.metrics.log import (
     EVALUATION,
     IndexerLog,
@@ -31,7 +31,6 @@ class TrainsIndexer:
     indexer: Any
     training: bool
     selects: bool
-    selecting_layers: tuple[int, ...]
     _kept_loss: torch.Tensor | None
 
     def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:
@@ -49,12 +48,10 @@ class TrainsIndexer:
             say_if_frozen(self.config)
         # In layers without a backward of their own, see ``freezing.py``.
         self.keeps_loss, self._kept_loss = False, None
-        # Once per iteration, and between layers: neither is known to a replayed graph of a layer.
+        # Once per iteration, which a replayed graph of a layer cannot know.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(
             self.config
         )
-        before = [number for number in self.selecting_layers if number < layer_number]
-        self.layer_overlap = LayerOverlap(self.config, layer_number, max(before, default=None))
 
     def trains_indexer_now(self) -> bool:
         """Whether this forward pass trains the indexer.
@@ -135,19 +132,6 @@ class TrainsIndexer:
         """Return what the last forward pass kept, a 0 whose backward is that of the loss."""
         loss, self._kept_loss = self._kept_loss, None
         return loss
-
-    def record_overlap(self, indices: torch.Tensor, keys: Layout) -> None:
-        """Compare the selection with the layer before. To be called in every forward pass.
-
-        Not only in passes with gradients: the first pass of a recomputed layer is the one that
-        follows the layer before.
-        """
-        if not (self.training and self.measures_selection and IndexerLog.is_on()):
-            return
-        if self.selects:
-            topk, count = self.config.dsa_indexer_topk, self.options.health_tokens
-            figure = self.layer_overlap.compare(indices, keys, topk, count)
-            IndexerLog.record(self.layer_index, figure)
 
     def record_health(self, attended: Attended) -> None:
         """Record how good the selection of a few queries is, in an iteration's first microbatch."""

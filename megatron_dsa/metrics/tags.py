@@ -6,7 +6,6 @@ of them are listed in ``docs/guide/reports.md``.
 
 from typing import Any
 
-from megatron_dsa.metrics.health import LAYER_OVERLAP
 from megatron_dsa.ops.dispatch import report
 
 #: Measured in evaluation passes, on request.
@@ -16,10 +15,7 @@ EVALUATION = "indexer loss, evaluation"
 FIGURES = {
     "indexer loss": "dsa/indexer-loss",
     "dsa attention mass captured": "dsa/mass-captured",
-    "dsa zero scores": "dsa/zero-scores",
-    "dsa boundary ties": "dsa/boundary-ties",
     "dsa query overlap": "dsa/query-overlap",
-    LAYER_OVERLAP: "dsa/layer-overlap",
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 
