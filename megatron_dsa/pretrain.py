@@ -12,14 +12,11 @@ import torch
 
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.errors import require
-from megatron_dsa.patches import cpu_host
+from megatron_dsa.patches import cpu_host, install
+from megatron_dsa.training.checkpoint_files import read_tracker
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
-from megatron_dsa.training.launching import (
-    check_launch,
-    this_rank,
-    use_compiled_dataset_helper,
-)
+from megatron_dsa.training.launching import check_launch, remove_stale_build_lock, this_rank
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -72,17 +69,16 @@ def prepare_host(argv: list[str]) -> None:
             "Megatron has taken transformer-engine, which needs one. Import it after the call, as "
             "in the README's script",
         )
-        cpu_host.activate()
+        install("no GPU")
     else:
-        cpu_host.hide_unusable_transformer_engine()
+        install("transformer-engine")
     preset_flags(argv)
+    remove_stale_build_lock()
     if this_rank() == 0:
         for warning in untested_versions():
             print(f"> warning: {warning}")
-    use_compiled_dataset_helper()
-    from megatron_dsa.training.checkpoints import guard_tracker_files
-
-    guard_tracker_files()  # --use-checkpoint-args reads one while flags are parsed
+    install("dataset helper")
+    install("tracker file", read_tracker)  # --use-checkpoint-args reads one while flags are parsed
 
 
 def main() -> None:
@@ -94,7 +90,7 @@ def main() -> None:
 
 def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
-        cpu_host.hide_unusable_transformer_engine()  # the planner imports Megatron
+        install("transformer-engine")  # the planner imports Megatron
         sys.exit(load_extra("planner.command", "--dsa-dry-run").dry_run(sys.argv))
     prepare_host(sys.argv)
     from megatron.core.enums import ModelType

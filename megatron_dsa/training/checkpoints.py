@@ -25,8 +25,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_dsa.config.model import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.config.rules import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.patches.tracker_file import keep_tracker_file_whole
+from megatron_dsa.patches import install, install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, read_tracker, reading, saved_name
 from megatron_dsa.training.checkpoint_fit import (
     check_optimizer,
@@ -44,18 +43,13 @@ _NORM_NAMES = (
 )
 
 
-def guard_tracker_files() -> None:
-    """Let Megatron write tracker files in one step, and find a damaged one's checkpoint."""
-    keep_tracker_file_whole(read_tracker)
-
-
 def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
     """
     install_checkpoint_repairs()
-    guard_tracker_files()
+    install("tracker file", read_tracker)
     directory = checkpoint_directory(args)
     # A release (imported weights) has no optimizer.
     if directory is not None and directory.name != "release":

@@ -4,11 +4,16 @@ A number that does not fit leaves the other processes waiting, for minutes and w
 """
 
 import os
+import time
+from pathlib import Path
 
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 from megatron_dsa.errors import require
 
+#: Lock of the extension of ``CheckpointWithoutOutput``, below the folder of the Python version.
+_BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
 
 
@@ -89,3 +94,21 @@ def use_compiled_dataset_helper() -> None:
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if not os.path.exists(makefile):
         utils.compile_helpers = lambda: None
+
+
+def remove_stale_build_lock() -> None:
+    """Remove the lock that a process left which was killed while it built Megatron's extension.
+
+    Later processes wait for it for ever, without a word. Building takes half a minute.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in (*root.glob(_BUILD_LOCK), *root.glob(f"*/{_BUILD_LOCK}")):
+        try:
+            minutes = (time.time() - lock.stat().st_mtime) / 60
+            if minutes > _STALE_MINUTES:
+                lock.unlink()
+                print(f"> removed {lock}: whoever built it was killed {minutes:.0f} minutes ago")
+        except FileNotFoundError:
+            pass  # another rank has removed it
+        except OSError as error:
+            print(f"> warning: processes will wait for {lock} for ever: remove it ({error})")

@@ -12,10 +12,19 @@ from megatron.core.optimizer import emerging_optimizers, layer_wise_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import layers
 
-from megatron_dsa.extras.muon.layer_wise_gather import repair_gather_of_layer_wise_optimizer
 from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
 from megatron_dsa.layers.weight_blocks import BLOCK_ROWS, is_left_to_adamw
+from megatron_dsa.patches import OURS, TABLE, Patch
 
+TABLE["Muon"] = Patch(
+    "orthogonalises tables and stacks of matrices as one matrix",
+    "extras.muon.patch:read_marks_of_muon", "layer specs", "--optimizer muon", upstream=OURS,
+)  # fmt: skip
+TABLE["layer-wise gather"] = Patch(
+    "cannot gather parameters of two precisions, nor of different sizes over gloo",
+    "extras.muon.layer_wise_gather:repair_gather_of_layer_wise_optimizer", "layer specs",
+    "--optimizer muon --use-distributed-optimizer",
+)  # fmt: skip
 #: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 
@@ -41,4 +50,3 @@ def read_marks_of_muon() -> None:
         return original(parameter) and not is_left_to_adamw(parameter)
 
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
-    repair_gather_of_layer_wise_optimizer()
