@@ -4,9 +4,9 @@ import io
 import os
 import sys
 
-from megatron_dsa.training.entry_errors import told_in_a_sentence
+from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.files.system_errors import naming
-from megatron_dsa.training.host_warnings import silence_host_warnings
+from megatron_dsa.training.quiet_output import silence_host_warnings
 
 #: What commands cannot do without: module -> distribution. Other distributions may hold a part of
 #: ``megatron``.
@@ -27,7 +27,7 @@ def main() -> int:
         # Commands import torch where they are made known, before any of them is run.
         from megatron_dsa.extras import cli
 
-        with told_in_a_sentence():
+        with report_errors():
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
             status = cli.main()

@@ -14,10 +14,10 @@ from megatron_dsa.config.extras import load_extra
 from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host, install
 from megatron_dsa.training.checkpoint_files import read_tracker
-from megatron_dsa.training.entry_errors import told_in_a_sentence
-from megatron_dsa.training.host_warnings import silence_host_warnings
+from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.launching import check_launch, remove_stale_build_lock, this_rank
 from megatron_dsa.training.preset_flags import preset_flags
+from megatron_dsa.training.quiet_output import quiet_output, silence_host_warnings
 from megatron_dsa.versions import untested_versions
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
 
     Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
-    nothing are silenced (:mod:`megatron_dsa.training.host_warnings`).
+    nothing are silenced.
 
     Raises:
         ConfigError: what the launcher says of the processes cannot be, or Megatron has imported
@@ -84,7 +84,7 @@ def prepare_host(argv: list[str]) -> None:
 def main() -> None:
     """Parse the command line and train, or plan; errors end the process with a sentence."""
     silence_host_warnings()
-    with told_in_a_sentence():
+    with report_errors():
         _main()
 
 
@@ -101,7 +101,6 @@ def _main() -> None:
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
     from megatron_dsa.training.model import embedding_ranks
-    from megatron_dsa.training.quiet_output import quiet_output
     from megatron_dsa.training.setup import forward_step, model_config_from_args
 
     with quiet_output():

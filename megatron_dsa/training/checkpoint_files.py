@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.training.launching import this_rank
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -66,8 +67,6 @@ def _fall_back(tracker: Path, text: str) -> str:
             f"{root} holds no whole checkpoint to take instead. Remove the file to start from "
             "scratch, or copy the checkpoints again"
         )
-    from megatron_dsa.training.launching import this_rank  # needs torch, whose lack is named
-
     if this_rank() == 0:
         print(
             f"> {tracker} {content}: it stands for the last whole checkpoint of {root}, {found} "
