@@ -92,6 +92,12 @@ def given_values(words: list[str], flag: str) -> list[str]:
 #: Fields of Megatron's configurations whose flag is not their name.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+    "quant_recipe": "--te-precision-config-file",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
     "num_moe_experts": "--num-experts",
     "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
     "beta_fast": "--yarn-beta-fast",

@@ -337,7 +337,7 @@ def test_a_run_with_a_checkpoint_of_its_own_resumes(tmp_path):
     ("changes", "message"),
     [
         ({"--dsa-indexer-loss-coeff": None}, "--dsa-indexer-loss-coeff is required in stage"),
-        ({"--dsa-kernel-backend": "tilelang"}, "--dsa-kernel-backend must be unset"),
+        ({"--dsa-kernel-backend": "tilelang"}, "--dsa-kernel-backend must be none"),
         ({"--no-rope-freq": 2}, "--no-rope-freq is not supported"),
         ({"--use-transformer-engine-op-fuser": True}, "--use-transformer-engine-op-fuser"),
     ],

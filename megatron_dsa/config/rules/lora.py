@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dsa.config.rules.csa import CSA_RATIO
-from megatron_dsa.config.rules.experts import is_moe_layer
+from megatron_dsa.config.rules.sizes import is_moe_layer
+from megatron_dsa.config.rules.table import Must, check_rows
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
@@ -46,6 +47,12 @@ V4_LINEARS = {
 #: Target that names all of them, as in PEFT.
 ALL = "all-linear"
 
+_ROWS = (
+    Must("delay_wgrad_compute", False, "frozen weights have no gradient"),
+    Must("fp8_param", False, "the optimizer, which quantises such weights, holds no frozen ones"),
+    Must("cuda_graph_impl", "none", "they were not run together"),
+    Must("overlap_moe_expert_parallel_comm", False, "they were not run together"),
+)
 _OF_QUERY_LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj")
 _OF_COMPRESSOR = "attn.compressor."
 _INDEXER, _SHARED = ".indexer.", ".shared_experts."
@@ -171,21 +178,7 @@ def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "--moe-shared-expert-overlap must not be used with adapters of shared experts: it takes "
         "the communication out of their linears, and that of adapters stays; drop it",
     )
-    yield (
-        not config.delay_wgrad_compute,
-        "--delay-wgrad-compute has no meaning with --lora-rank: frozen weights have no gradient; "
-        "drop it",
-    )
-    yield (
-        not config.fp8_param,
-        "--fp8-param-gather is not supported with --lora-rank: the optimizer, which quantises such "
-        "weights, does not hold frozen ones; drop it",
-    )
-    for flag, given in (
-        ("--cuda-graph-impl", config.cuda_graph_impl != "none"),
-        ("--overlap-moe-expert-parallel-comm", config.overlap_moe_expert_parallel_comm),
-    ):
-        yield not given, f"{flag} must not be used with --lora-rank: they were not run together"
+    yield from check_rows(_ROWS, config, case="with --lora-rank")
 
 
 def _why(target: str, config: Any, options: Any) -> str:

@@ -1,6 +1,8 @@
 """Configurations that are refused, with a message that names the argument, the rule and the fix."""
 
 import dataclasses
+import importlib
+import pkgutil
 
 import pytest
 import torch
@@ -111,9 +113,9 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ({"linear_attention_freq": 2}, "--linear-attention-freq"),
         ({"is_hybrid_model": True}, "--hybrid-layer-pattern"),
         ({"window_attn_skip_freq": 2}, "--window-attn-skip-freq"),
-        ({"dsa_kernel_backend": "tilelang"}, "--dsa-kernel-backend must be unset"),
+        ({"dsa_kernel_backend": "tilelang"}, "--dsa-kernel-backend must be none"),
         ({"use_kitchen": True}, "--kitchen-config-file"),
-        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards must be unset"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards must be 1"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
             "--offload-modules must not name core_attn",
@@ -187,11 +189,17 @@ def test_flags_that_messages_name_exist():
 
     from megatron_dsa.arguments import add_dsa_arguments
     from megatron_dsa.config import rules as config_rules
+    from megatron_dsa.config.fields import flag_of
+    from megatron_dsa.config.rules.table import Must
 
     parser = add_dsa_arguments(add_megatron_arguments(argparse.ArgumentParser()))
     files = Path(config_rules.__file__).parent.glob("*.py")
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     named = set(re.findall(r"--[a-z][a-z0-9-]+[a-z0-9]", source))
+    for each in pkgutil.iter_modules(config_rules.__path__, f"{config_rules.__name__}."):
+        tables = [x for x in vars(importlib.import_module(each.name)).values() if type(x) is tuple]
+        rows = [row for table in tables for row in table if isinstance(row, Must)]
+        named |= {flag_of(row.name) for row in rows if not row.flag}
     # Kitchen's own flags exist where that package is installed.
     unknown = {flag for flag in named - set(parser._option_string_actions) if "kitchen" not in flag}
     assert unknown == set()
