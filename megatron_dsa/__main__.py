@@ -14,13 +14,10 @@ _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "mega
 
 
 def main() -> int:
-    """Run the command line; say what to install where torch or megatron-core is missing.
-
-    What users can mend ends the process with a sentence and exit code 2.
+    """Run the command line; name the package to install if torch or megatron-core is missing.
 
     Raises:
-        ModuleNotFoundError: of any other module, or of a part of one of these: not for the user to
-            mend.
+        ModuleNotFoundError: of any other module, or of a part of one of these.
     """
     silence_host_warnings()
     try:

@@ -1,8 +1,7 @@
 """Training entry point: ``python -m megatron_dsa.pretrain <any Megatron flags>``.
 
-Megatron's own ``pretrain()`` with a GPT model whose attention is sparse. The released wheel has the
-training loop but no ``pretrain_gpt.py``. The parts that another script needs can be imported from
-here, too.
+Megatron's own ``pretrain()`` with a GPT model whose attention is sparse: the released wheel has the
+training loop but no ``pretrain_gpt.py``. Other scripts import the parts that they need.
 """
 
 import sys
@@ -49,13 +48,10 @@ def __getattr__(name: str):
 
 
 def prepare_host(argv: list[str]) -> None:
-    """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
-
-    Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
-    nothing are silenced.
+    """Prepare Megatron for this machine, before it is imported; ``argv`` gets preset flags.
 
     Raises:
-        ConfigError: what the launcher says of the processes cannot be, or Megatron has imported
+        ConfigError: a variable of the launcher is wrong, or Megatron has imported
             transformer-engine on a machine without a GPU.
     """
     silence_host_warnings()
@@ -121,9 +117,8 @@ def _main() -> None:
 def finish() -> None:
     """End a training script: print how often each implementation ran, and leave together.
 
-    To be called once, on every rank, as the last thing after Megatron's ``pretrain()``: the process
-    group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
-    prints its counts; :func:`megatron_dsa.ops.dispatch.report` returns them on any rank.
+    To be called once, on every rank, after Megatron's ``pretrain()``: the process group is
+    destroyed.
     """
     from megatron.training import get_args, print_rank_0
 

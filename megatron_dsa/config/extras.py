@@ -9,11 +9,7 @@ FOLDER = "megatron_dsa.extras"
 
 
 def load_extra(module: str, flag: str) -> ModuleType:
-    """Import ``megatron_dsa.extras.<module>``.
-
-    Args:
-        module: dotted name below ``megatron_dsa.extras``.
-        flag: named in the error, what needs it.
+    """Import ``megatron_dsa.extras.<module>`` for a flag.
 
     Raises:
         ConfigError: this installation lacks the extra.

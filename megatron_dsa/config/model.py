@@ -78,7 +78,6 @@ class DSATransformerConfig(MLATransformerConfig):
         validate(self)
 
     def _derive(self) -> None:
-        """Set fields that follow from fields of this class or a subclass."""
         if self.moe_hash_layers:
             # Layers with and without a table cannot be stacked in one checkpoint tensor.
             self.hetereogenous_dist_checkpoint = True
@@ -87,8 +86,8 @@ class DSATransformerConfig(MLATransformerConfig):
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
         """Return ``config`` as this class; ``own`` has the fields of a subclass that are given.
 
-        Megatron's ``__post_init__`` rewrites fields and may not run twice, so the finished fields
-        are taken over as they are.
+        Megatron's ``__post_init__`` rewrites fields and may not run twice: finished fields are
+        copied.
         """
         ours = cls.__new__(cls)
         defaults = {each.name: each.default for each, _ in option_fields(cls)}
@@ -183,10 +182,7 @@ def has_indexers(config: Any) -> bool:
 
 
 def indexer_is_trained(config: Any) -> bool:
-    """Whether an indexer loss is computed.
-
-    Not under LoRA without adapters of the indexer: nothing would learn from it.
-    """
+    """Whether an indexer loss is computed; under LoRA only where the indexer has adapters."""
     if has_adapters(config) and not adapts_indexer(config, options_of(config)):
         return False
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
@@ -214,11 +210,10 @@ def has_dense_loss(config: Any) -> bool:
 
 
 def by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks attend for tokens of their own with all heads.
+    """Whether tensor-parallel ranks attend for local tokens with all heads.
 
-    Only lists of selected keys make tokens independent of each other: stages with dense attention
-    go by heads. Masked dense attention does not go by sequence either:
-    :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode` knows which attention there is.
+    Only lists of selected keys make tokens independent of each other: dense stages go by heads, and
+    so does masked attention, see :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode`.
     """
     ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
     dense = options_of(config).stage != "sparse" and not uses_csa(config)
@@ -228,7 +223,7 @@ def by_sequence(config: Any) -> bool:
 
 
 def selects_by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks select keys for tokens of their own, if attention is masked.
+    """Whether tensor-parallel ranks select keys for local tokens, if attention is masked.
 
     A dense loss goes by heads: its teacher needs the queries of all heads.
     """
@@ -239,17 +234,16 @@ def selects_by_sequence(config: Any) -> bool:
 
 
 def query_heads(config: Any) -> int:
-    """Return how many heads attention has on a rank, unless it is masked: then, the rank's own."""
+    """Return the heads of attention on a rank, unless it is masked: then the local heads."""
     ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
     return config.num_attention_heads // ranks
 
 
 def exchanges_latents(config: Any) -> bool:
-    """Whether context-parallel ranks exchange MLA's latents in a dense stage.
+    """Whether context-parallel ranks exchange MLA's latents instead of keys in a dense stage.
 
-    Otherwise the keys and values of the local heads go round a ring. A latent is gathered once and
-    expanded on every rank, which costs less than sending what it expands to wherever it is
-    narrower: from two local heads on in DeepSeek's shapes.
+    A latent is gathered once and expanded on every rank, which costs less than sending its
+    expansion wherever it is narrower: from two local heads on in DeepSeek's shapes.
     """
     options = options_of(config)
     if config.context_parallel_size == 1 or options.stage == "sparse":
@@ -263,10 +257,10 @@ def exchanges_latents(config: Any) -> bool:
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:
-    """Whether layer ``layer_number`` (from 1) selects keys itself or reuses an earlier selection.
+    """Whether layer ``layer_number`` (from 1) selects keys itself instead of reusing a selection.
 
-    ``dsa_indexer_skip_topk_offset`` leading layers compute; from then on, one in
-    ``dsa_indexer_topk_freq`` does.
+    ``dsa_indexer_skip_topk_offset`` leading layers do; from then on, one in
+    ``dsa_indexer_topk_freq``.
     """
     first = max(config.dsa_indexer_skip_topk_offset, 1)
     return layer_number <= first or (layer_number - first) % config.dsa_indexer_topk_freq == 0
@@ -283,10 +277,7 @@ def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
 
 
 def validate(config: Any) -> None:
-    """Raise :class:`ConfigError` for everything that this package does not support.
-
-    Called when the configuration or a layer is built: nothing of this is left to the first step.
-    """
+    """Raise :class:`ConfigError` for an unsupported configuration, before any layer is built."""
     options = options_of(config)
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):

@@ -1,7 +1,4 @@
-"""Released models as configurations (the attention alone, or the whole model) and as flags.
-
-``--dsa-model NAME`` stands for :func:`model_flags`.
-"""
+"""Released models as configurations (the attention alone, or the whole model) and as flags."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +13,6 @@ from megatron_dsa.errors import ConfigError
 def _shapes(
     *, layers: int, hidden: int, heads: int, q_lora: int, topk: int, index_heads: int = 64
 ) -> dict[str, Any]:
-    """Return what every attention has, from its numbers."""
     return {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -77,7 +73,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, Any]:
-    """Return what the experts of every model have; one of a layer is shared by all tokens."""
     return {
         "gated_linear_unit": True,
         "activation_func": silu,
@@ -94,7 +89,6 @@ def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, 
 
 
 def _after_dense_layers(*, layers: int, dense_size: int) -> dict[str, Any]:
-    """Return the MLPs of DeepSeek-V3.2 and GLM-5, whose first three layers have no experts."""
     return _experts(number=256, size=2048, chosen=8, scale=2.5) | {
         "ffn_hidden_size": dense_size,
         "moe_layer_freq": [0] * 3 + [1] * (layers - 3),
@@ -104,7 +98,6 @@ def _after_dense_layers(*, layers: int, dense_size: int) -> dict[str, Any]:
 
 
 def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
-    """Return streams, hash routing and experts of DeepSeek-V4."""
     return _experts(number=number, size=size, chosen=6, scale=scale) | {
         "moe_layer_freq": 1,
         "moe_router_score_function": "sqrtsoftplus",
@@ -155,8 +148,7 @@ VOCABULARY = {
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return a configuration with the attention of a released model, and ``changes`` on top.
 
-    V4's are :class:`CSATransformerConfig`. MLPs, experts, the residual and, but for V4, norms and
-    rope are Megatron's defaults: :func:`model_preset` has them.
+    MLPs, experts, the residual and, but for V4, norms and rope are Megatron's defaults.
 
     Raises:
         ConfigError: for an unknown name or field.
@@ -167,9 +159,8 @@ def preset(name: str, **changes: Any) -> DSATransformerConfig:
 def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a whole released model, and ``changes`` on top.
 
-    It has the fields that say what the weights mean, as the model's ``config.json`` does. How the
-    model is trained (balancing, weights of losses) is left open. :data:`VOCABULARY` has the rows of
-    its embedding.
+    It has the fields of the model's ``config.json``; training (balancing, weights of losses) is
+    left open, and :data:`VOCABULARY` has the rows of its embedding.
 
     Raises:
         ConfigError: for an unknown name or field.
@@ -286,11 +277,10 @@ MODELS = ("v3.2-tiny", "v3.2", "glm-5", "v4-tiny", "v4-flash", "v4-pro")
 
 
 def model_flags(name: str) -> list[str]:
-    """Return the flags that ``--dsa-model`` stands for: one of :data:`MODELS`, and its training.
+    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, and how its parts are trained.
 
-    They say what the model is, and how its indexers, experts and predictions are trained. Sequence
-    length, data, tokenizer, schedule, precision and parallel layout are left to other flags; the
-    small models leave the size of the vocabulary to the tokenizer.
+    Sequence length, data, tokenizer, schedule, precision and parallel layout are left to other
+    flags; the small models leave the size of the vocabulary to the tokenizer.
 
     Raises:
         ConfigError: for an unknown name.

@@ -88,13 +88,7 @@ class Attended:
 
 @torch.no_grad()
 def selection_health(attended: Attended, count: int, workspace_bytes: int) -> dict[str, Mean]:
-    """Measure the metrics (on the device, no synchronisation).
-
-    Args:
-        attended: selection and attention of a layer.
-        count: number of queries to sample.
-        workspace_bytes: budget for temporary memory.
-    """
+    """Measure the figures of ``count`` queries, on the device, without synchronisation."""
     layout, queries = attended.layout, sampled_queries(attended.layout, count)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,

@@ -178,7 +178,6 @@ def captured_mass(
 
 
 def _shared_key_logits(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return ``[h, r, Skv]``, the products of ``q [h, r, D]`` with the keys of all heads."""
     return mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
 
 

@@ -3,6 +3,7 @@
 The module of a patch gives the details. It changes nothing where the defect does not show.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,8 @@ class Patch(NamedTuple):
     Attributes:
         defect: behaviour of Megatron without it.
         installer: ``module:function`` below ``megatron_dsa``; a second call changes nothing.
-        by: what installs it; ``checkpoints``: the entry point and every layer spec.
+        by: what installs it; ``checkpoints``: entry point and layer specs; ``layers``: block specs
+            and layers, by name.
         when: the runs in which it is active.
         needed: the same for a transformer configuration, where layer specs install it.
         upstream: number in NVIDIA/Megatron-LM.
@@ -47,120 +49,95 @@ def _mixes_precisions(config: Any) -> bool:
     return _has_streams(config) or getattr(config, "csa_compress_ratios", None) is not None
 
 
+def _fuses_gradients(config: Any) -> bool:
+    return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
+
+
 #: Name -> patch, in the order in which they are installed: some wrap the same method. Extras add
 #: theirs when they are imported.
 TABLE: dict[str, Patch] = {
     "no GPU": Patch(
         "says device='cuda' in hundreds of places",
-        "patches.cpu_host:activate", "entry point", "machines without a GPU", upstream=OURS,
-    ),
+        "patches.cpu_host:activate", "entry point", "machines without a GPU", upstream=OURS),
     "transformer-engine": Patch(
         "ends in the errors of a transformer-engine that cannot be imported or lacks its GPU",
-        "patches.cpu_host:hide_unusable_transformer_engine", "entry point",
-        "such an installation",
-    ),
+        "patches.cpu_host:hide_unusable_transformer_engine", "entry point", "such installations"),
     "dataset helper": Patch(
         "runs a Makefile that the wheel lacks",
-        "training.launching:use_compiled_dataset_helper", "entry point", "released wheels",
-    ),
+        "training.launching:use_compiled_dataset_helper", "entry point", "released wheels"),
     "tracker file": Patch(
         "leaves the tracker file empty when killed in a save, and cannot start from an empty one",
-        "patches.tracker_file:keep_tracker_file_whole", "entry point", "checkpoints in files",
-    ),
+        "patches.tracker_file:keep_tracker_file_whole", "entry point", "checkpoints in files"),
     "quiet output": Patch(
         "prints nine hundred lines of arguments and parameters at each start",
-        "training.quiet_output:quiet_output", "entry point", "without --logging-level 10",
-        upstream=OURS,
-    ),
+        "training.quiet_output:quiet_output", "entry point", "no --logging-level 10",
+        upstream=OURS),
     "loading": Patch(
         "refuses checkpoints without indexers or with the names of another layer set",
-        "training.checkpoints:prepare_loading", "entry point", upstream=OURS,
-    ),
+        "training.checkpoints:prepare_loading", "entry point", upstream=OURS),
     "prediction layers": Patch(
         "derives layers of multi-token prediction from its own dense spec",
-        "training.model:DSAModelBuilder", "entry point", "--mtp-num-layers", upstream=OURS,
-    ),
+        "training.model:DSAModelBuilder", "entry point", "--mtp-num-layers", upstream=OURS),
     "checkpoint metadata": Patch(
         "cannot list the tensors of checkpoints that torch 2.15 wrote",
-        "patches.checkpoint_metadata:repair_reading_of_metadata", "checkpoints", "torch 2.15",
-    ),
+        "patches.checkpoint_metadata:repair_reading_of_metadata", "checkpoints", "torch 2.15"),
     "bucket padding": Patch(
         "saves optimizer states with a part of their neighbours' from the second bucket on",
         "patches.bucket_padding:repair_offsets_of_states", "checkpoints",
-        "--dist-ckpt-optim-fully-reshardable",
-    ),
+        "--dist-ckpt-optim-fully-reshardable"),
     "empty optimizers": Patch(
         "cannot save optimizers without parameters, nor count their steps",
         "patches.empty_optimizers:repair_empty_optimizers", "checkpoints",
-        "ranks that train nothing",
-    ),
+        "ranks that train nothing"),
     "empty stages": Patch(
         "raises KeyError when a pipeline stage without weights loads",
         "patches.empty_stages:repair_empty_stages", "checkpoints",
-        "pipeline stages without weights",
-    ),
+        "pipeline stages without weights"),
     "optimizer steps": Patch(
         "loses Adam's count of steps between optimizers of different packages",
-        "patches.optimizer_steps:repair_optimizer_steps", "checkpoints", "torch's Adam",
-    ),
+        "patches.optimizer_steps:repair_optimizer_steps", "checkpoints", "torch's Adam"),
     "SGD momentum": Patch(
         "ends in a TypeError when SGD resumes",
-        "patches.sgd_momentum:make_room_for_momentum", "checkpoints", "--optimizer sgd",
-    ),
+        "patches.sgd_momentum:make_room_for_momentum", "checkpoints", "--optimizer sgd"),
     "fp32 checkpoints": Patch(
         "mistakes parameters for each other when it saves 16-bit and fp32 ones in one group",
         "patches.fp32_checkpoints:repair_checkpoints_of_fp32_parameters", "layer specs",
-        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835, 5929",
-    ),
+        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835, 5929"),
     "packed targets": Patch(
         "shifts targets of multi-token prediction across documents that are padded one by one",
         "patches.packed_targets:shift_within_padded_documents", "layer specs",
-        "padded packed batches",
-    ),
+        "padded packed batches"),
     "prediction loss": Patch(
         "divides the loss of multi-token prediction by the tokens of one context-parallel rank",
         "patches.prediction_loss:count_prediction_tokens_of_all_ranks", "layer specs",
-        "--context-parallel-size above 1",
-    ),
+        "--context-parallel-size above 1"),
     "token ids": Patch(
-        "hands decoders the embeddings of tokens only",
+        "hands decoders only the embeddings of tokens",
         "patches.token_ids:hand_token_ids_to_layers", "layer specs", "--moe-hash-layers",
-        lambda config: getattr(config, "moe_hash_layers", 0) > 0, OURS,
-    ),
+        lambda config: getattr(config, "moe_hash_layers", 0) > 0, OURS),
     "stream pipelines": Patch(
         "takes --hidden-size for the width of what pipeline stages exchange",
         "patches.stream_pipelines:send_streams_between_stages", "layer specs",
-        "--hc-mult above 1", _has_streams, OURS,
-    ),
+        "--hc-mult above 1", _has_streams, OURS),
     "prediction blocks": Patch(
         "builds its own class of block whatever class a spec of multi-token prediction names",
         "patches.prediction_blocks:build_prediction_blocks_from_specs", "layer specs",
-        "--hc-mult above 1", _has_streams, OURS,
-    ),
+        "--hc-mult above 1", _has_streams, OURS),
     "unfused linears": Patch(
         "asks its own linears for a kernel of Apex where transformer-engine's fuse by themselves",
         "patches.unfused_linears:leave_linears_unfused_without_apex", "layer specs",
-        "transformer-engine without Apex",
-        lambda config: (
-            config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
-        ),
-    ),
+        "transformer-engine without Apex", _fuses_gradients),
     "graph buffers": Patch(
         "frees inputs of captured layers before their backward pass is captured",
         "patches.graph_buffers:keep_graph_buffers_until_backward", "layers",
-        "--cuda-graph-impl local",
-    ),
+        "--cuda-graph-impl local"),
     "training log": Patch(
-        "logs no figures of indexers when they are frozen, and the first step in two lines",
-        "metrics.log:install_logging", "layer specs", upstream=OURS,
-    ),
+        "logs no figures of frozen indexers, and the first step in two lines",
+        "metrics.log:install_logging", "layers", upstream=OURS),
     "throughput": Patch(
         "counts sparse layers as if every query attended to all visible keys",
-        "metrics.throughput:install_throughput", "layer specs", upstream=OURS,
-    ),
+        "metrics.throughput:install_throughput", "layers", upstream=OURS),
 }  # fmt: skip
-#: Installed for a pipeline stage, with arguments.
-_OF_BLOCKS = ("training log", "throughput")
 
 
 def install(name: str, *arguments: Any) -> Any:
@@ -178,8 +155,8 @@ def install_checkpoint_repairs() -> None:
 def install_for_layers(config: Any) -> None:
     """Install the patches that the layers of a transformer configuration need."""
     install_checkpoint_repairs()
-    for name, patch in TABLE.items():
-        if patch.by == "layer specs" and name not in _OF_BLOCKS and patch.needed(config):
+    for patch in TABLE.values():
+        if patch.by == "layer specs" and patch.needed(config):
             patch.install()
 
 
@@ -190,3 +167,18 @@ def described() -> list[str]:
         f"{patch.defect}"
         for name, patch in TABLE.items()
     ]
+
+
+def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Decorate the replacement of a function or method; the original is its first argument."""
+    original = getattr(owner, name)
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(original)
+        def replacement(*args, **kwargs):
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        return replacement
+
+    return decorate

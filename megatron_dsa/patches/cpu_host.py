@@ -1,9 +1,7 @@
-"""Running Megatron's own training loop on a machine without a GPU.
+"""Running Megatron's own training loop on a machine without a GPU, over gloo.
 
-Megatron says ``device="cuda"`` in a few hundred places. On a machine without a GPU, and only there,
-:func:`activate` redirects those to the CPU, so that the same entry point, flags, schedules,
-optimizer and checkpoints can be used, over gloo, for quick starts and tests. It never pretends that
-CUDA is available. Each shim states its purpose.
+Megatron says ``device="cuda"`` in a few hundred places, which :func:`activate` redirects to the
+CPU. It never pretends that CUDA is available.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def activate() -> None:
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
-        DSAError: inside of :func:`megatron_dsa.extras.planner.host.host`, whose end would undo a
-            part.
+        DSAError: inside of the planner's ``host()``, whose end would undo a part.
     """
     found = installed_version("megatron-core")
     if found not in MEGATRON_RUN_WITH:
@@ -80,10 +77,7 @@ def _install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Let Megatron take transformer-engine for not installed, if it was not imported before.
-
-    Megatron's norms, optimizers and clipping of gradients use it wherever it can be imported.
-    """
+    """Let Megatron take transformer-engine for not installed, if it was not imported before."""
     if "transformer_engine.pytorch" in sys.modules:
         return
     modules: dict[str, Any] = sys.modules
@@ -95,11 +89,9 @@ def hide_transformer_engine() -> None:
 
 
 def hide_unusable_transformer_engine() -> None:
-    """Hide transformer-engine where it needs a GPU that is not there, or cannot be imported.
+    """Hide transformer-engine where it needs a missing GPU, or cannot be imported.
 
-    To be called before Megatron is imported, which expects no other error than ``ImportError`` of
-    it: one for a library that is missing, or for an installation without extension, would end every
-    command.
+    To be called before Megatron is imported, which expects only ``ImportError`` of it.
     """
     if why_not_transformer_engine(has_gpu=not needed()) is not None:
         hide_transformer_engine()
@@ -196,10 +188,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_rng() -> None:
-    """The CUDA generator's role goes to the CPU generator.
-
-    Tensor-parallel dropout and the random state in checkpoints stay real that way.
-    """
+    """Send the CUDA generator's calls to the CPU's: dropout and saved random states stay real."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_args, **_kwargs):

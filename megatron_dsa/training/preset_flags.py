@@ -24,13 +24,9 @@ LOSS_SCALE = ["--loss-scale", "65536"]
 
 
 def preset_flags(argv: list[str], planning: bool = False) -> None:
-    """Put the flags that this machine calls for in front of the user's, and print them.
+    """Put the flags that this machine calls for in front of the user's, which win; print them.
 
-    The last occurrence of a flag wins, so the user stays in charge.
-
-    Args:
-        argv: program and flags; changed in place.
-        planning: preset the flags of a GPU, also where there is none.
+    ``planning``: preset the flags of a GPU, also where there is none.
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()

@@ -237,9 +237,9 @@ def test_megatron_parses_the_command_line_again():
     ("flags", "message"),
     [
         (["--dsa-dry-run"], "python -m megatron_dsa.pretrain"),
-        (["--dsa-dry-run-world", "8"], "--dsa-dry-run-world: .* only with --dsa-dry-run"),
-        (["--dsa-dry-run-gpu", "h200"], "--dsa-dry-run-gpu: .* only with --dsa-dry-run"),
-        (["--dsa-dry-run-attention-only"], "-attention-only: .* only with --dsa-dry-run"),
+        (["--dsa-dry-run-world", "8"], "--dsa-dry-run-world .* only with --dsa-dry-run"),
+        (["--dsa-dry-run-gpu", "h200"], "--dsa-dry-run-gpu .* only with --dsa-dry-run"),
+        (["--dsa-dry-run-attention-only"], "-attention-only .* only with --dsa-dry-run"),
     ],
 )
 def test_a_training_is_not_taken_for_a_plan(flags, message):
@@ -261,11 +261,11 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
         (["--dsa-warmup-train-all"], "--dsa-warmup-train-all .* only in --dsa-stage warmup"),
         (
             ["--dsa-warmup-train-all", "--dsa-stage", "dense"],
-            "--dsa-warmup-train-all .* only in --dsa-stage warmup, got dense",
+            "--dsa-warmup-train-all .* only in --dsa-stage warmup: add that or drop it",
         ),
         (
             ["--dsa-evaluate-indexer", "--dsa-stage", "dense"],
-            "--dsa-evaluate-indexer has no meaning in --dsa-stage dense",
+            "--dsa-evaluate-indexer .* only in --dsa-stage warmup or sparse",
         ),
         (
             ["--dsa-load-hf", "somewhere", "--fp8-param-gather"],
@@ -296,10 +296,11 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
             ["--rotary-seq-len-interpolation-factor", "2"],
             "--rotary-seq-len-interpolation-factor have no effect on MLA",
         ),
-        (["--o-groups", "4"], "--o-groups: has a meaning only with --csa-compress-ratios"),
+        (["--o-groups", "4"], "--o-groups has a meaning only with --csa-compress-ratios"),
         (["--lora-load", "somewhere"], "--lora-load has a meaning only with --lora-rank"),
         ([*LORA, "--optimizer", "muon"], "--optimizer muon must not be used with --lora-rank"),
         ([*LORA, "--use-torch-fsdp2"], "--lora-rank must not be used with --use-megatron-fsdp or"),
+        (["--dsa-muon-per-head", "all"], "--dsa-muon-per-head .* only with --optimizer muon or ad"),
         (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
     ],
 )
@@ -391,4 +392,4 @@ def test_a_wrong_name_is_refused(word, says):
 def test_a_former_flag_names_its_successor(flags, capsys):
     with pytest.raises(SystemExit):
         parse(*flags)
-    assert "it is --dsa-impl sparse_attention_forward=NAME now" in capsys.readouterr().err
+    assert "it is --dsa-impl OPERATION=NAME now" in capsys.readouterr().err

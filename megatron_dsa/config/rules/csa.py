@@ -35,12 +35,7 @@ CSA_RATIO = 4
 
 
 def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for such a model.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield every rule for such a model."""
     yield from _pattern_rules(config)
     yield from check_rows(_V4, config, options, _CASE)
     yield from _shape_rules(config)

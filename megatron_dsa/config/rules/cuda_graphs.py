@@ -25,12 +25,7 @@ def graphs_attention(config: Any) -> bool:
 
 
 def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where CUDA graphs are refused.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield where CUDA graphs are refused."""
     impl = config.cuda_graph_impl
     if impl == "none":
         return

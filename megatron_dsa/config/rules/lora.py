@@ -59,20 +59,13 @@ _INDEXER, _SHARED = ".indexer.", ".shared_experts."
 
 
 def modules_of_linears(config: Any) -> dict[str, str]:
-    """Return :data:`V3_LINEARS` or :data:`V4_LINEARS`.
-
-    Args:
-        config: a transformer configuration, or the arguments of a run.
-    """
+    """Return :data:`V3_LINEARS` or :data:`V4_LINEARS` for a configuration or arguments of a run."""
     csa = getattr(config, "csa_compress_ratios", None) is not None
     return V4_LINEARS if csa else V3_LINEARS
 
 
 def linears_named(config: Any, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the linears of :func:`modules_of_linears` that targets name, by PEFT's rule.
-
-    A target names the linears whose name is the target, or ends with it after a dot.
-    """
+    """Return the linears whose name is a target, or ends with one after a dot, as in PEFT."""
     linears = modules_of_linears(config)
     return tuple(x for x in linears if any(_names(target, x) for target in targets))
 
@@ -118,12 +111,7 @@ def adapts_indexer(config: Any, options: Any) -> bool:
 
 
 def rank_and_alpha(options: Any) -> tuple[int, float]:
-    """Return rank and alpha of adapters; alpha is the rank where none is given.
-
-    Args:
-        options: a :class:`~megatron_dsa.config.options.DSAOptions`, or the arguments of a run, with
-            ``lora_rank``.
-    """
+    """Return rank and alpha of adapters, of options or arguments; alpha defaults to the rank."""
     rank, alpha = options.lora_rank, options.lora_alpha
     return rank, float(rank if alpha is None else alpha)
 
@@ -150,12 +138,7 @@ def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model whose linears get adapters.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield every rule for a model whose linears get adapters."""
     if options.lora_rank is None:
         return
     existing = existing_linears(config, options)
@@ -182,7 +165,6 @@ def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _why(target: str, config: Any, options: Any) -> str:
-    """Return why a target names nothing, if that is known."""
     linears = modules_of_linears(config)
     if target.startswith("experts.") or ".experts." in target:
         return ": routed experts have no adapters, they are no linears in transformers either"

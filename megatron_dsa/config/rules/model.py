@@ -86,12 +86,7 @@ def recomputes(config: Any, module: str) -> bool:
 
 
 def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model with DSA layers.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield every rule for a model with DSA layers."""
     yield from attention_rules(config)
     yield from _mla_rules(config, options)
     yield from host_rules(config, options)
@@ -267,11 +262,7 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
-    """Yield where tensor-parallel ranks cannot select by sequence and attend by heads.
-
-    Args:
-        dense_loss: whether an indexer's loss is taken over all visible keys.
-    """
+    """Yield where tensor-parallel ranks cannot select by sequence and attend by heads."""
     if options.tp_mode != "select" or config.tensor_model_parallel_size == 1:
         return
     flag = "--dsa-tp-mode must not be select"

@@ -62,12 +62,7 @@ def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
 
 
 def share_rules(values: Any, shared: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
-    """Yield a rule for each size that ranks share.
-
-    Args:
-        values: has sizes and numbers of ranks as attributes.
-        shared: names of sizes and of the ranks that share them.
-    """
+    """Yield a rule for each size that ranks share: name of the size -> of the ranks."""
     for name, ranks in shared.items():
         size, count = getattr(values, name), getattr(values, ranks)
         yield (
