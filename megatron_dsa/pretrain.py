@@ -4,6 +4,7 @@ Megatron's own ``pretrain()`` with a GPT model whose attention is sparse: the re
 training loop but no ``pretrain_gpt.py``. Other scripts import the parts that they need.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -35,16 +36,11 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import what needs Megatron when it is asked for: the host may have to be prepared before."""
-    if name in ("forward_step", "loss_function", "model_config_from_args"):
-        from megatron_dsa.training import setup
-
-        return getattr(setup, name)
-    if name == "embedding_ranks":
-        from megatron_dsa.training.model import embedding_ranks
-
-        return embedding_ranks
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import parts that need Megatron on first use: the host may have to be prepared before."""
+    if name not in ("embedding_ranks", "forward_step", "loss_function", "model_config_from_args"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "model" if name == "embedding_ranks" else "setup"
+    return getattr(importlib.import_module(f"megatron_dsa.training.{module}"), name)
 
 
 def prepare_host(argv: list[str]) -> None:

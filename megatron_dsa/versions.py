@@ -1,4 +1,4 @@
-"""Which versions of its host and of optional packages this package was built for."""
+"""Supported versions of Python, torch, megatron-core and optional packages."""
 
 import functools
 import importlib
@@ -50,7 +50,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_before(found: str, floor: str) -> bool:
-    """Whether version ``found`` is older; by release unless ``floor`` is a pre-release."""
+    """Return whether version ``found`` is older; by release unless ``floor`` is a pre-release."""
     wanted = Version(floor)
     if wanted.is_prerelease:
         try:
@@ -61,7 +61,7 @@ def is_before(found: str, floor: str) -> bool:
 
 
 def module_exists(name: str) -> bool:
-    """Whether there is such a module; packages above it are not imported for the answer."""
+    """Return whether there is such a module; packages above it are not imported for the answer."""
     head, *inner = name.split(".")
     spec = importlib.util.find_spec(head)
     for part in inner:

@@ -155,7 +155,7 @@ def options_of(config: Any) -> DSAOptions:
 
 
 def uses_streams(config: Any) -> bool:
-    """Whether the residual is several streams, with hyper-connections around every sublayer."""
+    """Return whether the residual is several streams, with hyper-connections."""
     return getattr(config, "hc_mult", 1) > 1
 
 
@@ -165,31 +165,31 @@ def hash_layers(config: Any) -> int:
 
 
 def uses_indexer(config: Any) -> bool:
-    """Whether the layers have an indexer (every stage but ``dense``)."""
+    """Return whether the layers have an indexer (every stage but ``dense``)."""
     return options_of(config).stage != "dense"
 
 
 def uses_csa(config: Any) -> bool:
-    """Whether the layers are V4's attention."""
+    """Return whether the layers are V4's attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
 
 def has_indexers(config: Any) -> bool:
-    """Whether any layer of the model has an indexer."""
+    """Return whether any layer of the model has an indexer."""
     if not uses_indexer(config):
         return False
     return not uses_csa(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def indexer_is_trained(config: Any) -> bool:
-    """Whether an indexer loss is computed; under LoRA only where the indexer has adapters."""
+    """Return whether an indexer loss is computed; under LoRA only for adapted indexers."""
     if has_adapters(config) and not adapts_indexer(config, options_of(config)):
         return False
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
 
 
 def has_adapters(config: Any) -> bool:
-    """Whether linears have adapters (LoRA), which alone are trained."""
+    """Return whether linears have adapters (LoRA), which alone are trained."""
     return options_of(config).lora_rank is not None
 
 
@@ -199,18 +199,18 @@ def linears_with_adapters(config: Any) -> tuple[str, ...]:
 
 
 def loss_is_sparse(config: Any) -> bool:
-    """Whether an indexer's loss is taken over the selected keys only."""
+    """Return whether an indexer's loss is taken over the selected keys only."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
 
 
 def has_dense_loss(config: Any) -> bool:
-    """Whether an indexer's loss is taken over all visible keys, in training or evaluation."""
+    """Return whether an indexer's loss over all visible keys is computed, also in evaluation."""
     computed = indexer_is_trained(config) or options_of(config).evaluate_indexer
     return uses_indexer(config) and computed and not loss_is_sparse(config)
 
 
 def by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks attend for local tokens with all heads.
+    """Return whether tensor-parallel ranks attend for local tokens with all heads.
 
     Only lists of selected keys make tokens independent of each other: dense stages go by heads, and
     so does masked attention, see :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode`.
@@ -223,7 +223,7 @@ def by_sequence(config: Any) -> bool:
 
 
 def selects_by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks select keys for local tokens, if attention is masked.
+    """Return whether tensor-parallel ranks select keys for local tokens, if attention is masked.
 
     A dense loss goes by heads: its teacher needs the queries of all heads.
     """
@@ -240,7 +240,7 @@ def query_heads(config: Any) -> int:
 
 
 def exchanges_latents(config: Any) -> bool:
-    """Whether context-parallel ranks exchange MLA's latents instead of keys in a dense stage.
+    """Return whether context-parallel ranks exchange latents, not keys, in a dense stage.
 
     A latent is gathered once and expanded on every rank, which costs less than sending its
     expansion wherever it is narrower: from two local heads on in DeepSeek's shapes.
@@ -257,7 +257,7 @@ def exchanges_latents(config: Any) -> bool:
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:
-    """Whether layer ``layer_number`` (from 1) selects keys itself instead of reusing a selection.
+    """Return whether layer ``layer_number`` (from 1) selects keys instead of reusing a selection.
 
     ``dsa_indexer_skip_topk_offset`` leading layers do; from then on, one in
     ``dsa_indexer_topk_freq``.
@@ -267,12 +267,12 @@ def computes_topk(config: Any, layer_number: int) -> bool:
 
 
 def shares_indices(config: Any) -> bool:
-    """Whether some layers reuse the selection of an earlier layer."""
+    """Return whether some layers reuse the selection of an earlier layer."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_topk_freq > 1
 
 
 def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
-    """Whether a layer of V3.2's attention has an indexer of its own in the sparse stage."""
+    """Return whether a layer of V3.2's attention has an indexer in the sparse stage."""
     return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
 
 
@@ -292,16 +292,16 @@ def validate(config: Any) -> None:
 
 
 def is_indexer_parameter(name: str) -> bool:
-    """Whether a parameter (or checkpoint key) belongs to an indexer."""
+    """Return whether a parameter (or checkpoint key) belongs to an indexer."""
     return ".indexer." in name
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter (or checkpoint key) belongs to an adapter."""
+    """Return whether a parameter (or checkpoint key) belongs to an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 
 def trains_main(config) -> bool:
-    """Whether anything but the indexers is trained."""
+    """Return whether anything but the indexers is trained."""
     options = options_of(config)
     return options.stage != "warmup" or not options.freeze_main

@@ -13,8 +13,8 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * The indexer scores all visible keys, forward only. Its loss adds the two gradients of the scores:
   for selected keys (sparse loss) or for all visible ones (dense loss).
 * Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
-  sparse attention needs the attention's own scores of all visible keys, too: once, forward.
-* Masked dense attention counts all visible keys, as what it computes.
+  sparse attention also needs the attention's own scores of all visible keys: once, forward.
+* Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
 
@@ -212,7 +212,7 @@ def _main_gradients(config) -> int:
 
 
 def _weight_gradients(config) -> int:
-    """Gradients of a product with a weight of the main model; under LoRA that of the input."""
+    """Gradients of a product with a weight of the main model; under LoRA only for the input."""
     return 1 if has_adapters(config) and trains_main(config) else _main_gradients(config)
 
 

@@ -41,7 +41,7 @@ def sample_queries(num_queries: int, count: int, device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What a layer selected and attended to.
+    """Selection and attention of a layer.
 
     Attributes:
         inputs: the indexer's tensors.

@@ -111,12 +111,12 @@ class IndexerLog:
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether metrics are wanted at all: not outside of Megatron's training loop."""
+        """Return whether metrics are wanted at all: not outside of Megatron's training loop."""
         return cls._state.sums is not None
 
     @classmethod
     def samples_selection(cls, layer_index: int) -> bool:
-        """Whether a layer's selection is to be sampled now: in one microbatch per iteration.
+        """Return whether a layer's selection is to be sampled now: in one microbatch per iteration.
 
         Some hundred small kernels on a few queries: for every microbatch they would take the host
         longer than a short sequence takes the GPU.
@@ -217,7 +217,7 @@ class IndexerLog:
 
 
 def _rehearses_capture() -> bool:
-    """Whether Megatron runs a layer on zeros before capture; the graph itself adds in replays."""
+    """Return whether Megatron runs a layer on zeros before capture: replays add by themselves."""
     return is_graph_warmup() or (is_graph_capturing() and not capturing())
 
 

@@ -1,4 +1,4 @@
-"""How good a selection is: recall, overlap, captured mass, what rougher scores would find.
+"""Quality of a selection: recall, overlap, captured mass, recall of rougher scores.
 
 Plain functions on tensors, usable without Megatron. They return one value per query, NaN where a
 query has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: key rows or slots
@@ -204,14 +204,14 @@ def query_scores(
 ) -> torch.Tensor:
     """Return the index scores ``[r, Skv]`` of some queries, fp32 (fp64 for fp64 inputs).
 
-    Columns are key rows; keys that a query does not see are scored, too.
+    Columns are key rows; keys that a query does not see are also scored.
 
     Args:
         inputs: the indexer's tensors.
         queries: int64 ``[r]``, tokens.
         fp8: of q and k as fp8 holds them (:func:`through_fp8`: a scale per query and index head,
             and per key), multiplied and summed as before.
-        workspace_bytes: budget for temporary memory besides the result.
+        workspace_bytes: budget for temporary memory.
     """
     through = through_fp8 if fp8 else torch.Tensor.detach
     sampled = IndexerInputs(

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard and W&B beside Megatron's own, and their tags.
+"""Scalars that this package adds to TensorBoard and W&B, and their tags.
 
 Tags start with ``dsa/`` and hold no spaces; ``docs/guide/reports.md`` lists them.
 """

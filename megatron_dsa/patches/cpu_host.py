@@ -24,21 +24,15 @@ from megatron_dsa.versions import (
 
 #: Flags that turn off features that the CPU lacks or is slow at.
 FLAGS = [
-    "--distributed-backend",
-    "gloo",
-    "--use-cpu-initialization",
-    "--no-bias-dropout-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--num-workers",
-    "0",
-]
+    "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-bias-dropout-fusion",
+    "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--num-workers", "0",
+]  # fmt: skip
 
 _CPU = torch.device("cpu")
 
 
 def needed() -> bool:
-    """Whether this machine has no GPU."""
+    """Return whether this machine has no GPU."""
     return not torch.cuda.is_available()
 
 
@@ -143,44 +137,28 @@ def _is_cuda(device) -> bool:
 
 
 class NoStream:
-    """A stream on a device that has none: everything is already in order."""
+    """A stream or an event on a device without streams: everything is already in order."""
 
     def __init__(self, *_args, **_kwargs):
         pass
 
-    def wait_stream(self, _other=None) -> None:
+    def wait(self, _other=None) -> None:
         """Return at once: there is nothing to wait for."""
 
-    wait_event = synchronize = wait_stream
+    wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self) -> NoStream:
         """Return an object that can be waited for."""
         return self
 
 
-class NoEvent:
-    """An event on a device without streams: it has happened."""
-
-    def __init__(self, *_args, **_kwargs):
-        pass
-
-    def record(self, _stream=None) -> None:
-        """Return at once: there is nothing to wait for."""
-
-    wait = record
-
-    def synchronize(self) -> None:
-        """Return at once, too."""
-
-
 def _patch_torch_cuda() -> None:
-    """Answers to questions about the current device and stream, which have one answer here."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_args, **_kwargs: None
     cuda.current_stream = lambda *_args, **_kwargs: NoStream()
     cuda.Stream = NoStream
-    cuda.Event = NoEvent
+    cuda.Event = NoStream
     tensor: Any = torch.Tensor
     # Its C++ code takes real streams only. Memory is used in order.
     tensor.record_stream = lambda _tensor, _stream: None
@@ -208,7 +186,7 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # Asks CUDA for the device's architecture; 10 takes the branch without warnings.
+    # 10 takes the branch without warnings.
     arguments.get_device_arch_version = lambda: 10
     # Warms up fused kernels with random inputs, from the one generator that there is.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None

@@ -3,7 +3,7 @@
 Rank 0 writes the unsharded part of a checkpoint, and all ranks read it. megatron-core 0.19 does not
 expect that an optimizer there, or elsewhere, has nothing to step:
 
-* It has no count of steps. The distributed optimizer with torch's Adam asks for one and cannot be
+* It has no count of steps. The distributed optimizer with torch's Adam reads it and cannot be
   saved; without one from rank 0, the other ranks resume at no step.
 * Its list of weights in fp32 is empty, which rank 0 writes for all ranks, and which a checkpoint
   that other ranks wrote does not hold.

@@ -24,7 +24,7 @@ def repair_empty_stages() -> None:
             if isinstance(entry, dict) and not entry
         }
         loaded = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        # With missing and unexpected keys, if a caller asks for these.
+        # A tuple if it also has missing and unexpected keys.
         return empty | loaded if isinstance(loaded, dict) else (empty | loaded[0], *loaded[1:])
 
     dist_checkpointing.load = load

@@ -1,7 +1,7 @@
 """Token ids on their way to layers that route by them (``--moe-hash-layers``).
 
 megatron-core's ``GPTModel`` hands its decoder the embeddings of tokens only. Here the decoder also
-gets their ids, as ``context``: each rank those of the hidden states that it holds.
+gets their ids, as ``context``: each rank the ids of its hidden states.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Fused gradient accumulation without Apex: transformer-engine's linears fuse, Megatron's do not.
 
 transformer-engine adds weight gradients to Megatron's main gradients in its own matrix products.
-megatron-core 0.19 also asks its own linears to, the output layer among them, and raises where
+megatron-core 0.19 sets the same for its own linears, such as the output layer, and raises where
 Apex's kernel is missing.
 """
 

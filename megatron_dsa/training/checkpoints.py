@@ -216,7 +216,7 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step), "--step"
     )
-    # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
+    # A directory of imported weights has no steps, and Megatron takes step 0 for none.
     if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
         which = "" if step is None else f" of --step {step}"
         raise ConfigError(

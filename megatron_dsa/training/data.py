@@ -190,7 +190,7 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
 
 
 def _has_mtp_layers(args) -> bool:
-    """Whether this rank holds multi-token-prediction layers, which read tokens as well."""
+    """Return whether this rank holds multi-token-prediction layers, which read tokens as well."""
     if not args.mtp_num_layers:
         return False
     layout = args.pipeline_model_parallel_layout
@@ -272,7 +272,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
 def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = None) -> None:
     """Leave a context-parallel rank's tokens in ``batch`` (in place), in the rank's order.
 
-    By attention's table: Megatron's own split knows neither other layouts nor, without
+    By attention's table: Megatron's own split supports neither other layouts nor, without
     transformer-engine, packed documents.
 
     Args:
@@ -338,7 +338,7 @@ def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Te
 
 
 def _pack(batch: dict, fixed: int | None, whole: bool = True) -> PackedSeqParams:
-    """Flatten a batch, in place, to one row of tokens.
+    """Flatten a batch, in place, to one sequence of tokens.
 
     Megatron balances experts per sample by ``tokens_per_sample``, and cuts the tokens of a rank by
     it: it is set only where a rank holds ``whole`` samples. ``fixed``: tokens of a sequence, if

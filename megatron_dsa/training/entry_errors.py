@@ -40,8 +40,8 @@ class Known(NamedTuple):
     """An error of Megatron or torch, and its sentence.
 
     Attributes:
-        through: functions, of which the error came through one; empty: any.
-        kinds: names of classes, of which the error or its cause has one.
+        through: functions; the error came through one of them; empty: any.
+        kinds: names of classes of the error or its cause.
         says: the sentence, with ``{error}`` (its first line, or the check that failed), ``{kind}``,
             ``{launch}`` (variables of the launcher), ``{save}`` and the groups of ``text``.
         text: regular expression that its text must have.
@@ -61,7 +61,7 @@ _UNREADABLE = (
     "the checkpoint cannot be read: {kind}: {error}. Copy it again, or take an earlier one "
     "(docs/guide/resume.md)"
 )
-#: The first row that fits counts.
+#: The first entry that fits counts.
 KNOWN = (
     Known(
         _FLAGS,
@@ -186,7 +186,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
     """Return how to end on an error, or ``None`` for one that needs its traceback.
 
     Args:
-        functions: names of functions that it counts as come through, beside those of its traceback.
+        functions: names to add to the functions of its traceback.
     """
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))

@@ -1,4 +1,4 @@
-"""The whole GPT model with sparse layers, and the table of what runs its operations."""
+"""The whole GPT model with sparse layers, and the table of its implementations at start-up."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -75,16 +75,16 @@ def accumulate_in_every_call(model: torch.nn.Module) -> None:
     """Let linears of a prediction layer that is called several times add gradients.
 
     With fused accumulation transformer-engine's linears overwrite the main gradient in the backward
-    pass of the first call of a step, which comes after those of the later calls.
+    pass of the first call of a step, which comes last.
     """
     for module in getattr(model, "mtp", torch.nn.Module()).modules():
         if hasattr(module, "disable_parameter_transpose_cache"):
-            # They are not told which call is the first; FP8 weights are quantised in each.
+            # They cannot tell the first call from others; FP8 weights are quantised in each.
             module.disable_parameter_transpose_cache = True
 
 
 def padded_vocabulary(model: Any) -> int:
-    """Return the rows of the embedding that a model configuration asks for, over all ranks."""
+    """Return the size of the padded vocabulary, over all ranks."""
     if not model.should_pad_vocab:
         return model.vocab_size
     return calculate_padded_vocab_size(
@@ -111,7 +111,7 @@ def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
 
 
 def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
-    """Refuse a group that would add gradients of the output layer to those of the embedding."""
+    """Refuse a group that would add gradients of the output layer to the embedding's."""
     group = getattr(pg_collection, "embd", None)
     if not (model.transformer.mtp_num_layers and isinstance(group, torch.distributed.ProcessGroup)):
         return

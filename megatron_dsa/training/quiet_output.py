@@ -31,7 +31,7 @@ WARNINGS = (
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
     # The compiler gives the path of the file as the module.
     ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
-    # On a machine without a GPU: Megatron asks for pinned memory, torch does without.
+    # On a machine without a GPU: Megatron requests pinned memory, torch does without.
     ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
     # Megatron's calls of torch's checkpoint functions.
     ("The argument order of load has been changed", r"torch\.distributed\."),
@@ -92,7 +92,7 @@ def _shows_all(args: argparse.Namespace) -> bool:
 def quiet_output() -> Iterator[None]:
     """Let Megatron print neither its arguments nor names of parameters, but at level DEBUG.
 
-    Also not its theoretical memory, which is that of dense attention.
+    Its theoretical memory, computed for dense attention, is also left out.
     """
     from megatron.training import arguments, training  # prepared by then
 

@@ -33,34 +33,24 @@ def parse(*flags):
     return both_parsers().parse_args(list(flags))
 
 
-@pytest.mark.parametrize("form", ["space", "equals"])
-@pytest.mark.parametrize("backend", ["dsa_fused", "dsa_unfused"])
-def test_our_backends_leave_megatrons_at_auto(backend, form):
+@pytest.mark.parametrize(
+    ("flags", "megatrons", "ours"),
+    [
+        ("--attention-backend=dsa_fused", "auto", "dsa_fused"),
+        ("--attention-backend dsa_unfused", "auto", "dsa_unfused"),
+        ("--attention-backend flash", "flash", None),
+        ("--attention-backend unfused", "unfused", None),
+        ("--attention-backend dsa_unfused --attention-backend flash", "flash", None),
+        ("", "auto", None),
+    ],
+)
+def test_attention_backends(flags, megatrons, ours):
+    """Ours leave Megatron's at auto; the last one wins."""
     from megatron_dsa.arguments import options_from_args
 
-    flags = [f"--attention-backend={backend}"]
-    args = parse(*(flags if form == "equals" else ["--attention-backend", backend]))
-    assert args.attention_backend.name == "auto"
-    assert args.dsa_attention_backend == backend
-    assert options_from_args(args).fused == (backend == "dsa_fused")
-
-
-@pytest.mark.parametrize("backend", ["flash", "fused", "unfused", "auto"])
-def test_megatrons_backends_still_work(backend):
-    args = parse("--attention-backend", backend)
-    assert args.attention_backend.name == backend
-    assert args.dsa_attention_backend is None
-
-
-def test_default_is_megatrons():
-    from megatron.core.transformer.enums import AttnBackend
-
-    assert parse().attention_backend == AttnBackend.auto
-
-
-def test_last_backend_wins():
-    args = parse("--attention-backend", "dsa_unfused", "--attention-backend", "flash")
-    assert args.attention_backend.name == "flash" and args.dsa_attention_backend is None
+    args = parse(*flags.split())
+    assert (args.attention_backend.name, args.dsa_attention_backend) == (megatrons, ours)
+    assert options_from_args(args).fused == (ours != "dsa_unfused")
 
 
 def test_unknown_backend_lists_all(capsys):

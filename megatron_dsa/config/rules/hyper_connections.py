@@ -60,7 +60,7 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
 
 
 def predicts_apart(config: Any) -> bool:
-    """Whether multi-token prediction is on another pipeline stage than the last decoder layer."""
+    """Return whether multi-token prediction is on another stage than the last decoder layer."""
     if not config.mtp_num_layers or config.pipeline_model_parallel_size == 1:
         return False
     layout = getattr(config.pipeline_model_parallel_layout, "layout", None)

@@ -106,7 +106,7 @@ def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:
 
 
 def adapts_indexer(config: Any, options: Any) -> bool:
-    """Whether any linear of the indexers gets adapters."""
+    """Return whether any linear of the indexers gets adapters."""
     return any(_INDEXER in x for x in adapted_linears(config, options))
 
 

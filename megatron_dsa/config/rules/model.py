@@ -76,12 +76,12 @@ _LOCAL_LAYERS = (
 
 
 def is_v4(config: Any) -> bool:
-    """Whether the layers are V4's attention."""
+    """Return whether the layers are V4's attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
 
 def recomputes(config: Any, module: str) -> bool:
-    """Whether ``--recompute-modules`` names a module."""
+    """Return whether ``--recompute-modules`` names a module."""
     return module in (config.recompute_modules or ())
 
 

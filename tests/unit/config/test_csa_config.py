@@ -25,13 +25,11 @@ WRONG = {
     "--dsa-indexer-topk must be a positive integer": {"dsa_indexer_topk": None},
     "must be a power of two for the Hadamard rotation": {"dsa_indexer_head_dim": 24},
     "V4's layers do not share selections": {"dsa_indexer_topk_freq": 2},
-    "--attention-dropout must be 0": {"attention_dropout": 0.1},
     "--mscale must be 1 with --csa": {"mscale": 0.7},
     "--mscale-all-dim must be 0": {"mscale_all_dim": 1.0},
     "--rotary-percent must be 1": {"rotary_percent": 0.5},
     "--dsa-indexer-k-norm-epsilon must be unset": {"dsa_indexer_k_norm_epsilon": 1e-6},
     "--dsa-indexer-k-norm-fp32 is not supported": {"dsa_indexer_k_norm_fp32": True},
-    "--dsa-kernel-backend must be none": {"dsa_kernel_backend": "tilelang"},
     "V4's indexer would be computed again in bf16": {
         "options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8, "fp8": "hybrid",
         "transformer_impl": "transformer_engine", "recompute_granularity": "selective",
