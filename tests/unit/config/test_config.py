@@ -236,7 +236,7 @@ def test_a_layer_validates_a_foreign_configuration():
 
 
 def test_strict_policy_refuses_at_construction():
-    """Trap 16: on a machine where something falls back, strictness stops the model's building."""
+    """On a machine where something falls back, strictness stops the model's building."""
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.errors import FallbackError
 
