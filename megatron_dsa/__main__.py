@@ -4,9 +4,9 @@ import io
 import os
 import sys
 
-from megatron_dsa.training.entry_errors import told_in_a_sentence
+from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.files.system_errors import naming
-from megatron_dsa.training.host_warnings import silence_host_warnings
+from megatron_dsa.training.quiet_output import silence_host_warnings
 
 #: What commands cannot do without: module -> distribution. Other distributions may hold a part of
 #: ``megatron``.
@@ -14,20 +14,17 @@ _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "mega
 
 
 def main() -> int:
-    """Run the command line; say what to install where torch or megatron-core is missing.
-
-    What users can mend ends the process with a sentence and exit code 2.
+    """Run the command line; name the package to install if torch or megatron-core is missing.
 
     Raises:
-        ModuleNotFoundError: of any other module, or of a part of one of these: not for the user to
-            mend.
+        ModuleNotFoundError: of any other module, or of a part of one of these.
     """
     silence_host_warnings()
     try:
         # Commands import torch where they are made known, before any of them is run.
         from megatron_dsa.extras import cli
 
-        with told_in_a_sentence():
+        with report_errors():
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
             status = cli.main()

@@ -1,7 +1,6 @@
 """Command line flags, added to Megatron's own parser.
 
-Flags of the model are made from the fields of the configurations (:mod:`.config`). Flags that no
-field holds are added here.
+Those of the model are made from the fields of the configurations; those of a run stand here.
 """
 
 import argparse
@@ -26,39 +25,27 @@ BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
 #: Layer specs that ``--spec`` may name beside it.
 SPECS = "megatron_dsa.specs"
-_FORMER_NAMES = {
-    "compressor": "compressor",
-    "norm-rope": "norm_rope",
-    "rotate": "rotate",
-    "lists": "key_lists",
-    "scores": "indexer_scores",
-    "topk": "indexer_topk",
-    "forward": "sparse_attention_forward",
-    "backward": "sparse_attention_backward",
-    "teacher": "sparse_attention_probabilities",
-    "dense": "dense_attention",
-    "ring": "dense_attention",
-    "sparse-loss": "sparse_indexer_loss",
-    "dense-loss": "dense_indexer_loss",
-    "indexer-backward": "sparse_indexer_loss",
-}
-_RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()} | {
-    "--csa-dense-mode": "--dsa-stage dense",
-    "--dsa-health-rows": "--dsa-health-tokens",
-}
+_FORMER_OPERATIONS = (
+    "compressor norm-rope rotate lists scores topk forward backward teacher dense ring sparse-loss "
+    "dense-loss indexer-backward"
+)
 _GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
 #: Flags of earlier versions -> why they are refused.
-FORMER = {old: f"it is {new} now" for old, new in _RENAMED.items()} | dict.fromkeys(
-    ("--dsa-fp8-selection", "--dsa-health-fp8", "--dsa-listed-scores-impl"), _GONE
-)
+FORMER = {
+    **{f"--dsa-{old}-impl": f"it is {FLAG} OPERATION=NAME now" for old in _FORMER_OPERATIONS.split()},
+    "--csa-dense-mode": "it is --dsa-stage dense now",
+    "--dsa-health-rows": "it is --dsa-health-tokens now",
+    "--dsa-health-fp8": _GONE,
+    "--dsa-fp8-selection": _GONE,
+    "--dsa-listed-scores-impl": _GONE,
+}
 
 
 class _BackendAction(argparse.Action):
-    """``--attention-backend`` that also takes our values.
+    """``--attention-backend`` that also takes our values, stored as ``dsa_attention_backend``.
 
-    Ours are stored apart (``args.dsa_attention_backend``) and leave Megatron's own setting at
-    ``auto``: a value that is not in its enum would travel into its configuration and into the
-    arguments pickled in checkpoints.
+    They leave Megatron's own setting at ``auto``: a value that is not in its enum would travel into
+    its configuration and into the arguments pickled in checkpoints.
     """
 
     def __call__(self, parser, namespace, value, option_string=None):
@@ -123,13 +110,13 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _add_options(group, CSATransformerConfig)
     _add_run_arguments(group)
     add_dry_run_arguments(group)
-    _add_former_arguments(group)
+    for old, why in FORMER.items():
+        group.add_argument(old, action=_RefuseFormer, why=why, nargs="*", help=argparse.SUPPRESS)
     _add_models(parser, group)
     return parser
 
 
 def _add_models(parser: argparse.ArgumentParser, group) -> None:
-    """Add ``--dsa-model``, whose flags the parser reads before those of the command line."""
     group.add_argument(
         MODEL_FLAG,
         choices=MODELS,
@@ -159,7 +146,6 @@ def _add_models(parser: argparse.ArgumentParser, group) -> None:
 
 
 def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """Return the flags of the model that a command line names; an unknown name has none."""
     named = given_values(words, MODEL_FLAG)
     if len(named) > 1:
         parser.error(f"argument {MODEL_FLAG}: it was given {len(named)} times, name one model")
@@ -167,7 +153,7 @@ def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[s
 
 
 def _refuse_other_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse what describes the model a second time, and would win without a word."""
+    """Reject flags that would silently override ``--dsa-model``."""
     others = {
         "--use-checkpoint-args": args.use_checkpoint_args,
         "--yaml-cfg": args.yaml_cfg,
@@ -183,7 +169,6 @@ def _refuse_other_models(parser: argparse.ArgumentParser, args: argparse.Namespa
 
 
 def _changes(parser, flags: list[str], model, parsed) -> list[str]:
-    """Return a sentence for each flag of a model that has another value on the command line."""
     options = parser._option_string_actions
     names = {options[word].dest: word for word in flags if word in options}
     return [
@@ -216,21 +201,15 @@ class _HelpAction(argparse.Action):
 
 
 def _add_options(group, config_class: type) -> None:
-    """Add a flag for every field of a configuration class that has one."""
     for each, about in option_fields(config_class):
         group.add_argument(about.flag, **_argparse_settings(each, about))
 
 
 def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]:
-    """Return what ``add_argument`` is told about a field."""
     if each.type is bool:
         return {"action": "store_true", "help": about.help}
     default: Any = each.default
-    settings = {
-        "default": default,
-        "metavar": about.metavar,
-        "help": about.help,
-    }
+    settings = {"default": default, "metavar": about.metavar, "help": about.help}
     if about.parse is not None:
         return settings | {"nargs": "+", "default": list(default)}
     if each.default is not None:
@@ -254,7 +233,6 @@ def field_values(config_class: type, args: argparse.Namespace) -> dict[str, Any]
 
 
 def _field_value(each: dataclasses.Field, about: Option, given: Any) -> Any:
-    """Return the value of a field for the value of its flag."""
     if each.type is bool:
         return given != each.default
     if about.parse is not None:
@@ -263,13 +241,13 @@ def _field_value(each: dataclasses.Field, about: Option, given: Any) -> Any:
 
 
 def _add_run_arguments(group) -> None:
-    """Add the flags for the start of a run and for its reports."""
-    group.add_argument(
+    add, switch = group.add_argument, {"action": "store_true"}
+    add(
         "--dsa-load-hf",
         metavar="DIR",
         help="Start from a Hugging Face checkpoint, unless --load holds one of Megatron.",
     )
-    group.add_argument(
+    add(
         "--dsa-hf-without",
         nargs="+",
         default=[],
@@ -277,34 +255,33 @@ def _add_run_arguments(group) -> None:
         help="Leave out of a V4's checkpoint what the model is built without: hyper-connections, "
         "hash-routing.",
     )
-    group.add_argument(
+    add(
         "--lora-load",
         metavar="DIR",
         help="Start from adapters in PEFT's format, unless --load holds some; --lora-rank and "
         "--lora-alpha have to be theirs. Not for DeepSeek-V4.",
     )
-    group.add_argument(
+    add(
         "--dsa-log-dispatch",
-        action="store_true",
+        **switch,
         help="Log every implementation that was rejected, with its reason.",
     )
-    group.add_argument(
+    add(
         "--dsa-time-operations",
-        action="store_true",
+        **switch,
         help="Measure the time of every operation and write it to TensorBoard and W&B.",
     )
-    group.add_argument(
+    add(
         "--dsa-packed-documents",
         type=int,
         metavar="N",
         help="Documents that each packed sequence has room for, at most. All batches then have one "
         "size, which --cuda-graph-impl local needs. A sequence of more documents is an error.",
     )
-    group.add_argument(
-        TRACEBACK_FLAG,
-        action="store_true",
+    add(
+        TRACEBACK_FLAG, **switch,
         help="Show the traceback of an error that otherwise ends in a sentence.",
-    )
+    )  # fmt: skip
 
 
 def add_dry_run_arguments(group) -> None:
@@ -339,15 +316,7 @@ def add_setting_arguments(group) -> None:
     )
 
 
-def _add_former_arguments(group) -> None:
-    """Add the flags of earlier versions, which no help text shows."""
-    for old, why in FORMER.items():
-        group.add_argument(old, action=_RefuseFormer, why=why, nargs="*", help=argparse.SUPPRESS)
-
-
 class _RefuseFormer(argparse.Action):
-    """Refuse a flag of an earlier version."""
-
     def __init__(self, option_strings, dest, why: str, **settings):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
         self.why = why

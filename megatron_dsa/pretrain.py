@@ -1,10 +1,10 @@
 """Training entry point: ``python -m megatron_dsa.pretrain <any Megatron flags>``.
 
-Megatron's own ``pretrain()`` with a GPT model whose attention is sparse. The released wheel has the
-training loop but no ``pretrain_gpt.py``. The parts that another script needs can be imported from
-here, too.
+Megatron's own ``pretrain()`` with a GPT model whose attention is sparse: the released wheel has the
+training loop but no ``pretrain_gpt.py``. Other scripts import the parts that they need.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,12 @@ import torch
 
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.errors import require
-from megatron_dsa.patches import cpu_host
-from megatron_dsa.training.entry_errors import told_in_a_sentence
-from megatron_dsa.training.host_warnings import silence_host_warnings
-from megatron_dsa.training.launching import (
-    check_launch,
-    this_rank,
-    use_compiled_dataset_helper,
-)
+from megatron_dsa.patches import cpu_host, install
+from megatron_dsa.training.checkpoint_files import read_tracker
+from megatron_dsa.training.entry_errors import report_errors
+from megatron_dsa.training.launching import check_launch, remove_stale_build_lock, this_rank
 from megatron_dsa.training.preset_flags import preset_flags
+from megatron_dsa.training.quiet_output import quiet_output, silence_host_warnings
 from megatron_dsa.versions import untested_versions
 
 if TYPE_CHECKING:
@@ -39,26 +36,18 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import what needs Megatron when it is asked for: the host may have to be prepared before."""
-    if name in ("forward_step", "loss_function", "model_config_from_args"):
-        from megatron_dsa.training import setup
-
-        return getattr(setup, name)
-    if name == "embedding_ranks":
-        from megatron_dsa.training.model import embedding_ranks
-
-        return embedding_ranks
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import parts that need Megatron on first use: the host may have to be prepared before."""
+    if name not in ("embedding_ranks", "forward_step", "loss_function", "model_config_from_args"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "model" if name == "embedding_ranks" else "setup"
+    return getattr(importlib.import_module(f"megatron_dsa.training.{module}"), name)
 
 
 def prepare_host(argv: list[str]) -> None:
-    """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
-
-    Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
-    nothing are silenced (:mod:`megatron_dsa.training.host_warnings`).
+    """Prepare Megatron for this machine, before it is imported; ``argv`` gets preset flags.
 
     Raises:
-        ConfigError: what the launcher says of the processes cannot be, or Megatron has imported
+        ConfigError: a variable of the launcher is wrong, or Megatron has imported
             transformer-engine on a machine without a GPU.
     """
     silence_host_warnings()
@@ -72,29 +61,28 @@ def prepare_host(argv: list[str]) -> None:
             "Megatron has taken transformer-engine, which needs one. Import it after the call, as "
             "in the README's script",
         )
-        cpu_host.activate()
+        install("no GPU")
     else:
-        cpu_host.hide_unusable_transformer_engine()
+        install("transformer-engine")
     preset_flags(argv)
+    remove_stale_build_lock()
     if this_rank() == 0:
         for warning in untested_versions():
             print(f"> warning: {warning}")
-    use_compiled_dataset_helper()
-    from megatron_dsa.training.checkpoints import guard_tracker_files
-
-    guard_tracker_files()  # --use-checkpoint-args reads one while flags are parsed
+    install("dataset helper")
+    install("tracker file", read_tracker)  # --use-checkpoint-args reads one while flags are parsed
 
 
 def main() -> None:
     """Parse the command line and train, or plan; errors end the process with a sentence."""
     silence_host_warnings()
-    with told_in_a_sentence():
+    with report_errors():
         _main()
 
 
 def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
-        cpu_host.hide_unusable_transformer_engine()  # the planner imports Megatron
+        install("transformer-engine")  # the planner imports Megatron
         sys.exit(load_extra("planner.command", "--dsa-dry-run").dry_run(sys.argv))
     prepare_host(sys.argv)
     from megatron.core.enums import ModelType
@@ -105,7 +93,6 @@ def _main() -> None:
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
     from megatron_dsa.training.model import embedding_ranks
-    from megatron_dsa.training.quiet_output import quiet_output
     from megatron_dsa.training.setup import forward_step, model_config_from_args
 
     with quiet_output():
@@ -126,9 +113,8 @@ def _main() -> None:
 def finish() -> None:
     """End a training script: print how often each implementation ran, and leave together.
 
-    To be called once, on every rank, as the last thing after Megatron's ``pretrain()``: the process
-    group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
-    prints its counts; :func:`megatron_dsa.ops.dispatch.report` returns them on any rank.
+    To be called once, on every rank, after Megatron's ``pretrain()``: the process group is
+    destroyed.
     """
     from megatron.training import get_args, print_rank_0
 

@@ -57,16 +57,8 @@ from megatron_dsa.layers.v4.hyper_connections import (
 )
 from megatron_dsa.layers.v4.stage_layers import layers_of_stage
 from megatron_dsa.layers.v4.stream_prediction import HeadBeforePrediction, on_streams
-from megatron_dsa.metrics.log import install_logging, install_loss_scale
-from megatron_dsa.metrics.throughput import install_throughput
-from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
-from megatron_dsa.patches.packed_targets import shift_within_padded_documents
-from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
-from megatron_dsa.patches.prediction_loss import count_prediction_tokens_of_all_ranks
-from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
-from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
-from megatron_dsa.patches.unfused_linears import leave_linears_unfused_without_apex
+from megatron_dsa.metrics.log import install_loss_scale
+from megatron_dsa.patches import install, install_for_layers
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -204,8 +196,6 @@ def _layer_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
-    shift_within_padded_documents()
-    count_prediction_tokens_of_all_ranks()
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
     # With transformer-engine the norm before a dense MLP is fused into its first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
@@ -238,8 +228,7 @@ class _SeparateNorms:
 
 
 def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
-    repair_checkpoints_of_fp32_parameters()
-    send_streams_between_stages()
+    """Return the spec of a layer with hyper-connections in place of norms and residuals."""
     shared = spec.module is IndexSharingLayer
     changed = dataclasses.replace(
         spec.submodules,
@@ -272,17 +261,11 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
-    install_checkpoint_repairs()
-    if hash_layers(config):
-        hand_token_ids_to_layers()
-    if muon := optional_extra("muon.patch"):
-        muon.read_marks_of_muon()
+    optional_extra("muon.patch")  # adds its patches to the table
+    install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
-    if config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion:
-        leave_linears_unfused_without_apex()
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):
-        repair_checkpoints_of_fp32_parameters()
         attention = csa_attention_spec(backend, is_mtp=is_mtp, fp8_indexer=fp8_indexer)
     else:
         attention = _attention_spec(
@@ -320,9 +303,10 @@ def dsa_block_spec(
     if uses_streams(config) and predicts_apart(config):
         # The stage of the last layer sends more than the stages before it: shapes are sent as well.
         config.mtp_standalone = True
-    # Also on pipeline ranks without an indexer: see IndexerLog.
-    install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
-    install_throughput(config)
+    # On every pipeline rank, also on those without an indexer: see IndexerLog.
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    install("training log", config, device)
+    install("throughput", config)
     kinds = (False,) if config.num_moe_experts is None else (False, True)
     specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
     hashed = with_hash_routing(specs[True]) if hash_layers(config) else None
@@ -355,11 +339,12 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
     )
     if block is None or not uses_streams(config):
         return block
-    build_prediction_blocks_from_specs()
     return on_streams(block, backend.linear())
 
 
 def _dense_layer_spec(transformer_impl: str) -> ModuleSpec:
+    install("packed targets")
+    install("prediction loss")
     backend = get_backend(transformer_impl)
     return _layer_spec(backend, _attention_spec(backend))
 

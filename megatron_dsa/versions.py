@@ -1,4 +1,4 @@
-"""Which versions of its host and of optional packages this package was built for."""
+"""Supported versions of Python, torch, megatron-core and optional packages."""
 
 import functools
 import importlib
@@ -50,11 +50,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_before(found: str, floor: str) -> bool:
-    """Whether version ``found`` is older than ``floor``.
-
-    Numeric releases are compared, and pre-releases only where ``floor`` is one: a build between
-    two releases counts as the one that it is named after.
-    """
+    """Return whether version ``found`` is older; by release unless ``floor`` is a pre-release."""
     wanted = Version(floor)
     if wanted.is_prerelease:
         try:
@@ -65,7 +61,7 @@ def is_before(found: str, floor: str) -> bool:
 
 
 def module_exists(name: str) -> bool:
-    """Whether there is such a module; packages above it are not imported for the answer."""
+    """Return whether there is such a module; packages above it are not imported for the answer."""
     head, *inner = name.split(".")
     spec = importlib.util.find_spec(head)
     for part in inner:
@@ -85,10 +81,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def optional_version(distribution: str) -> str | None:
-    """Version of an optional package, ``"unknown version"`` for one without metadata, or ``None``.
-
-    A package that was built in place has no metadata and can be imported all the same.
-    """
+    """Version of an optional package, ``"unknown version"`` if built in place, or ``None``."""
     version = installed_version(distribution)
     module = OPTIONAL_PACKAGES[distribution][0]
     if version is None and module_exists(module):
@@ -100,9 +93,6 @@ def why_not_transformer_engine(has_gpu: bool) -> str | None:
     """Return why Megatron cannot use transformer-engine here, or ``None`` if it can.
 
     Where it is installed and there is a GPU, it is imported for the answer, as Megatron does.
-
-    Args:
-        has_gpu: whether this machine has a GPU.
     """
     if sys.modules.get("transformer_engine.pytorch") is not None:
         return None  # imported already, so it works for its importer
@@ -127,10 +117,7 @@ def _failed_import_of_transformer_engine() -> str | None:
 
 
 def untested_versions() -> list[str]:
-    """Return a warning for each of torch and megatron-core whose version was never run with.
-
-    Versions outside the supported ranges are refused by :func:`host_problem` instead.
-    """
+    """Return a warning for each of torch and megatron-core whose version was never run with."""
     warnings = []
     torch_version, (first, last) = installed_version("torch"), TORCH_RUN_WITH
     if torch_version and not first <= parse_version(torch_version)[:2] <= last:

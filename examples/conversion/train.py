@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_dsa.pretrain import finish, prepare_host
-from megatron_dsa.training.entry_errors import told_in_a_sentence
+from megatron_dsa.training.entry_errors import report_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,5 +59,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with told_in_a_sentence():
+    with report_errors():
         main()

@@ -5,15 +5,9 @@ from types import ModuleType
 
 from megatron_dsa.errors import ConfigError
 
-FOLDER = "megatron_dsa.extras"
-
 
 def load_extra(module: str, flag: str) -> ModuleType:
-    """Import ``megatron_dsa.extras.<module>``.
-
-    Args:
-        module: dotted name below ``megatron_dsa.extras``.
-        flag: named in the error, what needs it.
+    """Import ``megatron_dsa.extras.<module>`` for a flag.
 
     Raises:
         ConfigError: this installation lacks the extra.
@@ -30,7 +24,7 @@ def load_extra(module: str, flag: str) -> ModuleType:
 
 def optional_extra(module: str) -> ModuleType | None:
     """Import ``megatron_dsa.extras.<module>``; return ``None`` if this installation lacks it."""
-    name = f"{FOLDER}.{module}"
+    name = f"megatron_dsa.extras.{module}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

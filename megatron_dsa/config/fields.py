@@ -1,9 +1,4 @@
-"""Fields of a configuration that have a flag: its name, help text, and the rule for its values.
-
-``options.py`` and ``config.py`` declare such fields; ``arguments.py`` makes the flags. For fields
-of Megatron's configurations, :func:`flag_words` returns the flag of Megatron that sets them.
-:func:`given_values` reads a command line before any parser does.
-"""
+"""Fields of a configuration that have a flag: its name, help text, and the rule for its values."""
 
 import dataclasses
 import math
@@ -61,11 +56,7 @@ def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
 
 
 def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
-    """Yield ``(ok, message)`` for the choices and ranges of the options of a class.
-
-    Args:
-        values: has the fields of ``config_class`` as attributes.
-    """
+    """Yield ``(ok, message)`` for options; ``values`` has the fields of the class."""
     for each, about in option_fields(config_class):
         value, choices = getattr(values, each.name), choices_of(each)
         if choices is not None:
@@ -92,6 +83,12 @@ def given_values(words: list[str], flag: str) -> list[str]:
 #: Fields of Megatron's configurations whose flag is not their name.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+    "quant_recipe": "--te-precision-config-file",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
     "num_moe_experts": "--num-experts",
     "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
     "beta_fast": "--yarn-beta-fast",
@@ -115,10 +112,7 @@ def flag_of(name: str) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the words of the command line that give a field of a configuration its value.
-
-    ``None`` stands for a default and gives no words, as do fields that other flags set.
-    """
+    """Return the words of the command line that set a field; none for a default (``None``)."""
     if value is None or name in _LEFT_OUT:
         return []
     flag = flag_of(name)

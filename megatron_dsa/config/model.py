@@ -76,7 +76,6 @@ class DSATransformerConfig(MLATransformerConfig):
         validate(self)
 
     def _derive(self) -> None:
-        """Set fields that follow from fields of this class or a subclass."""
         if self.moe_hash_layers:
             # Layers with and without a table cannot be stacked in one checkpoint tensor.
             self.hetereogenous_dist_checkpoint = True
@@ -85,8 +84,8 @@ class DSATransformerConfig(MLATransformerConfig):
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
         """Return ``config`` as this class; ``own`` has the fields of a subclass that are given.
 
-        Megatron's ``__post_init__`` rewrites fields and may not run twice, so the finished fields
-        are taken over as they are.
+        Megatron's ``__post_init__`` rewrites fields and may not run twice: finished fields are
+        copied.
         """
         ours = cls.__new__(cls)
         defaults = {each.name: each.default for each, _ in option_fields(cls)}
@@ -154,7 +153,7 @@ def options_of(config: Any) -> DSAOptions:
 
 
 def uses_streams(config: Any) -> bool:
-    """Whether the residual is several streams, with hyper-connections around every sublayer."""
+    """Return whether the residual is several streams, with hyper-connections."""
     return getattr(config, "hc_mult", 1) > 1
 
 
@@ -164,34 +163,31 @@ def hash_layers(config: Any) -> int:
 
 
 def uses_indexer(config: Any) -> bool:
-    """Whether the layers have an indexer (every stage but ``dense``)."""
+    """Return whether the layers have an indexer (every stage but ``dense``)."""
     return options_of(config).stage != "dense"
 
 
 def uses_csa(config: Any) -> bool:
-    """Whether the layers are V4's attention."""
+    """Return whether the layers are V4's attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
 
 def has_indexers(config: Any) -> bool:
-    """Whether any layer of the model has an indexer."""
+    """Return whether any layer of the model has an indexer."""
     if not uses_indexer(config):
         return False
     return not uses_csa(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def indexer_is_trained(config: Any) -> bool:
-    """Whether an indexer loss is computed.
-
-    Not under LoRA without adapters of the indexer: nothing would learn from it.
-    """
+    """Return whether an indexer loss is computed; under LoRA only for adapted indexers."""
     if has_adapters(config) and not adapts_indexer(config, options_of(config)):
         return False
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
 
 
 def has_adapters(config: Any) -> bool:
-    """Whether linears have adapters (LoRA), which alone are trained."""
+    """Return whether linears have adapters (LoRA), which alone are trained."""
     return options_of(config).lora_rank is not None
 
 
@@ -201,41 +197,38 @@ def linears_with_adapters(config: Any) -> tuple[str, ...]:
 
 
 def loss_is_sparse(config: Any) -> bool:
-    """Whether an indexer's loss is taken over the selected keys only."""
+    """Return whether an indexer's loss is taken over the selected keys only."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
 
 
 def has_dense_loss(config: Any) -> bool:
-    """Whether an indexer's loss is taken over all visible keys, in training or evaluation."""
+    """Return whether an indexer's loss over all visible keys is computed, also in evaluation."""
     computed = indexer_is_trained(config) or options_of(config).evaluate_indexer
     return uses_indexer(config) and computed and not loss_is_sparse(config)
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:
-    """Whether layer ``layer_number`` (from 1) selects keys itself or reuses an earlier selection.
+    """Return whether layer ``layer_number`` (from 1) selects keys instead of reusing a selection.
 
-    ``dsa_indexer_skip_topk_offset`` leading layers compute; from then on, one in
-    ``dsa_indexer_topk_freq`` does.
+    ``dsa_indexer_skip_topk_offset`` leading layers do; from then on, one in
+    ``dsa_indexer_topk_freq``.
     """
     first = max(config.dsa_indexer_skip_topk_offset, 1)
     return layer_number <= first or (layer_number - first) % config.dsa_indexer_topk_freq == 0
 
 
 def shares_indices(config: Any) -> bool:
-    """Whether some layers reuse the selection of an earlier layer."""
+    """Return whether some layers reuse the selection of an earlier layer."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_topk_freq > 1
 
 
 def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
-    """Whether a layer of V3.2's attention has an indexer of its own in the sparse stage."""
+    """Return whether a layer of V3.2's attention has an indexer in the sparse stage."""
     return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
 
 
 def validate(config: Any) -> None:
-    """Raise :class:`ConfigError` for everything that this package does not support.
-
-    Called when the configuration or a layer is built: nothing of this is left to the first step.
-    """
+    """Raise :class:`ConfigError` for an unsupported configuration, before any layer is built."""
     options = options_of(config)
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
@@ -250,16 +243,16 @@ def validate(config: Any) -> None:
 
 
 def is_indexer_parameter(name: str) -> bool:
-    """Whether a parameter (or checkpoint key) belongs to an indexer."""
+    """Return whether a parameter (or checkpoint key) belongs to an indexer."""
     return ".indexer." in name
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter (or checkpoint key) belongs to an adapter."""
+    """Return whether a parameter (or checkpoint key) belongs to an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 
 def trains_main(config) -> bool:
-    """Whether anything but the indexers is trained."""
+    """Return whether anything but the indexers is trained."""
     options = options_of(config)
     return options.stage != "warmup" or not options.freeze_main

@@ -19,8 +19,8 @@ TPMode = Literal["heads", "sequence", "select"]
 class DSAOptions:
     """Settings that Megatron's own configuration has no field for.
 
-    They travel as the attribute ``dsa`` of the transformer configuration; a configuration without
-    it (somebody else's training script) gets the defaults. ``--help-dsa`` prints their help texts.
+    They are the attribute ``dsa`` of the transformer configuration; a configuration without it (of
+    another training script) gets the defaults. ``--help-dsa`` prints their help texts.
     """
 
     stage: Literal["dense", "warmup", "sparse"] = option(

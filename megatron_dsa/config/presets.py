@@ -1,7 +1,4 @@
-"""Released models as configurations (the attention alone, or the whole model) and as flags.
-
-``--dsa-model NAME`` stands for :func:`model_flags`.
-"""
+"""Released models as configurations (the attention alone, or the whole model) and as flags."""
 
 import dataclasses
 from typing import Any
@@ -16,22 +13,13 @@ from megatron_dsa.errors import ConfigError
 def _shapes(
     *, layers: int, hidden: int, heads: int, q_lora: int, topk: int, index_heads: int = 64
 ) -> dict[str, Any]:
-    """Return what every attention has, from its numbers."""
     return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "q_lora_rank": q_lora,
-        "kv_lora_rank": 512,
-        "qk_pos_emb_head_dim": 64,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "dsa_indexer_n_heads": index_heads,
-        "dsa_indexer_head_dim": 128,
-        "dsa_indexer_topk": topk,
-        "dsa_indexer_rope_interleaved": True,
-    }
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "q_lora_rank": q_lora, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64,
+        "qk_layernorm": True, "add_bias_linear": False, "attention_dropout": 0.0,
+        "dsa_indexer_n_heads": index_heads, "dsa_indexer_head_dim": 128,
+        "dsa_indexer_topk": topk, "dsa_indexer_rope_interleaved": True,
+    }  # fmt: skip
 
 
 def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
@@ -40,27 +28,18 @@ def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
         "mtp_num_layers": 1,
         "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
         "csa_window_size": 128,
-        "kv_lora_rank": 448,  # not used; what Megatron's development branch writes there
-        "qk_head_dim": 448,
-        "v_head_dim": 512,
-        "o_groups": groups,
-        "o_lora_rank": 1024,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-6,
-        "rotary_base": 10000,
-        "csa_compress_rotary_base": 160000,
-        **_yarn(16, 65536),
-    }
+        "kv_lora_rank": 448,  # not used; as in Megatron's development branch
+        "qk_head_dim": 448, "v_head_dim": 512, "o_groups": groups, "o_lora_rank": 1024,
+        "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
+        "rotary_base": 10000, "csa_compress_rotary_base": 160000, **_yarn(16, 65536),
+    }  # fmt: skip
 
 
 def _yarn(factor: float, original: int) -> dict[str, Any]:
     return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": factor,
+        "rope_type": "yarn", "rotary_scaling_factor": factor, "beta_fast": 32, "beta_slow": 1,
         "original_max_position_embeddings": original,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    }
+    }  # fmt: skip
 
 
 #: The attention of released models as keyword arguments of their configuration's class.
@@ -77,24 +56,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, Any]:
-    """Return what the experts of every model have; one of a layer is shared by all tokens."""
     return {
-        "gated_linear_unit": True,
-        "activation_func": silu,
-        "hidden_dropout": 0.0,
-        "num_moe_experts": number,
-        "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": size,
-        "moe_shared_expert_intermediate_size": size,
-        "moe_router_topk_scaling_factor": scale,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-    }
+        "gated_linear_unit": True, "activation_func": silu, "hidden_dropout": 0.0,
+        "num_moe_experts": number, "moe_router_topk": chosen, "moe_ffn_hidden_size": size,
+        "moe_shared_expert_intermediate_size": size,  # one of a layer, for all tokens
+        "moe_router_topk_scaling_factor": scale, "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
+    }  # fmt: skip
 
 
 def _after_dense_layers(*, layers: int, dense_size: int) -> dict[str, Any]:
-    """Return the MLPs of DeepSeek-V3.2 and GLM-5, whose first three layers have no experts."""
     return _experts(number=256, size=2048, chosen=8, scale=2.5) | {
         "ffn_hidden_size": dense_size,
         "moe_layer_freq": [0] * 3 + [1] * (layers - 3),
@@ -104,45 +75,31 @@ def _after_dense_layers(*, layers: int, dense_size: int) -> dict[str, Any]:
 
 
 def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
-    """Return streams, hash routing and experts of DeepSeek-V4."""
     return _experts(number=number, size=size, chosen=6, scale=scale) | {
-        "moe_layer_freq": 1,
-        "moe_router_score_function": "sqrtsoftplus",
+        "moe_layer_freq": 1, "moe_router_score_function": "sqrtsoftplus",
         # Megatron's fused SwiGLU leaves out the clamp.
-        "activation_func_clamp_value": 10.0,
-        "bias_activation_fusion": False,
-        "moe_hash_layers": 3,
-        "hc_mult": 4,
-        "hc_eps": 1e-6,
-        "hc_sinkhorn_iters": 20,
-    }
+        "activation_func_clamp_value": 10.0, "bias_activation_fusion": False,
+        "moe_hash_layers": 3, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20,
+    }  # fmt: skip
 
 
-#: What the models of :data:`PRESETS` have around their attention, likewise.
+#: MLPs, residual and norms of the models of :data:`PRESETS`, likewise.
 AROUND: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": _after_dense_layers(layers=61, dense_size=18432)
     | {
-        "moe_router_num_groups": 8,
-        "moe_router_group_topk": 4,
-        "layernorm_epsilon": 1e-6,
-        "rotary_base": 10000,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "dsa_indexer_k_norm_epsilon": 1e-6,
-        **_yarn(40, 4096),
+        "moe_router_num_groups": 8, "moe_router_group_topk": 4, "layernorm_epsilon": 1e-6,
+        "rotary_base": 10000, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "dsa_indexer_k_norm_epsilon": 1e-6, **_yarn(40, 4096),
     },
     "glm-5": _after_dense_layers(layers=78, dense_size=12288)
     | {
-        "layernorm_epsilon": 1e-5,
-        "rotary_base": 1000000,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "layernorm_epsilon": 1e-5, "rotary_base": 1000000, "rope_type": "rope",
+        "rotary_scaling_factor": 1.0, "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa": DSAOptions(latent_norm_epsilon=1e-6),
     },
     "deepseek-v4-flash": _around_v4(number=256, size=2048, scale=1.5),
     "deepseek-v4-pro": _around_v4(number=384, size=3072, scale=2.5),
-}
+}  # fmt: skip
 #: Rows of the models' embeddings, which are no field of a configuration.
 VOCABULARY = {
     "deepseek-v3.2": 129280,
@@ -155,8 +112,7 @@ VOCABULARY = {
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return a configuration with the attention of a released model, and ``changes`` on top.
 
-    V4's are :class:`CSATransformerConfig`. MLPs, experts, the residual and, but for V4, norms and
-    rope are Megatron's defaults: :func:`model_preset` has them.
+    MLPs, experts, the residual and, but for V4, norms and rope are Megatron's defaults.
 
     Raises:
         ConfigError: for an unknown name or field.
@@ -167,9 +123,8 @@ def preset(name: str, **changes: Any) -> DSATransformerConfig:
 def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a whole released model, and ``changes`` on top.
 
-    It has the fields that say what the weights mean, as the model's ``config.json`` does. How the
-    model is trained (balancing, weights of losses) is left open. :data:`VOCABULARY` has the rows of
-    its embedding.
+    It has the fields of the model's ``config.json``; training (balancing, weights of losses) is
+    left open, and :data:`VOCABULARY` has the rows of its embedding.
 
     Raises:
         ConfigError: for an unknown name or field.
@@ -219,61 +174,35 @@ _BALANCE = {
 }
 #: What the two small models have in common; they train on a CPU.
 _TINY: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "q_lora_rank": 64,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 16,
-    "qk_layernorm": True,
-    "gated_linear_unit": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "init_method_std": 0.05,
-    "rope_type": "rope",
-    "dsa_indexer_n_heads": 8,
-    "dsa_indexer_head_dim": 32,
-    "max_position_embeddings": 256,
-}
+    "multi_latent_attention": True, "hidden_size": 128, "num_attention_heads": 8,
+    "q_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "qk_layernorm": True,
+    "gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False,
+    "init_method_std": 0.05, "rope_type": "rope",
+    "dsa_indexer_n_heads": 8, "dsa_indexer_head_dim": 32, "max_position_embeddings": 256,
+}  # fmt: skip
 #: Small models by name, as fields of configurations and other flags.
 TINY: dict[str, dict[str, Any]] = {
     "v3.2-tiny": _TINY
     | {
-        "num_layers": 4,
-        "ffn_hidden_size": 256,
-        "kv_lora_rank": 64,
-        "v_head_dim": 32,
+        "num_layers": 4, "ffn_hidden_size": 256, "kv_lora_rank": 64, "v_head_dim": 32,
         "dsa_indexer_topk": 48,
     },
     "v4-tiny": _TINY
     | {
-        "num_layers": 5,
-        "mtp_num_layers": 1,
+        "num_layers": 5, "mtp_num_layers": 1,
         "kv_lora_rank": 32,  # not used
-        "v_head_dim": 48,
-        "o_groups": 4,
-        "o_lora_rank": 32,
-        "csa_compress_ratios": [0, 4, 16, 4, 16, 0],
-        "csa_window_size": 32,
+        "v_head_dim": 48, "o_groups": 4, "o_lora_rank": 32,
+        "csa_compress_ratios": [0, 4, 16, 4, 16, 0], "csa_window_size": 32,
         "csa_compress_rotary_base": 10000,
-        "dsa_indexer_topk": 12,
-        "dsa_indexer_rope_interleaved": True,
-        "hc_mult": 4,
-        "num_moe_experts": 8,
-        "moe_layer_freq": 1,
-        "moe_ffn_hidden_size": 96,
-        "moe_shared_expert_intermediate_size": 96,
-        "moe_router_topk": 2,
-        "moe_router_score_function": "sqrtsoftplus",
-        "moe_router_topk_scaling_factor": 1.5,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "moe_hash_layers": 1,
-        "activation_func_clamp_value": 10.0,
-        "bias_activation_fusion": False,
+        "dsa_indexer_topk": 12, "dsa_indexer_rope_interleaved": True, "hc_mult": 4,
+        "num_moe_experts": 8, "moe_layer_freq": 1, "moe_ffn_hidden_size": 96,
+        "moe_shared_expert_intermediate_size": 96, "moe_router_topk": 2,
+        "moe_router_score_function": "sqrtsoftplus", "moe_router_topk_scaling_factor": 1.5,
+        "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32", "moe_hash_layers": 1,
+        "activation_func_clamp_value": 10.0, "bias_activation_fusion": False,
         "layernorm_epsilon": 1e-6,
     },
-}
+}  # fmt: skip
 #: Released models by the names of ``--dsa-model`` -> their presets.
 RELEASED = {
     "v3.2": "deepseek-v3.2",
@@ -286,11 +215,10 @@ MODELS = ("v3.2-tiny", "v3.2", "glm-5", "v4-tiny", "v4-flash", "v4-pro")
 
 
 def model_flags(name: str) -> list[str]:
-    """Return the flags that ``--dsa-model`` stands for: one of :data:`MODELS`, and its training.
+    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, and how its parts are trained.
 
-    They say what the model is, and how its indexers, experts and predictions are trained. Sequence
-    length, data, tokenizer, schedule, precision and parallel layout are left to other flags; the
-    small models leave the size of the vocabulary to the tokenizer.
+    Sequence length, data, tokenizer, schedule, precision and parallel layout are left to other
+    flags; the small models leave the size of the vocabulary to the tokenizer.
 
     Raises:
         ConfigError: for an unknown name.

@@ -77,7 +77,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
-    from megatron_dsa.patches import cpu_host
+    from megatron_dsa.patches import install
 
     for ok, message in range_rules(vars(arguments), RANGES):
         require(ok, message)
@@ -87,7 +87,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             name in ("prompt", "title") or "" not in map(str, given),
             f"--{name.replace('_', '-')} must not be empty: name a file, a folder or a value",
         )
-    cpu_host.hide_unusable_transformer_engine()
+    install("transformer-engine")
     return arguments.run(arguments)
 
 

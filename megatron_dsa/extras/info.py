@@ -10,6 +10,8 @@ import torch
 
 from megatron_dsa import __version__
 from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
+from megatron_dsa import __version__, patches
+from megatron_dsa.config.extras import optional_extra
 from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config.presets import PRESETS, model_preset, preset
 from megatron_dsa.config.rules import CSA_RATIO
@@ -32,6 +34,7 @@ from megatron_dsa.versions import (
 
 def collect_info() -> dict:
     """Return versions, GPU, and for every operation what would run and why the rest would not."""
+    optional_extra("muon.patch")  # adds its patches to the table
     return {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
@@ -45,6 +48,7 @@ def collect_info() -> dict:
         "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
         "flash_attention_4_unused": _flash_attention_4_unused(),
         "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
+        "patches": patches.described(),
         "gpus": [
             {
                 "name": torch.cuda.get_device_name(i),
@@ -224,6 +228,9 @@ def _print_info(info: dict) -> None:
         unused = info[_UNUSED[name]] if name in _UNUSED else None
         state = f"{version}, not used: {unused}" if version and unused else version
         print(f"  {name}: {state or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
+    print("patches of megatron-core: what it does without them")
+    for patch in info["patches"]:
+        print(f"  {patch}")
     for model, operations in info["operations"].items():
         print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
         _print_operations(operations)

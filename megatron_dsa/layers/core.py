@@ -17,7 +17,7 @@ from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
 from megatron_dsa.layers.warm_up import resolve_kernels, resolving
-from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
+from megatron_dsa.metrics.health import Attended, selection_health
 from megatron_dsa.metrics.log import (
     EVALUATION,
     IndexerLog,
@@ -93,10 +93,8 @@ class CoreAttention(MegatronModule):
         self._kept_loss: torch.Tensor | None = None
         # Layers of multi-token prediction log behind the decoder's.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # Once per iteration, and between layers: neither is known to a replayed graph of a layer.
+        # Once per iteration, which a replayed graph of a layer cannot know.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
-        before = [number for number in self.selecting_layers if number < layer_number]
-        self.layer_overlap = LayerOverlap(config, layer_number, max(before, default=None))
         if resolving():
             say_if_frozen(config)
 
@@ -171,17 +169,9 @@ class CoreAttention(MegatronModule):
         )
 
     def note_selection(self, indices: torch.Tensor, keys: Layout) -> None:
-        """Hand the selection to the sink, and compare it with the layer before.
-
-        To be called in every forward pass, not only in passes with gradients: the first pass of a
-        recomputed layer is the one that follows the layer before.
-        """
+        """Hand the selection of this forward pass to the sink, if there is one."""
         if self.selection_sink is not None and not in_backward():
             self.selection_sink.put(self, indices, keys)
-        if self.selects and self.training and self.measures_selection and IndexerLog.is_on():
-            topk, count = self.config.dsa_indexer_topk, self.options.health_tokens
-            figure = self.layer_overlap.compare(indices, keys, topk, count)
-            IndexerLog.record(self.layer_index, figure)
 
     def heads_group(self) -> Any:
         """Return the group over which a teacher is still to be summed, or ``None``.

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dsa.config.rules import graph_modules, graphs_attention
 from megatron_dsa.metrics.tags import CALLS, FIGURES, SAMPLED
-from megatron_dsa.patches.graph_buffers import keep_graph_buffers_until_backward
+from megatron_dsa.patches import install
 
 
 class GraphedLayer(TransformerLayer):
@@ -28,7 +28,7 @@ class GraphedLayer(TransformerLayer):
 
     def create_mcore_cudagraph_manager(self, config) -> None:
         """Called by Megatron while the layer is built."""
-        keep_graph_buffers_until_backward()
+        install("graph buffers")
         if not graph_modules(config):
             super().create_mcore_cudagraph_manager(config)
             return

@@ -13,8 +13,8 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * The indexer scores all visible keys, forward only. Its loss adds the two gradients of the scores:
   for selected keys (sparse loss) or for all visible ones (dense loss).
 * Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
-  sparse attention needs the attention's own scores of all visible keys, too: once, forward.
-* Masked dense attention counts all visible keys, as what it computes.
+  sparse attention also needs the attention's own scores of all visible keys: once, forward.
+* Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
 
@@ -43,7 +43,7 @@ class Work(NamedTuple):
     Attributes:
         part: name of the part of the model, for reports.
         keys: they happen once for each of these keys of every query.
-        forward, backward: multiply-adds per key in the forward and in the backward pass.
+        forward, backward: multiply-adds per key in each pass.
     """
 
     part: str
@@ -97,7 +97,6 @@ def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
 
 
 def _streams(config) -> Iterator[Work]:
-    """Yield the projections of attention's and of the MLP's hyper-connection."""
     if uses_streams(config):
         outputs = config.hc_mult * (2 + config.hc_mult)
         products = 2 * _projection(config, outputs)
@@ -112,12 +111,10 @@ def _head(config) -> Iterator[Work]:
 
 
 def _projection(config, outputs: int) -> int:
-    """Products per token of a projection of all streams."""
     return outputs * config.hc_mult * config.hidden_size
 
 
 def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
-    """Return the products with weights of V3.2's attention."""
     main, heads, hidden = _weight_gradients(config), config.num_attention_heads, config.hidden_size
     latent, rope = config.kv_lora_rank, config.qk_pos_emb_head_dim
     query = heads * (config.qk_head_dim + rope)
@@ -138,7 +135,6 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
 
 
 def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
-    """Return the products with weights of V4's attention."""
     main, heads, hidden = _weight_gradients(config), config.num_attention_heads, config.hidden_size
     dim, ratio = config.head_dim, config.ratio(number, is_mtp)
     queries = config.q_lora_rank * (hidden + heads * dim)
@@ -212,12 +208,11 @@ def _linear(part: str, products: int, gradients: int) -> Work:
 
 
 def _main_gradients(config) -> int:
-    """Gradients of a product of two tensors of the main model."""
     return 2 if trains_main(config) else 0
 
 
 def _weight_gradients(config) -> int:
-    """Gradients of a product with a weight of the main model; under LoRA that of the input."""
+    """Gradients of a product with a weight of the main model; under LoRA only for the input."""
     return 1 if has_adapters(config) and trains_main(config) else _main_gradients(config)
 
 

@@ -27,12 +27,10 @@ logger = logging.getLogger(__name__)
 class LossScale:
     """The factor that Megatron applies to auxiliary losses, held per model configuration.
 
-    Megatron's schedules call it with ``loss_scale * cp / num_microbatches`` (or ``loss_scale`` with
-    per-token loss) after every forward pass, so that the gradient of the indexer loss does not grow
-    with the number of microbatches. It stays 1 outside of Megatron's schedules.
-
-    Once a backward pass has read it, it is one tensor that is written in place: a CUDA graph reads
-    it there.
+    Megatron's schedules call it after every forward pass with ``loss_scale * cp /
+    num_microbatches``, with per-token loss ``loss_scale``. It stays 1 outside of Megatron's
+    schedules. Once a backward pass has read it, it is one tensor that is written in place: a CUDA
+    graph reads it there.
     """
 
     def __init__(self):
@@ -113,12 +111,12 @@ class IndexerLog:
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether metrics are wanted at all: not outside of Megatron's training loop."""
+        """Return whether metrics are wanted at all: not outside of Megatron's training loop."""
         return cls._state.sums is not None
 
     @classmethod
     def samples_selection(cls, layer_index: int) -> bool:
-        """Whether a layer's selection is to be sampled now: in one microbatch per iteration.
+        """Return whether a layer's selection is to be sampled now: in one microbatch per iteration.
 
         Some hundred small kernels on a few queries: for every microbatch they would take the host
         longer than a short sequence takes the GPU.
@@ -132,8 +130,7 @@ class IndexerLog:
     def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Scaled | Mean]) -> None:
         """Add one microbatch's metrics of a layer (index from 0).
 
-        A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
-        it (padding, short sequences) weighs less, one that has nothing does not count.
+        A scalar counts once; a :class:`Mean` weighs by its count, so that padding does not.
         """
         sums = cls._state.sums
         if sums is None or _rehearses_capture():
@@ -149,14 +146,10 @@ class IndexerLog:
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:
-        """Sum over all ranks, return each figure's mean per layer, and clear.
+        """Sum over all ranks, return each figure's sums and counts ``[layers]``, and clear.
 
-        A layer lives on some ranks only, and each of them counts what it recorded: dividing the
-        sums by the counts after the reduction averages over exactly what took part.
-
-        Returns:
-            Sums and counts, each ``[layers]``; a layer that did not record a figure has a count of
-            0, one that recorded NaN a sum of NaN.
+        Dividing sums by counts afterwards averages over the ranks that recorded. A layer that did
+        not record a figure has a count of 0, one that recorded NaN a sum of NaN.
         """
         cls._state.sampled.clear()
         assert cls._state.sums is not None
@@ -172,14 +165,9 @@ class IndexerLog:
     ) -> None:
         """Write the metrics to Megatron's log line, TensorBoard and W&B.
 
-        The log line holds means over layers, microbatches and iterations, the writers every
-        iteration and also every layer, under the tags of :mod:`megatron_dsa.metrics.tags`.
-
-        Args:
-            total_loss_dict: what Megatron collects for its log line, as it was before this
-                iteration.
-            skipped: whether the optimizer skipped this iteration (inf gradients in fp16). Its
-                metrics stay out of the log line, as its loss does.
+        The log line holds means over layers, microbatches and iterations; the writers get every
+        iteration and every layer. ``total_loss_dict`` collects Megatron's log line, as it was
+        before this iteration. Iterations that the optimizer ``skipped`` stay out of it.
         """
         if not cls.is_on():
             return
@@ -209,11 +197,7 @@ class IndexerLog:
 
     @classmethod
     def _add_to_line(cls, metrics: dict[str, float], total_loss_dict: dict, skipped: bool) -> None:
-        """Put what Megatron divides by its advanced iterations into ``total_loss_dict``.
-
-        That is the mean over the iterations that have the figure, times that divisor: a skipped
-        iteration has none, nor has one whose queries see no more keys than they select.
-        """
+        """Put means over iterations with the figure, times Megatron's divisor, into its log."""
         line = cls._state.line
         advanced = total_loss_dict.get("advanced iterations", 0)
         if advanced + total_loss_dict.get("skipped iterations", 0) == 0:
@@ -233,10 +217,7 @@ class IndexerLog:
 
 
 def _rehearses_capture() -> bool:
-    """Whether Megatron runs a layer on zeros, before it captures the layer in a CUDA graph.
-
-    The graph itself adds to the buffers in every replay.
-    """
+    """Return whether Megatron runs a layer on zeros before capture: replays add by themselves."""
     return is_graph_warmup() or (is_graph_capturing() and not capturing())
 
 
@@ -248,15 +229,10 @@ def _print_once(line: str) -> None:
 class TrainingLog:
     """Megatron's ``training_log`` with our metrics, and with the first step in one line.
 
-    Megatron's own hook for the metrics of an indexer is called with a positive
-    ``--dsa-indexer-loss-coeff`` only, without the iterations that were skipped.
-
-    Megatron (0.19.2) prints a line for the first step after a start and keeps its sums for the line
-    of the interval. It keeps them even if that step ends an interval: with ``--log-interval 1`` the
-    second line would be the mean of two steps.
-
-    Args:
-        megatron: the function that it replaces.
+    Megatron's own hook for metrics of an indexer runs only with a positive coefficient, without the
+    iterations that were skipped. Megatron 0.19.2 prints a line for the first step after a start and
+    keeps its sums even if that step ends an interval: with ``--log-interval 1`` the second line
+    would be the mean of two steps.
     """
 
     def __init__(self, megatron: Callable):

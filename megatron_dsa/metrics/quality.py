@@ -1,4 +1,4 @@
-"""How good a selection is: recall, overlap, captured mass.
+"""Quality of a selection: recall, overlap, captured mass.
 
 Plain functions on tensors, usable without Megatron. They return one value per query, NaN where a
 query has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: key rows or slots
@@ -177,7 +177,6 @@ def captured_mass(
 
 
 def _shared_key_logits(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return ``[h, r, Skv]``, the products of ``q [h, r, D]`` with the keys of all heads."""
     return mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
 
 
@@ -196,7 +195,7 @@ def query_scores(
 ) -> torch.Tensor:
     """Return the index scores ``[r, Skv]`` of some queries, fp32 (fp64 for fp64 inputs).
 
-    Columns are key rows; keys that a query does not see are scored, too.
+    Columns are key rows; keys that a query does not see are also scored.
 
     Args:
         inputs: the indexer's tensors.

@@ -1,12 +1,10 @@
-"""What goes to TensorBoard and W&B beside Megatron's own scalars, and under which tags.
+"""Scalars that this package adds to TensorBoard and W&B, and their tags.
 
-The names of Megatron's log line are for reading; tags start with ``dsa/`` and hold no spaces. All
-of them are listed in ``docs/guide/reports.md``.
+Tags start with ``dsa/`` and hold no spaces; ``docs/guide/reports.md`` lists them.
 """
 
 from typing import Any
 
-from megatron_dsa.metrics.health import LAYER_OVERLAP
 from megatron_dsa.ops.dispatch import report
 
 #: Measured in evaluation passes, on request.
@@ -16,10 +14,7 @@ EVALUATION = "indexer loss, evaluation"
 FIGURES = {
     "indexer loss": "dsa/indexer-loss",
     "dsa attention mass captured": "dsa/mass-captured",
-    "dsa zero scores": "dsa/zero-scores",
-    "dsa boundary ties": "dsa/boundary-ties",
     "dsa query overlap": "dsa/query-overlap",
-    LAYER_OVERLAP: "dsa/layer-overlap",
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 
@@ -51,12 +46,7 @@ def time_tag(operation: str) -> str:
 
 
 def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
-    """Write scalars by tag.
-
-    Args:
-        writer: Megatron's TensorBoard writer, ``None`` on all ranks but the last.
-        wandb_writer: Megatron's W&B writer, likewise.
-    """
+    """Write scalars by tag to Megatron's writers, which are ``None`` on all ranks but the last."""
     if writer is not None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)
@@ -65,11 +55,7 @@ def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: 
 
 
 def operation_metrics(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the calls and times of operations in this process by tag.
-
-    Args:
-        seconds: measured time per iteration, by operation; empty if it is not measured.
-    """
+    """Return the calls and times (``seconds`` per iteration) of operations by tag."""
     calls: dict[str, float] = {
         calls_tag(operation, name): count
         for operation, counts in report().items()

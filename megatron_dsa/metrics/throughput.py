@@ -30,23 +30,13 @@ PEAKS = {
 def peak_tflops(config: Any, device: str) -> float | None:
     """Return the peak in TFLOP/s that the MFU refers to, ``None`` if there is none.
 
-    Args:
-        config: a transformer configuration; only parameters of 16 bits have a peak. Products in
-            fp8 are measured against bf16, too.
-        device: torch's name of the GPU.
+    Only parameters of 16 bits have a peak; products in fp8 are also measured against bf16.
     """
     return PEAKS.get(device) if config.params_dtype in (torch.bfloat16, torch.float16) else None
 
 
 def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
-    """Return the line that says which operations count and to which peak the MFU refers.
-
-    Args:
-        config: the model's transformer configuration.
-        work: its products, see :func:`megatron_dsa.metrics.flops.model_work`.
-        length: tokens of a sequence.
-        device: torch's name of the GPU.
-    """
+    """Return the line on the counted operations and the peak of the MFU."""
     parts = flops_by_part(work, lambda keys: keys.pairs(length))
     peak = peak_tflops(config, device)
     reference = "no MFU, the peak of this GPU and precision is not known"
@@ -76,13 +66,7 @@ class MegatronFunctions(NamedTuple):
 
 
 class Throughput:
-    """Counts operations for Megatron's training loop; its methods replace Megatron's functions.
-
-    Args:
-        config: the model's transformer configuration.
-        megatron: functions that the training loop called before.
-        device: torch's name of the GPU, empty on a CPU.
-    """
+    """Counts operations for Megatron's training loop; its methods replace Megatron's functions."""
 
     def __init__(self, config: Any, megatron: MegatronFunctions, device: str = ""):
         self.config, self.megatron, self.device = config, megatron, device
@@ -93,18 +77,13 @@ class Throughput:
         self._logged: int | None = None  # the iteration that was logged last
 
     def count_documents(self, offsets: torch.Tensor) -> None:
-        """Add a microbatch of packed documents, ``offsets`` int ``[n + 1]`` their bounds.
-
-        Kept on the device until the iteration ends.
-        """
+        """Add a microbatch of packed documents with bounds ``offsets`` int ``[n + 1]``; no sync."""
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Sum up an iteration's documents over all ranks.
+        """Return tokens and squared lengths of an iteration over all ranks, or ``None`` twice.
 
-        Returns:
-            their tokens and squared lengths; both ``None`` if there were none. As Megatron's
-            ``consume_seqlen_stats_in_iteration``.
+        As Megatron's ``consume_seqlen_stats_in_iteration``.
         """
         self._pairs = None
         if not self._lengths:
@@ -137,9 +116,8 @@ class Throughput:
     ) -> int:
         """Return the operations of a global batch, as Megatron's ``num_floating_point_operations``.
 
-        Exact for sequences that fill ``args.seq_length`` and for documents that
-        :meth:`count_documents` saw. Documents that another script hands to Megatron are known by
-        two sums only; they count as documents of one length.
+        Exact for full sequences and for documents of :meth:`count_documents`. Documents of another
+        script, of which Megatron has two sums only, count as documents of one length.
         """
         work = model_work(self.config, args.padded_vocab_size)
         if not self._announced:
@@ -158,12 +136,7 @@ class Throughput:
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write calls and times of operations and the MFU, as ``track_e2e_metrics``.
-
-        Args:
-            log_throughput: whether Megatron logs it.
-            throughput: TFLOP/s per GPU.
-        """
+        """Write calls and times of operations and the MFU, as ``track_e2e_metrics``."""
         self.megatron.track(log_throughput, throughput)
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 

@@ -1,21 +1,184 @@
-"""Repairs of the released megatron-core, installed for the rest of the process.
+"""Patches of megatron-core: one table, from which they are installed and which ``info`` prints.
 
-Each module repairs one defect, says which, and changes nothing where the defect does not show.
+The module of a patch gives the details. It changes nothing where the defect does not show.
 """
 
-from megatron_dsa.patches.bucket_padding import repair_offsets_of_states
-from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
-from megatron_dsa.patches.empty_optimizers import repair_empty_optimizers
-from megatron_dsa.patches.empty_stages import repair_empty_stages
-from megatron_dsa.patches.optimizer_steps import repair_optimizer_steps
-from megatron_dsa.patches.sgd_momentum import make_room_for_momentum
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+UNREPORTED = "unreported"
+#: The defect is a host that Megatron is not made for, or a part that its wheel lacks.
+OURS = "none: of this package"
+
+
+class Patch(NamedTuple):
+    """One patch.
+
+    Attributes:
+        defect: behaviour of Megatron without it.
+        installer: ``module:function`` below ``megatron_dsa``; a second call changes nothing.
+        by: what installs it; ``checkpoints``: entry point and layer specs; ``layers``: block specs
+            and layers, by name.
+        when: the runs in which it is active.
+        needed: the same for a transformer configuration, where layer specs install it.
+        upstream: number in NVIDIA/Megatron-LM.
+        versions: of megatron-core.
+    """
+
+    defect: str
+    installer: str
+    by: Literal["entry point", "checkpoints", "layer specs", "layers"]
+    when: str = "always"
+    needed: Callable[[Any], bool] = lambda _config: True
+    upstream: str = UNREPORTED
+    versions: str = "0.19"
+
+    def install(self, *arguments: Any) -> Any:
+        """Call the installer."""
+        module, _, function = self.installer.partition(":")
+        return getattr(importlib.import_module(f"megatron_dsa.{module}"), function)(*arguments)
+
+
+def _has_streams(config: Any) -> bool:
+    return getattr(config, "hc_mult", 1) > 1
+
+
+def _mixes_precisions(config: Any) -> bool:
+    return _has_streams(config) or getattr(config, "csa_compress_ratios", None) is not None
+
+
+def _fuses_gradients(config: Any) -> bool:
+    return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
+
+
+#: Name -> patch, in the order in which they are installed: some wrap the same method. Extras add
+#: theirs when they are imported.
+TABLE: dict[str, Patch] = {
+    "no GPU": Patch(
+        "says device='cuda' in hundreds of places",
+        "patches.cpu_host:activate", "entry point", "machines without a GPU", upstream=OURS),
+    "transformer-engine": Patch(
+        "ends in the errors of a transformer-engine that cannot be imported or lacks its GPU",
+        "patches.cpu_host:hide_unusable_transformer_engine", "entry point", "such installations"),
+    "dataset helper": Patch(
+        "runs a Makefile that the wheel lacks",
+        "training.launching:use_compiled_dataset_helper", "entry point", "released wheels"),
+    "tracker file": Patch(
+        "leaves the tracker file empty when killed in a save, and cannot start from an empty one",
+        "patches.tracker_file:keep_tracker_file_whole", "entry point", "checkpoints in files"),
+    "quiet output": Patch(
+        "prints nine hundred lines of arguments and parameters at each start",
+        "training.quiet_output:quiet_output", "entry point", "no --logging-level 10",
+        upstream=OURS),
+    "loading": Patch(
+        "refuses checkpoints without indexers or with the names of another layer set",
+        "training.checkpoints:prepare_loading", "entry point", upstream=OURS),
+    "prediction layers": Patch(
+        "derives layers of multi-token prediction from its own dense spec",
+        "training.model:DSAModelBuilder", "entry point", "--mtp-num-layers", upstream=OURS),
+    "checkpoint metadata": Patch(
+        "cannot list the tensors of checkpoints that torch 2.15 wrote",
+        "patches.checkpoint_metadata:repair_reading_of_metadata", "checkpoints", "torch 2.15"),
+    "bucket padding": Patch(
+        "saves optimizer states with a part of their neighbours' from the second bucket on",
+        "patches.bucket_padding:repair_offsets_of_states", "checkpoints",
+        "--dist-ckpt-optim-fully-reshardable"),
+    "empty optimizers": Patch(
+        "cannot save optimizers without parameters, nor count their steps",
+        "patches.empty_optimizers:repair_empty_optimizers", "checkpoints",
+        "ranks that train nothing"),
+    "empty stages": Patch(
+        "raises KeyError when a pipeline stage without weights loads",
+        "patches.empty_stages:repair_empty_stages", "checkpoints",
+        "pipeline stages without weights"),
+    "optimizer steps": Patch(
+        "loses Adam's count of steps between optimizers of different packages",
+        "patches.optimizer_steps:repair_optimizer_steps", "checkpoints", "torch's Adam"),
+    "SGD momentum": Patch(
+        "ends in a TypeError when SGD resumes",
+        "patches.sgd_momentum:make_room_for_momentum", "checkpoints", "--optimizer sgd"),
+    "fp32 checkpoints": Patch(
+        "mistakes parameters for each other when it saves 16-bit and fp32 ones in one group",
+        "patches.fp32_checkpoints:repair_checkpoints_of_fp32_parameters", "layer specs",
+        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835, 5929"),
+    "packed targets": Patch(
+        "shifts targets of multi-token prediction across documents that are padded one by one",
+        "patches.packed_targets:shift_within_padded_documents", "layer specs",
+        "padded packed batches"),
+    "prediction loss": Patch(
+        "divides the loss of multi-token prediction by the tokens of one context-parallel rank",
+        "patches.prediction_loss:count_prediction_tokens_of_all_ranks", "layer specs",
+        "--context-parallel-size above 1"),
+    "token ids": Patch(
+        "hands decoders only the embeddings of tokens",
+        "patches.token_ids:hand_token_ids_to_layers", "layer specs", "--moe-hash-layers",
+        lambda config: getattr(config, "moe_hash_layers", 0) > 0, OURS),
+    "stream pipelines": Patch(
+        "takes --hidden-size for the width of what pipeline stages exchange",
+        "patches.stream_pipelines:send_streams_between_stages", "layer specs",
+        "--hc-mult above 1", _has_streams, OURS),
+    "prediction blocks": Patch(
+        "builds its own class of block whatever class a spec of multi-token prediction names",
+        "patches.prediction_blocks:build_prediction_blocks_from_specs", "layer specs",
+        "--hc-mult above 1", _has_streams, OURS),
+    "unfused linears": Patch(
+        "asks its own linears for a kernel of Apex where transformer-engine's fuse by themselves",
+        "patches.unfused_linears:leave_linears_unfused_without_apex", "layer specs",
+        "transformer-engine without Apex", _fuses_gradients),
+    "graph buffers": Patch(
+        "frees inputs of captured layers before their backward pass is captured",
+        "patches.graph_buffers:keep_graph_buffers_until_backward", "layers",
+        "--cuda-graph-impl local"),
+    "training log": Patch(
+        "logs no figures of frozen indexers, and the first step in two lines",
+        "metrics.log:install_logging", "layers", upstream=OURS),
+    "throughput": Patch(
+        "counts sparse layers as if every query attended to all visible keys",
+        "metrics.throughput:install_throughput", "layers", upstream=OURS),
+}  # fmt: skip
+
+
+def install(name: str, *arguments: Any) -> Any:
+    """Install one patch of :data:`TABLE` for the rest of the process."""
+    return TABLE[name].install(*arguments)
 
 
 def install_checkpoint_repairs() -> None:
-    """Install what reading and writing Megatron checkpoints needs; calling it again is free."""
-    repair_reading_of_metadata()
-    repair_offsets_of_states()
-    repair_empty_optimizers()
-    repair_empty_stages()
-    repair_optimizer_steps()
-    make_room_for_momentum()
+    """Install the patches for reading and writing Megatron checkpoints; a second call is free."""
+    for patch in TABLE.values():
+        if patch.by == "checkpoints":
+            patch.install()
+
+
+def install_for_layers(config: Any) -> None:
+    """Install the patches that the layers of a transformer configuration need."""
+    install_checkpoint_repairs()
+    for patch in TABLE.values():
+        if patch.by == "layer specs" and patch.needed(config):
+            patch.install()
+
+
+def described() -> list[str]:
+    """Return a line per patch."""
+    return [
+        f"{name} ({patch.when}; megatron-core {patch.versions}; upstream {patch.upstream}): "
+        f"{patch.defect}"
+        for name, patch in TABLE.items()
+    ]
+
+
+def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Decorate the replacement of a function or method; the original is its first argument."""
+    original = getattr(owner, name)
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(original)
+        def replacement(*args, **kwargs):
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        return replacement
+
+    return decorate

@@ -1,8 +1,7 @@
-"""States of the distributed optimizer under the names of their parameters.
+"""Optimizer states under the names of their parameters.
 
 With ``--dist-ckpt-optim-fully-reshardable`` megatron-core 0.19 gathers the states of a buffer
-without the padding between its buckets, and cuts them at offsets that count it. From the second
-bucket on, every parameter is saved with a part of its neighbours' states.
+without the padding between its buckets, and cuts them at offsets that count it.
 """
 
 import functools
@@ -10,16 +9,16 @@ from unittest import mock
 
 import torch
 
+from megatron_dsa.patches import replace
+
 
 @functools.cache
 def repair_offsets_of_states() -> None:
     """Let the distributed optimizer save every state as its own parameter's."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    original = DistributedOptimizer.sharded_param_state_fully_reshardable
-
-    @functools.wraps(original)
-    def sharded_param_state_fully_reshardable(self, *args, **kwargs):
+    @replace(DistributedOptimizer, "sharded_param_state_fully_reshardable")
+    def sharded_param_state_fully_reshardable(original, self, *args, **kwargs):
         gather = self.get_parameter_state_dp_zero
 
         def gather_with_padding(*gather_args, **gather_kwargs):
@@ -33,19 +32,15 @@ def repair_offsets_of_states() -> None:
         with mock.patch.object(self, "get_parameter_state_dp_zero", gather_with_padding):
             return original(self, *args, **kwargs)
 
-    DistributedOptimizer.sharded_param_state_fully_reshardable = (
-        sharded_param_state_fully_reshardable
-    )
-
 
 def _insert_padding(tensors: dict, buffer) -> None:
     """Move each bucket of the flat ``tensors``, in place, to where ``buffer`` has it."""
     for key, gathered in tensors.items():
         if not isinstance(gathered, torch.Tensor) or gathered.numel() == buffer.numel:
             continue
-        placed, offset = gathered.new_zeros(buffer.numel), 0
+        padded, offset = gathered.new_zeros(buffer.numel), 0
         for bucket, (start, _) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
             size = bucket.numel_unpadded
-            placed[start : start + size] = gathered[offset : offset + size]
+            padded[start : start + size] = gathered[offset : offset + size]
             offset += size
-        tensors[key] = placed
+        tensors[key] = padded

@@ -1,9 +1,7 @@
-"""Running Megatron's own training loop on a machine without a GPU.
+"""Running Megatron's own training loop on a machine without a GPU, over gloo.
 
-Megatron says ``device="cuda"`` in a few hundred places. On a machine without a GPU, and only there,
-:func:`activate` redirects those to the CPU, so that the same entry point, flags, schedules,
-optimizer and checkpoints can be used, over gloo, for quick starts and tests. It never pretends that
-CUDA is available. Each shim states its purpose.
+Megatron says ``device="cuda"`` in a few hundred places, which :func:`activate` redirects to the
+CPU. It never pretends that CUDA is available.
 """
 
 from __future__ import annotations
@@ -26,21 +24,15 @@ from megatron_dsa.versions import (
 
 #: Flags that turn off features that the CPU lacks or is slow at.
 FLAGS = [
-    "--distributed-backend",
-    "gloo",
-    "--use-cpu-initialization",
-    "--no-bias-dropout-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--num-workers",
-    "0",
-]
+    "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-bias-dropout-fusion",
+    "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--num-workers", "0",
+]  # fmt: skip
 
 _CPU = torch.device("cpu")
 
 
 def needed() -> bool:
-    """Whether this machine has no GPU."""
+    """Return whether this machine has no GPU."""
     return not torch.cuda.is_available()
 
 
@@ -51,8 +43,7 @@ def activate() -> None:
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
-        DSAError: inside of :func:`megatron_dsa.extras.planner.host.host`, whose end would undo a
-            part.
+        DSAError: inside of the planner's ``host()``, whose end would undo a part.
     """
     found = installed_version("megatron-core")
     if found not in MEGATRON_RUN_WITH:
@@ -80,10 +71,7 @@ def _install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Let Megatron take transformer-engine for not installed, if it was not imported before.
-
-    Megatron's norms, optimizers and clipping of gradients use it wherever it can be imported.
-    """
+    """Let Megatron take transformer-engine for not installed, if it was not imported before."""
     if "transformer_engine.pytorch" in sys.modules:
         return
     modules: dict[str, Any] = sys.modules
@@ -95,11 +83,9 @@ def hide_transformer_engine() -> None:
 
 
 def hide_unusable_transformer_engine() -> None:
-    """Hide transformer-engine where it needs a GPU that is not there, or cannot be imported.
+    """Hide transformer-engine where it needs a missing GPU, or cannot be imported.
 
-    To be called before Megatron is imported, which expects no other error than ``ImportError`` of
-    it: one for a library that is missing, or for an installation without extension, would end every
-    command.
+    To be called before Megatron is imported, which expects only ``ImportError`` of it.
     """
     if why_not_transformer_engine(has_gpu=not needed()) is not None:
         hide_transformer_engine()
@@ -151,44 +137,28 @@ def _is_cuda(device) -> bool:
 
 
 class NoStream:
-    """A stream on a device that has none: everything is already in order."""
+    """A stream or an event on a device without streams: everything is already in order."""
 
     def __init__(self, *_args, **_kwargs):
         pass
 
-    def wait_stream(self, _other=None) -> None:
+    def wait(self, _other=None) -> None:
         """Return at once: there is nothing to wait for."""
 
-    wait_event = synchronize = wait_stream
+    wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self) -> NoStream:
         """Return an object that can be waited for."""
         return self
 
 
-class NoEvent:
-    """An event on a device without streams: it has happened."""
-
-    def __init__(self, *_args, **_kwargs):
-        pass
-
-    def record(self, _stream=None) -> None:
-        """Return at once: there is nothing to wait for."""
-
-    wait = record
-
-    def synchronize(self) -> None:
-        """Return at once, too."""
-
-
 def _patch_torch_cuda() -> None:
-    """Answers to questions about the current device and stream, which have one answer here."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_args, **_kwargs: None
     cuda.current_stream = lambda *_args, **_kwargs: NoStream()
     cuda.Stream = NoStream
-    cuda.Event = NoEvent
+    cuda.Event = NoStream
     tensor: Any = torch.Tensor
     # Its C++ code takes real streams only. Memory is used in order.
     tensor.record_stream = lambda _tensor, _stream: None
@@ -196,10 +166,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_rng() -> None:
-    """The CUDA generator's role goes to the CPU generator.
-
-    Tensor-parallel dropout and the random state in checkpoints stay real that way.
-    """
+    """Send the CUDA generator's calls to the CPU's: dropout and saved random states stay real."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_args, **_kwargs):
@@ -219,7 +186,7 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # Asks CUDA for the device's architecture; 10 takes the branch without warnings.
+    # 10 takes the branch without warnings.
     arguments.get_device_arch_version = lambda: 10
     # Warms up fused kernels with random inputs, from the one generator that there is.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None

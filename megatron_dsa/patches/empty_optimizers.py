@@ -1,13 +1,13 @@
 """Optimizers without parameters, as on a pipeline stage on which nothing is trained.
 
-What is not sharded in a checkpoint is written by rank 0 and read by all ranks. megatron-core 0.19
-does not expect that an optimizer there, or elsewhere, has nothing to step:
+Rank 0 writes the unsharded part of a checkpoint, and all ranks read it. megatron-core 0.19 does not
+expect that an optimizer there, or elsewhere, has nothing to step:
 
-* It has no count of steps. The distributed optimizer with torch's Adam asks for one and cannot be
+* It has no count of steps. The distributed optimizer with torch's Adam reads it and cannot be
   saved; without one from rank 0, the other ranks resume at no step.
 * Its list of weights in fp32 is empty, which rank 0 writes for all ranks, and which a checkpoint
   that other ranks wrote does not hold.
-* Its states are empty, too, and the loader leaves out empty entries, where rank 0 counts steps
+* Its states are also empty, and the loader leaves out empty entries, where rank 0 counts steps
   elsewhere (Muon).
 """
 
@@ -16,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from megatron_dsa.patches import replace
 
 _FP32 = "fp32_from_fp16_params"
 
@@ -30,28 +32,23 @@ def repair_empty_optimizers() -> None:
         MegatronOptimizer,
     )
 
-    _repair_counting(MegatronOptimizer)
-    _repair_distributed(DistributedOptimizer)
-    _repair_plain(FP32Optimizer)
-    _repair_plain(Float16OptimizerWithFloat16Params)
-    _repair_fp32_weights(Float16OptimizerWithFloat16Params)
+    _count_in_groups(MegatronOptimizer)
+    _save_a_count(DistributedOptimizer)
+    for optimizer_class in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        _load_the_count(optimizer_class)
+    _leave_out_fp32_weights(Float16OptimizerWithFloat16Params)
 
 
 def _is_empty(optimizer: Any) -> bool:
     return not any(group["params"] for group in optimizer.param_groups)
 
 
-def _repair_counting(optimizer_class: Any) -> None:
-    """Count in parameter groups, as transformer-engine's optimizers do."""
-    init = optimizer_class.__init__
-
-    @functools.wraps(init)
-    def __init__(self, optimizer, *args, **kwargs):
-        init(self, optimizer, *args, **kwargs)
+def _count_in_groups(optimizer_class: Any) -> None:
+    @replace(optimizer_class, "__init__")
+    def __init__(original, self, optimizer, *args, **kwargs):
+        original(self, optimizer, *args, **kwargs)
         if optimizer is not None:
             count_without_parameters(optimizer)
-
-    optimizer_class.__init__ = __init__
 
 
 def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -65,7 +62,7 @@ def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
         before[:] = [group.get("step", 0) + 0 for group in optimizer.param_groups]
 
     def count(optimizer, _args, _kwargs):
-        # Asked at every step: the distributed optimizer takes parameters away after it was built.
+        # At every step: the distributed optimizer takes parameters away after it was built.
         if _is_empty(optimizer):
             for group, step in zip(optimizer.param_groups, before, strict=True):
                 group["step"] = step + 1
@@ -74,29 +71,24 @@ def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(count)
 
 
-def _repair_distributed(optimizer_class: Any) -> None:
-    save = optimizer_class.state_dict
-
-    @functools.wraps(save)
-    def state_dict(self):
+def _save_a_count(optimizer_class: Any) -> None:
+    @replace(optimizer_class, "state_dict")
+    def state_dict(original, self):
         if not _is_empty(self.optimizer):
-            return save(self)
+            return original(self)
         inner = self.optimizer.state_dict()
         count = torch.tensor(float(inner["param_groups"][0].get("step", 0)))
         # Megatron takes the count from here, and nothing else.
         inner["state"] = {0: {"step": count}}
         with mock.patch.object(self.optimizer, "state_dict", lambda: inner):
-            return save(self)
-
-    optimizer_class.state_dict = state_dict
+            return original(self)
 
 
-def _repair_plain(optimizer_class: Any) -> None:
+def _load_the_count(optimizer_class: Any) -> None:
     """Take the count of a checkpoint that a rank with parameters wrote."""
-    load = optimizer_class.load_state_dict
 
-    @functools.wraps(load)
-    def load_state_dict(self, state_dict):
+    @replace(optimizer_class, "load_state_dict")
+    def load_state_dict(original, self, state_dict):
         saved = state_dict.get("optimizer", state_dict)
         if _is_empty(self.optimizer):
             state = saved.setdefault("state", {})
@@ -104,26 +96,19 @@ def _repair_plain(optimizer_class: Any) -> None:
                 count = int(state["common_step"])
                 for group in saved["param_groups"]:
                     group["step"] = count
-        load(self, state_dict)
-
-    optimizer_class.load_state_dict = load_state_dict
+        original(self, state_dict)
 
 
-def _repair_fp32_weights(optimizer_class: Any) -> None:
-    save, load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
-
-    @functools.wraps(save)
-    def sharded_state_dict(self, *args, **kwargs):
-        state = save(self, *args, **kwargs)
+def _leave_out_fp32_weights(optimizer_class: Any) -> None:
+    @replace(optimizer_class, "sharded_state_dict")
+    def sharded_state_dict(original, self, *args, **kwargs):
+        state = original(self, *args, **kwargs)
         if _is_empty(self.optimizer):
             del state[_FP32]
         return state
 
-    @functools.wraps(load)
-    def load_state_dict(self, state_dict):
+    @replace(optimizer_class, "load_state_dict")
+    def load_state_dict(original, self, state_dict):
         if _is_empty(self.optimizer):
             state_dict = {**state_dict, _FP32: []}
-        load(self, state_dict)
-
-    optimizer_class.sharded_state_dict = sharded_state_dict
-    optimizer_class.load_state_dict = load_state_dict
+        original(self, state_dict)

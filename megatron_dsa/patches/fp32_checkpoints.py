@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 
+from megatron_dsa.patches import replace
+
 
 @functools.cache
 def repair_checkpoints_of_fp32_parameters() -> None:
@@ -24,32 +26,29 @@ def repair_checkpoints_of_fp32_parameters() -> None:
 
 
 def _repair_plain(optimizer_class: Any) -> None:
-    """The states are numbered over all parameters, but only 16-bit ones are looked up.
+    """Name all parameters while the optimizer saves and loads.
 
-    While it saves and loads, its lists of 16-bit parameters and of their fp32 copies therefore name
-    all parameters, in the inner optimizer's order. An fp32 parameter is its own copy.
+    The states are numbered over all parameters, but only 16-bit ones are looked up. Its lists of
+    16-bit parameters and of their fp32 copies therefore name all parameters, in the inner
+    optimizer's order. An fp32 parameter is its own copy.
     """
-    save, load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
 
-    @functools.wraps(save)
-    def sharded_state_dict(self, *args, **kwargs):
+    @replace(optimizer_class, "sharded_state_dict")
+    def sharded_state_dict(original, self, *args, **kwargs):
         if not any(getattr(self, "fp32_from_fp32_groups", ())):
-            return save(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         with _all_parameters_named(self):
-            return save(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
-    @functools.wraps(load)
-    def load_state_dict(self, state_dict):
-        # What state_dict() saved (--ckpt-format torch) names the 16-bit parameters alone.
+    @replace(optimizer_class, "load_state_dict")
+    def load_state_dict(original, self, state_dict):
+        # State dicts of --ckpt-format torch name only the 16-bit parameters.
         saved = state_dict.get("fp32_from_fp16_params", state_dict.get("fp32_from_fp16", ()))
         groups = [group["params"] for group in self.optimizer.param_groups]
         if list(map(len, saved)) != list(map(len, groups)):
-            return load(self, state_dict)
+            return original(self, state_dict)
         with _all_parameters_named(self):
-            return load(self, state_dict)
-
-    optimizer_class.sharded_state_dict = sharded_state_dict
-    optimizer_class.load_state_dict = load_state_dict
+            return original(self, state_dict)
 
 
 def _all_parameters_named(optimizer):
@@ -68,26 +67,24 @@ def _all_parameters_named(optimizer):
 
 
 def _repair_distributed(optimizer_class: Any) -> None:
-    """It notes every parameter's place in its group, and then puts the fp32 ones in front."""
-    original = optimizer_class._build_optimizer_group_ranges.__func__
-    states = optimizer_class._get_main_param_and_optimizer_states
+    """It notes every parameter's index in its group, and then puts the fp32 ones in front."""
+    build = optimizer_class._build_optimizer_group_ranges.__func__
 
-    @functools.wraps(original)
+    @functools.wraps(build)
     def build_optimizer_group_ranges(cls, param_groups, gbuf_ranges):
-        places, ranges = original(cls, param_groups, gbuf_ranges)
+        indices, ranges = build(cls, param_groups, gbuf_ranges)
         for group, content in enumerate(ranges):
             content["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
-            places |= {p: (group, place) for place, p in enumerate(content["params"])}
-        return places, ranges
-
-    @functools.wraps(states)
-    def get_main_param_and_optimizer_states(self, model_param):
-        tensors = states(self, model_param)
-        if model_param.dtype == torch.float32:
-            # transformer-engine's precision-aware optimizer steps it, and never the copy it keeps.
-            group, place = self.model_param_group_index_map[model_param]
-            tensors["param"] = self.optimizer.param_groups[group]["params"][place]
-        return tensors
+            indices |= {p: (group, index) for index, p in enumerate(content["params"])}
+        return indices, ranges
 
     optimizer_class._build_optimizer_group_ranges = classmethod(build_optimizer_group_ranges)
-    optimizer_class._get_main_param_and_optimizer_states = get_main_param_and_optimizer_states
+
+    @replace(optimizer_class, "_get_main_param_and_optimizer_states")
+    def get_main_param_and_optimizer_states(original, self, model_param):
+        tensors = original(self, model_param)
+        if model_param.dtype == torch.float32:
+            # transformer-engine's precision-aware optimizer steps it, and never the copy it keeps.
+            group, index = self.model_param_group_index_map[model_param]
+            tensors["param"] = self.optimizer.param_groups[group]["params"][index]
+        return tensors

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.patches import replace
+
 #: Optimizers that count the steps of every parameter.
 _PER_PARAMETER = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -32,46 +34,38 @@ def repair_optimizer_steps() -> None:
 
 
 def _repair_distributed(optimizer_class: Any) -> None:
-    save, load = optimizer_class.state_dict, optimizer_class.load_state_dict
-    set_states = optimizer_class._set_main_param_and_optimizer_states
-
-    @functools.wraps(save)
-    def state_dict(self):
+    @replace(optimizer_class, "state_dict")
+    def state_dict(original, self):
         if not isinstance(self.optimizer, _PER_PARAMETER):
-            return save(self)
+            return original(self)
         if not self.optimizer.state:
             self.init_state_fn(self.optimizer, self.config)
             for state in self.optimizer.state.values():
                 state["step"] = torch.tensor(0.0)
-        state = save(self)
+        state = original(self)
         for group in state["optimizer"]["param_groups"]:
             group["step"] = int(group["step"])  # transformer-engine takes no other
         return state
 
-    @functools.wraps(load)
-    def load_state_dict(self, state_dict):
-        load(self, state_dict)
+    @replace(optimizer_class, "load_state_dict")
+    def load_state_dict(original, self, state_dict):
+        original(self, state_dict)
         if isinstance(self.optimizer, _PER_PARAMETER):
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].clone()
 
-    @functools.wraps(set_states)
+    @replace(optimizer_class, "_set_main_param_and_optimizer_states")
     @torch.no_grad()  # the shard of an fp32 parameter is a view of it
-    def set_main_param_and_optimizer_states(self, model_param, tensors):
+    def set_main_param_and_optimizer_states(original, self, model_param, tensors):
         # Not a tensor, not copied: load_state_dict has set the count.
-        set_states(self, model_param, {**tensors, "step": None})
-
-    optimizer_class.state_dict = state_dict
-    optimizer_class.load_state_dict = load_state_dict
-    optimizer_class._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+        original(self, model_param, {**tensors, "step": None})
 
 
 def _repair_plain(optimizer_class: Any, inner_state) -> None:
     """``inner_state(state_dict)`` returns the part that belongs to the inner optimizer."""
-    load = optimizer_class.load_state_dict
 
-    @functools.wraps(load)
-    def load_state_dict(self, state_dict):
+    @replace(optimizer_class, "load_state_dict")
+    def load_state_dict(original, self, state_dict):
         saved = inner_state(state_dict)
         per_parameter = isinstance(self.optimizer, _PER_PARAMETER)
         per_group = type(self.optimizer).__name__ == "FusedAdam"  # transformer-engine's, Apex's
@@ -82,9 +76,7 @@ def _repair_plain(optimizer_class: Any, inner_state) -> None:
             step = int(saved["state"].pop("common_step"))
             for group in saved["param_groups"]:
                 group["step"] = step
-        load(self, state_dict)
-
-    optimizer_class.load_state_dict = load_state_dict
+        original(self, state_dict)
 
 
 def _counts_parameters(states: dict) -> bool:

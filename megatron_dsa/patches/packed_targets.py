@@ -6,9 +6,10 @@ without padding, though tokens lie at the padded offsets: targets cross document
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
+
+from megatron_dsa.patches import replace
 
 
 @functools.cache
@@ -16,10 +17,8 @@ def shift_within_padded_documents() -> None:
     """Shift within the padded offsets; shifts of unpacked batches see no change."""
     from megatron.core.transformer import multi_token_prediction
 
-    original = multi_token_prediction._roll_tensor_packed_seq
-
-    @functools.wraps(original)
-    def roll(tensor, shifts, dims, packed_seq_params, cp_group=None):
+    @replace(multi_token_prediction, "_roll_tensor_packed_seq")
+    def roll(original, tensor, shifts, dims, packed_seq_params, cp_group=None):
         if shifts != -1 or dims not in (-1, tensor.dim() - 1):
             return original(tensor, shifts, dims, packed_seq_params, cp_group)  # it raises
         ranks = 1 if cp_group is None else cp_group.size()
@@ -39,20 +38,14 @@ def shift_within_padded_documents() -> None:
             rolled = torch.where(behind < 0, tensor, rolled)
         return rolled, rolled.sum()
 
-    module: Any = multi_token_prediction
-    module._roll_tensor_packed_seq = roll
-
 
 def _tokens_behind(
     count: int, offsets: torch.Tensor, lengths: torch.Tensor, ranks: int, rank: int
 ) -> torch.Tensor:
-    """Return int64 ``[count]``: tokens of the document behind each of a rank's; negative: padding.
+    """Return int64 ``[count]``: tokens of the document behind each local one; negative: padding.
 
-    Args:
-        count: tokens of the rank.
-        offsets: int ``[n + 1]``, cumulative padded lengths over all ranks.
-        lengths: int ``[n]``, real lengths.
-        ranks, rank: of context parallelism; documents lie in zigzag order.
+    ``offsets [n + 1]``: cumulative padded lengths over all ranks; ``lengths [n]``: real ones.
+    Documents lie in zigzag order.
     """
     local = torch.arange(count, device=offsets.device)
     document = torch.bucketize(local * ranks, offsets, right=True) - 1

@@ -1,8 +1,4 @@
-"""Blocks of multi-token prediction of another class than Megatron's.
-
-megatron-core's ``GPTModel`` takes the layers of such a block from a spec, and the class of the
-block from its own module. Here a spec may name the class, too.
-"""
+"""Blocks of multi-token prediction of another class than Megatron's, named by their spec."""
 
 import functools
 

@@ -36,11 +36,7 @@ def count_prediction_tokens_of_all_ranks() -> None:
 
 
 def _process(call: SimpleNamespace) -> torch.Tensor:
-    """Attach the losses of all depths to the main model's hidden states, which are returned.
-
-    Args:
-        call: arguments of Megatron's ``process_mtp_loss``; ``cp_group`` has more than one rank.
-    """
+    """Return the main hidden states with the losses of all depths attached to them."""
     from megatron.core import parallel_state
     from megatron.core.transformer import multi_token_prediction as mtp
 

@@ -1,6 +1,6 @@
 """Room for the momentum of SGD when a checkpoint is loaded.
 
-A loader fills states that exist. megatron-core 0.19 calls a function for that which Adam has and
+A loader fills states that exist. megatron-core 0.19 creates them by a function that Adam has and
 SGD has not (``init_state_fn=None``): it saves and ends in a ``TypeError`` at resume.
 """
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.patches import replace
+
 
 @functools.cache
 def make_room_for_momentum() -> None:
@@ -16,16 +18,11 @@ def make_room_for_momentum() -> None:
     from megatron.core.optimizer import SGD
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    optimizer_class: Any = MegatronOptimizer
-    init = optimizer_class.__init__
-
-    @functools.wraps(init)
-    def __init__(self, optimizer, config, init_state_fn=None):
+    @replace(MegatronOptimizer, "__init__")
+    def __init__(original, self, optimizer, config, init_state_fn=None):
         if init_state_fn is None and isinstance(optimizer, SGD):
             init_state_fn = init_momentum
-        init(self, optimizer, config, init_state_fn)
-
-    optimizer_class.__init__ = __init__
+        original(self, optimizer, config, init_state_fn)
 
 
 def init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:

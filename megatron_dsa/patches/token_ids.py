@@ -1,7 +1,7 @@
 """Token ids on their way to layers that route by them (``--moe-hash-layers``).
 
 megatron-core's ``GPTModel`` hands its decoder the embeddings of tokens only. Here the decoder also
-gets their ids, as ``context``: each rank those of the hidden states that it holds.
+gets their ids, as ``context``: each rank the ids of its hidden states.
 """
 
 import functools
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import require
+from megatron_dsa.patches import replace
 
 
 @functools.cache
@@ -17,27 +18,23 @@ def hand_token_ids_to_layers() -> None:
     """Let models with hash layers hand token ids to them; other models see no difference."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    original = GPTModel.forward
-
-    @functools.wraps(original)
-    def forward(self, input_ids=None, *args, **kwargs):
+    @replace(GPTModel, "forward")
+    def forward(original, self, input_ids=None, *args, **kwargs):
         layers = getattr(self.config, "moe_hash_layers", 0)
         if not (layers and self.pre_process):
             return original(self, input_ids, *args, **kwargs)
         _check(self, input_ids, layers)
-        ids = _own(self, input_ids)
+        ids = _local_ids(self, input_ids)
 
         def give(_decoder, args, kwargs):
             return args, kwargs | {"context": ids}
 
-        # Inside of this call only: what is computed again later has saved its ids.
+        # Only inside this call: recomputed layers have saved their ids.
         handle = self.decoder.register_forward_pre_hook(give, with_kwargs=True)
         try:
             return original(self, input_ids, *args, **kwargs)
         finally:
             handle.remove()
-
-    GPTModel.forward = forward
 
 
 def _check(model: Any, input_ids: torch.Tensor | None, layers: int) -> None:
@@ -48,11 +45,11 @@ def _check(model: Any, input_ids: torch.Tensor | None, layers: int) -> None:
         f"--moe-hash-layers is {layers}, but {routed} of the first layers look experts up: build "
         "the model from dsa_block_spec, which has a spec for every layer, not from one layer's",
     )
-    rows = model.config.moe_hash_vocab_size
+    size = model.config.moe_hash_vocab_size
     require(
-        rows == model.vocab_size,
+        size == model.vocab_size,
         f"moe_hash_vocab_size must be the vocabulary of the model, {model.vocab_size} (padded), "
-        f"got {rows}: set it before the model is built",
+        f"got {size}: set it before the model is built",
     )
     require(
         input_ids is not None,
@@ -61,7 +58,7 @@ def _check(model: Any, input_ids: torch.Tensor | None, layers: int) -> None:
     )
 
 
-def _own(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+def _local_ids(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Return ids ``[s, b]`` of this rank's hidden states for ids ``[b, s]`` of its batch.
 
     Context parallelism has cut the batch; sequence parallelism cuts it here as embeddings are.

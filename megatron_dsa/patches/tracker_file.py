@@ -14,11 +14,7 @@ from typing import Any, TextIO
 
 
 def keep_tracker_file_whole(read: Callable[[Path], str]) -> None:
-    """Let Megatron replace tracker files in one step; free if called again.
-
-    Args:
-        read: returns the content of a tracker file, or what it should be.
-    """
+    """Let Megatron replace tracker files in one step, and read them by ``read``."""
     from megatron.training import checkpointing
 
     if not isinstance(checkpointing.maybe_msc, _Storage):
@@ -27,8 +23,6 @@ def keep_tracker_file_whole(read: Callable[[Path], str]) -> None:
 
 
 class _Storage:
-    """Megatron's access to files, but for tracker files."""
-
     def __init__(self, storage: Any, name: str, read: Callable[[Path], str]):
         self._storage, self._name, self._read = storage, name, read
 

@@ -1,7 +1,7 @@
 """Fused gradient accumulation without Apex: transformer-engine's linears fuse, Megatron's do not.
 
 transformer-engine adds weight gradients to Megatron's main gradients in its own matrix products.
-megatron-core 0.19 also asks its own linears to, the output layer among them, and raises where
+megatron-core 0.19 sets the same for its own linears, such as the output layer, and raises where
 Apex's kernel is missing.
 """
 
@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from megatron_dsa.errors import require
+from megatron_dsa.patches import replace
 
 
 @functools.cache
@@ -19,7 +20,16 @@ def leave_linears_unfused_without_apex() -> None:
     if layers._grad_accum_fusion_available:
         return
     for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-        _leave_unfused(linear)
+
+        @replace(linear, "__init__")
+        def __init__(original, self, *args, config, **kwargs):
+            fused = config.gradient_accumulation_fusion
+            require_kernel_of_deferred_gradients(config)
+            config.gradient_accumulation_fusion = False
+            try:
+                original(self, *args, config=config, **kwargs)
+            finally:
+                config.gradient_accumulation_fusion = fused
 
 
 def require_kernel_of_deferred_gradients(config: Any) -> None:
@@ -32,19 +42,3 @@ def require_kernel_of_deferred_gradients(config: Any) -> None:
         "--defer-embedding-wgrad-compute needs Apex's kernel fused_weight_gradient_mlp_cuda: "
         "install Apex with --cpp_ext and --cuda_ext, or drop it",
     )
-
-
-def _leave_unfused(linear: Any) -> None:
-    original = linear.__init__
-
-    @functools.wraps(original)
-    def __init__(self, *args, config, **kwargs):
-        fused = config.gradient_accumulation_fusion
-        require_kernel_of_deferred_gradients(config)
-        config.gradient_accumulation_fusion = False
-        try:
-            original(self, *args, config=config, **kwargs)
-        finally:
-            config.gradient_accumulation_fusion = fused
-
-    linear.__init__ = __init__

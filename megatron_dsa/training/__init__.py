@@ -1,1 +1,1 @@
-"""What a training script needs besides Megatron's own loop."""
+"""Parts of a training script around Megatron's own loop."""

@@ -12,20 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.training.launching import this_rank
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 
 
 def saved_name(root: Path, step: int | None) -> str | None:
-    """Return the name of the checkpoint that ``root`` says to load: ``release``, ``iter_0000100``.
+    """Return the name of the checkpoint to load (``release``, ``iter_0000100``), ``None`` for none.
 
     Args:
-        root: what ``--save`` was.
+        root: the ``--save`` of the run.
         step: an iteration that goes before the one in the tracker file (``--ckpt-step``).
-
-    Returns:
-        ``None`` where there is no tracker file: nothing was saved.
 
     Raises:
         ConfigError: the tracker file is damaged, and ``root`` holds no whole checkpoint.
@@ -42,8 +40,7 @@ def saved_name(root: Path, step: int | None) -> str | None:
 def read_tracker(tracker: Path) -> str:
     """Return what a tracker file holds: an iteration or ``release``.
 
-    A damaged file stands for the last whole checkpoint of its folder. All ranks find the same one;
-    rank 0 says so.
+    A damaged file stands for the last whole checkpoint of its folder, the same on all ranks.
 
     Raises:
         ConfigError: it is damaged, and its folder holds no whole checkpoint.
@@ -66,8 +63,6 @@ def _fall_back(tracker: Path, text: str) -> str:
             f"{root} holds no whole checkpoint to take instead. Remove the file to start from "
             "scratch, or copy the checkpoints again"
         )
-    from megatron_dsa.training.launching import this_rank  # needs torch, whose lack is named
-
     if this_rank() == 0:
         print(
             f"> {tracker} {content}: it stands for the last whole checkpoint of {root}, {found} "
@@ -83,12 +78,8 @@ def _is_number(text: str) -> bool:
 def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
     """Check that a checkpoint is there and whole, by the sizes that its metadata gives.
 
-    Args:
-        directory: such as ``checkpoints/iter_0000100``.
-        flag: what chooses an iteration, for messages.
-
     Raises:
-        ConfigError: a file is missing, or shorter than what was written; names another checkpoint.
+        ConfigError: a file is missing or cut off; names another checkpoint for ``flag``.
     """
     root = directory.parent
     if not directory.is_dir():
@@ -101,7 +92,6 @@ def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
 
 
 def _damage(directory: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, if anything."""
     if not any(directory.glob("*.distcp")) and not (directory / "metadata.json").exists():
         known = any(directory.glob("mp_rank_*")) or (directory / ".metadata").exists()
         return None if known else f"{directory} holds no checkpoint"
@@ -128,7 +118,6 @@ def _damage(directory: Path) -> str | None:
 
 
 def _lengths(directory: Path) -> dict[Path, int]:
-    """Return the least size of every file of tensors."""
     from torch.distributed.checkpoint import FileSystemReader
 
     lengths: dict[Path, int] = {}
@@ -177,7 +166,6 @@ def damage_in(error: BaseException) -> str | None:
 
 
 def _last_whole(root: Path, steps: list[int]) -> int | None:
-    """Return the last of some iterations that is whole."""
     return next((x for x in reversed(steps) if _damage(root / f"iter_{x:07d}") is None), None)
 
 
@@ -187,6 +175,5 @@ def _saved(root: Path) -> str:
 
 
 def _steps(root: Path) -> list[int]:
-    """Return the iterations of which ``root`` holds directories."""
     names = (path.name.removeprefix("iter_") for path in root.glob("iter_*"))
     return sorted(int(name) for name in names if _is_number(name))

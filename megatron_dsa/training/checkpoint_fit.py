@@ -41,8 +41,7 @@ def check_optimizer(
 
     Args:
         args, saved: Megatron's arguments, and those in the checkpoint.
-        metadata: what Megatron saves about the content (``distrib_optim_sharding_type``).
-        directory: of the checkpoint, for messages.
+        metadata: Megatron's of the content (``distrib_optim_sharding_type``).
 
     Raises:
         ConfigError: it is not; names the flag and the fix.
@@ -54,12 +53,7 @@ def check_optimizer(
 
 
 def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
-    """Check that a checkpoint holds tensors in the shapes that a run reads.
-
-    Args:
-        sharded_state_dict: what is read, of models and optimizers.
-        checkpoint_dir: of the checkpoint, for messages.
-        available: all that it holds, by key.
+    """Check that a checkpoint holds tensors (``available``, by key) in the shapes that a run reads.
 
     Raises:
         ConfigError: a shape differs, or the distributed optimizer's states are laid out otherwise.

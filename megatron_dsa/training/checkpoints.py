@@ -1,9 +1,8 @@
 """Loading checkpoints of an earlier stage, or of a plain dense MLA model.
 
-A ``dense`` checkpoint has no indexers; a ``warmup`` or ``sparse`` run starts with fresh ones. A
-change of stage also changes which parameters are trained, so the optimizer starts anew, and so do
-LoRA's adapters, which a run starts with where the checkpoint has none. All of this is decided here,
-by looking at the checkpoint, and said in the log. Anything else that is missing is an error.
+A ``dense`` checkpoint has no indexers: later stages start with fresh ones. A change of stage starts
+the optimizer anew, and adapters that the checkpoint lacks. Anything else that is missing is an
+error.
 """
 
 import argparse
@@ -25,8 +24,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_dsa.config.model import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.config.rules import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.patches.tracker_file import keep_tracker_file_whole
+from megatron_dsa.patches import install, install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, read_tracker, reading, saved_name
 from megatron_dsa.training.checkpoint_fit import (
     check_optimizer,
@@ -44,18 +42,13 @@ _NORM_NAMES = (
 )
 
 
-def guard_tracker_files() -> None:
-    """Let Megatron write tracker files in one step, and find a damaged one's checkpoint."""
-    keep_tracker_file_whole(read_tracker)
-
-
 def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
     """
     install_checkpoint_repairs()
-    guard_tracker_files()
+    install("tracker file", read_tracker)
     directory = checkpoint_directory(args)
     # A release (imported weights) has no optimizer.
     if directory is not None and directory.name != "release":
@@ -104,8 +97,7 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
     """Check that a checkpoint has the tables of hash routing that the model is going to load.
 
     Raises:
-        ConfigError: it has them for other layers, another vocabulary or another number of experts
-            per token.
+        ConfigError: they are for other layers, another vocabulary or number of experts per token.
     """
     entries = entries_of(directory)
     shapes = [e.global_shape for key, e in entries.items() if key.endswith(".router.tid2eid")]
@@ -184,7 +176,6 @@ def _what_is_trained(args) -> str:
 
 
 def _stage_of(args) -> str:
-    """Name the stage of a run, and what of the model it trains."""
     stage = getattr(args, "dsa_stage", None)
     if stage is None:  # not of this package: megatron-core's own DSA, or dense attention
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
@@ -199,14 +190,10 @@ def _stage_of(args) -> str:
 
 
 def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
-    """The distributed checkpoint that Megatron is going to load, or ``None``.
-
-    Args:
-        args: Megatron's arguments.
-        step_flag: what chooses an iteration, for messages.
+    """Return the distributed checkpoint that Megatron is going to load, or ``None``.
 
     Raises:
-        ConfigError: it is not there, or damaged (:mod:`megatron_dsa.training.checkpoint_files`).
+        ConfigError: it is not there, or damaged; names ``step_flag``.
     """
     for root in filter(None, (args.load, args.pretrained_checkpoint)):
         name = saved_name(Path(root), args.ckpt_step)
@@ -221,20 +208,15 @@ def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
 
 
 def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
-    """Return the directory of the latest checkpoint of a run, or of one iteration.
-
-    Args:
-        root: what ``--save`` of the run was.
-        step: iteration, or ``None``.
-        flag: what gave ``root``, for messages.
+    """Return the directory of the latest checkpoint of a run, or of iteration ``step``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none; names ``flag``, which gave ``root``.
     """
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step), "--step"
     )
-    # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
+    # A directory of imported weights has no steps, and Megatron takes step 0 for none.
     if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
         which = "" if step is None else f" of --step {step}"
         raise ConfigError(
@@ -260,12 +242,10 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
 
 
 def redirect(sharded_state_dict, checkpoint_dir) -> dict[str, ShardedBase]:
-    """Make entries of models and optimizers point to where a checkpoint keeps them.
+    """Point entries of models and optimizers to where a checkpoint keeps them; print the changes.
 
-    Prints the changes. Entries of indexers are removed where the checkpoint has none.
-
-    Returns:
-        all that the checkpoint holds, by key.
+    Entries of indexers are removed where the checkpoint has none. Returns all that it holds, by
+    key.
 
     Raises:
         ConfigError: the checkpoint lacks anything else.
@@ -338,7 +318,6 @@ def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) ->
 
 
 def _same_under_another_name(entry, available: dict):
-    """Return ``entry`` redirected to where the checkpoint keeps it, or ``None``."""
     for key in (entry.key, *_other_norm_names(entry.key)):
         if key in available:
             return dataclasses.replace(entry, key=key)

@@ -42,9 +42,8 @@ def python_documentation() -> list[str]:
 def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
     """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one token per byte; return the token count.
 
-    Each document ends with :data:`BYTE_EOD`. Train on it with
-    ``--tokenizer-type NullTokenizer --vocab-size 257``. Existing files are replaced when all is
-    written, the index last: a run that stops in between leaves no index of other data.
+    Each document ends with :data:`BYTE_EOD`. Train on it with ``--tokenizer-type NullTokenizer
+    --vocab-size 257``. Existing files are replaced, the index last.
 
     Raises:
         ConfigError: there is no text, or a file of the result is a link or a folder.
@@ -138,7 +137,6 @@ train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def _naming_lists(args) -> Iterator[None]:
-    """Name the flag whose file lists no data sets."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
@@ -152,13 +150,9 @@ def _naming_lists(args) -> Iterator[None]:
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:
-    """Check that the files of data sets are there.
+    """Raise :class:`ConfigError` where a ``.bin`` or ``.idx`` file of ``--data-path`` is missing.
 
-    Args:
-        prefixes: prefixes that ``--data-path`` names; object stores are left to Megatron.
-
-    Raises:
-        ConfigError: a ``.bin`` or ``.idx`` file is missing.
+    Object stores are left to Megatron.
     """
     for prefix in prefixes:
         if "://" in prefix:
@@ -178,14 +172,9 @@ def vocabulary_of(args) -> int:
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
-    """Check that token ids are of the vocabulary; reads tensors of the host only.
+    """Raise :class:`ConfigError` for a token outside the vocabulary: on a GPU a device assert.
 
-    Args:
-        batch: integer ``tokens`` and ``labels`` ``[b, s]``, as a data loader gives them.
-        vocabulary: number of the tokenizer's tokens, without the padding of the embedding.
-
-    Raises:
-        ConfigError: a token is negative or too large. On a GPU that would be a device-side assert.
+    Reads only tensors on the host; ``vocabulary`` is without the padding of the embedding.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name)
@@ -201,7 +190,7 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
 
 
 def _has_mtp_layers(args) -> bool:
-    """Whether this rank holds multi-token-prediction layers, which read tokens as well."""
+    """Return whether this rank holds multi-token-prediction layers, which read tokens as well."""
     if not args.mtp_num_layers:
         return False
     layout = args.pipeline_model_parallel_layout
@@ -283,14 +272,12 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
 def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = None) -> None:
     """Leave a context-parallel rank's tokens in ``batch`` (in place), in the rank's order.
 
-    The table is the one that attention uses: Megatron's own split knows neither other layouts nor,
-    without transformer-engine, packed documents.
+    By attention's table: Megatron's own split supports neither other layouts nor, without
+    transformer-engine, packed documents.
 
     Args:
         batch: tensors ``[b, s]`` by name, or ``None``; only tensors with an entry per token change.
-        sharding: rank, number of ranks and layout.
-        offsets: int ``[n + 1]``, cumulative lengths of packed documents (padded, if there is
-            padding), or ``None``.
+        offsets: int ``[n + 1]``, cumulative (padded) lengths of packed documents, or ``None``.
     """
     whole = {key: batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None}
     if not whole:
@@ -305,11 +292,7 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
 
 
 def check_cp_layout(args) -> None:
-    """Refuse data that the layout of context parallelism does not fit.
-
-    Raises:
-        ConfigError: for packed documents or multi-token prediction in the wrong layout.
-    """
+    """Raise :class:`ConfigError` for data that the layout of context parallelism does not fit."""
     ranks, layout = args.context_parallel_size, args.dsa_cp_layout
     packed = args.dataloader_inter_document_masking
     if ranks == 1:
@@ -333,15 +316,10 @@ def check_cp_layout(args) -> None:
 
 
 def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Tensor:
-    """Return cumulative lengths with room for ``documents`` in every sequence.
+    """Return cumulative lengths ``[b, documents + 1]`` with room for ``documents`` per sequence.
 
-    Args:
-        cu_seqlens: int32 ``[b, n]`` on the host; ``length`` behind the last document.
-        documents: documents of a sequence, at most.
-        length: tokens of a sequence.
-
-    Returns:
-        int32 ``[b, documents + 1]``.
+    ``cu_seqlens``: int32 ``[b, n]`` on the host; ``length``, the tokens of a sequence, behind the
+    last.
 
     Raises:
         ConfigError: a sequence has more documents.
@@ -360,17 +338,11 @@ def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Te
 
 
 def _pack(batch: dict, fixed: int | None, whole: bool = True) -> PackedSeqParams:
-    """Flatten a batch to one row of tokens.
+    """Flatten a batch, in place, to one sequence of tokens.
 
     Megatron balances experts per sample by ``tokens_per_sample``, and cuts the tokens of a rank by
-    it, so that it is set only where a rank holds whole samples. ``seq_idx`` and ``total_tokens``
-    are for Mamba layers; the other unset fields repeat or restrict those that are set.
-
-    Args:
-        batch: of Megatron, changed in place.
-        fixed: tokens of a sequence if lengths are to have one size in all batches, as
-            :func:`with_room` makes them; nothing is read by the host then.
-        whole: a rank holds all tokens: neither tensor nor context parallelism.
+    it: it is set only where a rank holds ``whole`` samples. ``fixed``: tokens of a sequence, if
+    lengths have one size in all batches; nothing is read by the host then.
     """
     shapes = [batch[key].shape for key in _TOKEN_KEYS if batch.get(key) is not None]
     sample = shapes[0][1] if whole and shapes and shapes[0][0] > 1 else None

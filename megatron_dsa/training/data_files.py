@@ -16,10 +16,7 @@ _BLOCK = 2**20
 
 
 def check_data_set(prefix: str) -> int:
-    """Return the number of tokens of an indexed data set; see :func:`check_data_sets`.
-
-    Args:
-        prefix: path without ``.idx`` and ``.bin``.
+    """Return the number of tokens of the indexed data set ``<prefix>.idx``.
 
     Raises:
         ConfigError: a file ends early, or the first is no index.
@@ -73,18 +70,13 @@ def check_data_set(prefix: str) -> int:
 
 
 def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
-    """Return numbers of a file, read when they are looked at."""
     if count == 0:  # cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", offset, (count,))
 
 
 def check_data_sets(words: list[str] | None) -> None:
-    """Check the data sets of ``--data-path`` or its siblings, which may hold weights between.
-
-    Raises:
-        ConfigError, OSError: see :func:`check_data_set`.
-    """
+    """Check the data sets of ``--data-path`` or its siblings, which may hold weights between."""
     for prefix in words or ():
         if os.path.exists(f"{prefix}.idx"):
             check_data_set(prefix)

@@ -4,12 +4,13 @@ import argparse
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_dsa.config.fields import option_fields
+from megatron_dsa.config.fields import flag_of, option_fields
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config.rules.sizes import TENSOR, share_rules
 from megatron_dsa.errors import require
@@ -73,17 +74,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--dsa-dry-run: this script trains, it makes no plans; give the same flags to "
         "python -m megatron_dsa.pretrain",
     )
-    for name in ("world", "gpu", "attention_only"):
-        # The last one is a flag of the planned model, too.
-        yield (
-            on_meta() or not getattr(args, f"dsa_dry_run_{name}"),
-            f"--dsa-dry-run-{name.replace('_', '-')}: has a meaning only with --dsa-dry-run, add "
-            "that",
-        )
-    yield (
-        args.dsa_load_hf is not None or not args.dsa_hf_without,
-        "--dsa-hf-without has a meaning only with --dsa-load-hf: add that or drop it",
-    )
+    yield from _needed_flags(args)
     yield (
         args.dsa_load_hf is None or not args.fp8_param_gather,
         "--dsa-load-hf is not supported with --fp8-param-gather: the optimizer would start from "
@@ -105,57 +96,74 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         f"{args.main_grads_dtype}: some parameters stay in fp32, and transformer-engine reads all "
         "gradients in one dtype to clip them; drop it",
     )
-    given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
-    yield (
-        args.hc_mult > 1 or not given,
-        f"{', '.join(f'--{name.replace("_", "-")}' for name in given)}: has a meaning only with "
-        "--hc-mult of 2 or more, add that",
-    )
-    yield (
-        args.moe_hash_layers > 0 or args.moe_hash_seed == _default("moe_hash_seed"),
-        "--moe-hash-seed has a meaning only with --moe-hash-layers of 1 or more, add that",
-    )
-    yield (
-        args.lora_rank is not None or args.lora_load is None,
-        "--lora-load has a meaning only with --lora-rank, add that",
-    )
     yield (
         args.lora_rank is None or not (args.use_megatron_fsdp or args.use_torch_fsdp2),
         "--lora-rank must not be used with --use-megatron-fsdp or --use-torch-fsdp2: they were not "
         "run together; take --use-distributed-optimizer",
     )
     yield (
-        args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
-        f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
-        f"{args.dsa_stage}, which trains everything: drop it",
-    )
-    yield (
-        args.dsa_stage == "sparse" or args.dsa_indexer_numerics == "exact",
-        f"--dsa-indexer-numerics {args.dsa_indexer_numerics} has a meaning only in --dsa-stage "
-        f"sparse, got {args.dsa_stage}, which selects no keys: drop it",
-    )
-    yield (
-        args.dsa_stage != "dense" or not args.dsa_evaluate_indexer,
-        "--dsa-evaluate-indexer has no meaning in --dsa-stage dense, which has no indexer: drop it",
-    )
-    yield (
         not args.use_rope_scaling and args.rotary_seq_len_interpolation_factor is None,
         "--use-rope-scaling and --rotary-seq-len-interpolation-factor have no effect on MLA: "
         "use --rope-type yarn with --rotary-scaling-factor",
     )
-    shared = {each.name for each, _ in option_fields(DSATransformerConfig)}
-    options = [pair for pair in option_fields(CSATransformerConfig) if pair[0].name not in shared]
-    options += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
-    given = [about.flag for each, about in options if getattr(args, about.dest) != each.default]
-    yield (
-        args.csa_compress_ratios is not None or not given,
-        f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
-    )
     yield from _rank_rules(args)
 
 
+def _of_v4() -> str:
+    """Return the names of the flags that only V4's attention reads."""
+    shared = {each.name for each, _ in option_fields(DSATransformerConfig)}
+    names = [pair for pair in option_fields(CSATransformerConfig) if pair[0].name not in shared]
+    names += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
+    return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
+
+
+#: Flags (by their names as arguments), and the flags without which they have no effect.
+_NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
+    (
+        "dsa_dry_run_world dsa_dry_run_gpu dsa_dry_run_attention_only",
+        lambda args: on_meta(),  # the last one is also a flag of the planned model
+        "with --dsa-dry-run",
+    ),
+    ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
+    ("lora_load", lambda args: args.lora_rank, "with --lora-rank"),
+    ("hc_sinkhorn_iters hc_eps", lambda args: args.hc_mult > 1, "with --hc-mult of 2 or more"),
+    ("moe_hash_seed", lambda args: args.moe_hash_layers, "with --moe-hash-layers of 1 or more"),
+    ("dsa_warmup_train_all", lambda args: args.dsa_stage == "warmup", "in --dsa-stage warmup"),
+    ("dsa_indexer_numerics", lambda args: args.dsa_stage == "sparse", "in --dsa-stage sparse"),
+    (
+        "dsa_evaluate_indexer",
+        lambda args: args.dsa_stage != "dense",
+        "in --dsa-stage warmup or sparse",
+    ),
+    (_of_v4(), lambda args: args.csa_compress_ratios is not None, "with --csa-compress-ratios"),
+    (
+        "dsa_muon_per_head",
+        lambda args: args.optimizer in MUON,
+        f"with --optimizer {' or '.join(MUON)}",
+    ),
+    (
+        "dsa_packed_documents",
+        lambda args: args.dataloader_inter_document_masking and args.cuda_graph_impl == "local",
+        "with --dataloader-inter-document-masking and --cuda-graph-impl local",
+    ),
+)
+
+
+def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
+    fields = (*option_fields(CSATransformerConfig), *option_fields(DSAOptions))
+    defaults = {about.dest: each.default for each, about in fields if each.type is not bool}
+    for names, holds, needed in _NEEDS:
+        unset: dict[str, tuple] = {
+            name: (None, False, [], defaults.get(name)) for name in names.split()
+        }
+        given = [flag_of(name) for name in unset if getattr(args, name) not in unset[name]]
+        yield (
+            holds(args) or not given,
+            f"{', '.join(given)} has a meaning only {needed}: add that or drop it",
+        )
+
+
 def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Require sizes that ranks share equally."""
     if args.seq_length is None:
         return  # not validated: Megatron requires it
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
@@ -195,7 +203,6 @@ def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]
 
 
 def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Yield rules of optimizers other than Adam."""
     name, divided = f"--optimizer {args.optimizer}", "--use-distributed-optimizer"
     yield (
         args.lora_rank is None or args.optimizer not in MUON,
@@ -229,22 +236,11 @@ def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
             f"{divided} with {name} needs --bf16: megatron-core 0.19's layer-wise optimizer fails "
             f"in the first step without; add it, or drop {divided}",
         )
-    yield (
-        args.optimizer in MUON or args.dsa_muon_per_head == "none",
-        f"--dsa-muon-per-head {args.dsa_muon_per_head} has a meaning only with --optimizer "
-        f"{' or '.join(MUON)}, got {args.optimizer}: add that or drop it",
-    )
 
 
 def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """What a training whose steps are captured in CUDA graphs needs."""
     impl, room = args.cuda_graph_impl, args.dsa_packed_documents
     packed = args.dataloader_inter_document_masking
-    yield (
-        room is None or (packed and impl == "local"),
-        "--dsa-packed-documents has a meaning only with --dataloader-inter-document-masking and "
-        "--cuda-graph-impl local: add them or drop it",
-    )
     if impl == "none":
         return
     given = f"--cuda-graph-impl {impl}"
@@ -290,19 +286,11 @@ _WHY_NOT_PACKED = {
 }
 
 
-def _default(name: str):
-    """Return the default of a field that all configurations have."""
-    return next(
-        each.default for each, _ in option_fields(DSATransformerConfig) if each.name == name
-    )
-
-
 def apply_yarn_flags(args: argparse.Namespace, config) -> None:
-    """Set on an MLA configuration what Megatron's YaRN flags say, which it ignores for MLA.
+    """Set Megatron's YaRN flags, which it ignores for MLA, on an MLA configuration.
 
     Raises:
-        ConfigError: V4's attention under YaRN without the original length, which cannot be
-            guessed: it decides which frequencies are stretched.
+        ConfigError: V4's attention under YaRN without the original length, which cannot be guessed.
     """
     original = args.yarn_original_max_position_embeddings
     stretched = config.rope_type == "yarn" and config.rotary_scaling_factor != 1

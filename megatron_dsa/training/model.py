@@ -1,4 +1,4 @@
-"""The whole GPT model with sparse layers, and the table of what runs its operations."""
+"""The whole GPT model with sparse layers, and the table of its implementations at start-up."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,11 +26,7 @@ from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 @dataclass(kw_only=True)
 class DSAModelConfig(gpt.GPTModelConfig):
-    """GPT model configuration whose layers, MTP layers included, use sparse attention.
-
-    Attributes:
-        lists_optimizers: print what updates which parameters, where more than one optimizer does.
-    """
+    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
 
     lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
@@ -40,11 +36,7 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
     """Builds a GPT model from :class:`DSAModelConfig`."""
 
     def build_distributed_models(self, pg_collection, *args, **kwargs) -> list[Any]:
-        """Build all stages of this rank; like the parent, and print what runs their operations.
-
-        Raises:
-            ConfigError: the ranks of ``pg_collection.embd`` are not :func:`embedding_ranks`.
-        """
+        """Build all stages of this rank; like the parent, and print the start-up table."""
         _check_embedding_group(self._model_config, pg_collection)
         with collect_choices() as choices:
             models = super().build_distributed_models(pg_collection, *args, **kwargs)
@@ -80,19 +72,19 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
 
 
 def accumulate_in_every_call(model: torch.nn.Module) -> None:
-    """Let linears of a layer of multi-token prediction that is called several times add gradients.
+    """Let linears of a prediction layer that is called several times add gradients.
 
     With fused accumulation transformer-engine's linears overwrite the main gradient in the backward
-    pass of the first call of a step, which comes after those of the later calls.
+    pass of the first call of a step, which comes last.
     """
     for module in getattr(model, "mtp", torch.nn.Module()).modules():
         if hasattr(module, "disable_parameter_transpose_cache"):
-            # They are not told which call is the first; FP8 weights are quantised in each.
+            # They cannot tell the first call from others; FP8 weights are quantised in each.
             module.disable_parameter_transpose_cache = True
 
 
 def padded_vocabulary(model: Any) -> int:
-    """Return the rows of the embedding that a model configuration asks for, over all ranks."""
+    """Return the size of the padded vocabulary, over all ranks."""
     if not model.should_pad_vocab:
         return model.vocab_size
     return calculate_padded_vocab_size(
@@ -105,9 +97,8 @@ def padded_vocabulary(model: Any) -> int:
 def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
     """Return the function for ``get_embedding_ranks`` of Megatron's ``pretrain()``.
 
-    Given the ranks of a pipeline, it returns which of them hold a copy of the embedding's weight:
-    the first, the stage of multi-token prediction, and the last where the output layer is tied to
-    it. Megatron sums the gradients of these copies; by default of the first and the last.
+    Copies of the embedding's weight are on the first stage, the stage of multi-token prediction,
+    and the last where the output layer is tied to it. Megatron sums their gradients.
     """
 
     def ranks(pipeline: list[int]) -> list[int]:
@@ -120,7 +111,7 @@ def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
 
 
 def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
-    """Refuse a group that would add gradients of the output layer to those of the embedding."""
+    """Refuse a group that would add gradients of the output layer to the embedding's."""
     group = getattr(pg_collection, "embd", None)
     if not (model.transformer.mtp_num_layers and isinstance(group, torch.distributed.ProcessGroup)):
         return
@@ -135,10 +126,7 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
 
 
 def start_table(choices: Iterable[Choice]) -> list[str]:
-    """Return the lines of the table; a line per operation and implementation, sorted.
-
-    The reason is empty for fused implementations that no flag named.
-    """
+    """Return the lines of the table: operation, implementation, and the reason if there is one."""
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
         # Calls of several shapes may differ in their reasons: the first one stands.
@@ -153,12 +141,7 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:
-    """Print the table of rank 0's model; nothing if no operation was chosen.
-
-    Args:
-        choices: what runs the operations.
-        attention: how the model attends to keys, if there are two ways to.
-    """
+    """Print the table of rank 0's model, and how it attends if there are two ways to."""
     choices = list(choices)
     if choices:
         print_rank_0("> megatron_dsa runs (--dsa-log-dispatch: all rejected candidates):")

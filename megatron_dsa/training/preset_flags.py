@@ -9,28 +9,21 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 #: Masks select keys by index, so S x S masks are never read; rope is this package's own.
 ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
-#: Megatron's defaults ask for transformer-engine or Apex.
+#: Megatron's defaults need transformer-engine or Apex.
 WITHOUT_TRANSFORMER_ENGINE = [
-    "--transformer-impl",
-    "local",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-]
+    "--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion",
+]  # fmt: skip
 #: Apex's kernel, with which Megatron's own linears fuse the accumulation of gradients.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
-#: Scales of delayed scaling start at 1, where E5M2 rounds gradients below 2**-17 to 0: layers get
-#: none in the first steps, one layer after the other from the output on. A factor lifts them.
+#: Scales of delayed scaling start at 1, where E5M2 rounds gradients below 2**-17 to 0: in the first
+#: steps layers would get none, one after the other from the output on.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
 
 def preset_flags(argv: list[str], planning: bool = False) -> None:
-    """Put the flags that this machine calls for in front of the user's, and print them.
+    """Put the flags that this machine calls for in front of the user's, which win; print them.
 
-    The last occurrence of a flag wins, so the user stays in charge.
-
-    Args:
-        argv: program and flags; changed in place.
-        planning: preset the flags of a GPU, also where there is none.
+    ``planning``: preset the flags of a GPU, also where there is none.
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()

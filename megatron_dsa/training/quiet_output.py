@@ -1,79 +1,126 @@
-"""Leaves out the longest of what Megatron prints at every start; level DEBUG shows all of it.
+"""Leave out what Megatron and torch print at every start and no user can act on.
 
-The values of Megatron's arguments and the names of parameters make up nine hundred of a small
-model's first thousand lines. Each entry here replaces one function or shortens one record of one
-logger; everything else is shown as before.
+Everything that the tables do not name is shown as before.
 """
 
 import argparse
 import contextlib
 import logging
 import os
+import re
+import sys
+import warnings
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
-
-from megatron.training import arguments, training
 
 from megatron_dsa.training.launching import this_rank
 
-#: Logger, and the beginning of a record of which only the first line is shown.
-_PARAMETERS = ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient")
-#: Loggers and beginnings of records about every file of data, which hold no value.
-_STEPS = ("megatron.core.datasets.indexed_dataset", "\tExtract the ")
+#: Warnings: beginning of the message, regular expression of the module that gives it.
+WARNINGS = (
+    # Megatron runs without these packages; a training prints which flags that calls for.
+    ("Transformer Engine and Apex are not installed. Falling back", r"megatron\."),
+    ("Apex is not installed. Falling back to Torch Norm", r"megatron\."),
+    (
+        "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
+        r"megatron\.",
+    ),
+    # Parts of Megatron that are imported along and not used.
+    ("MimoModelConfig is experimental", r"megatron\."),
+    # A default of Megatron's own, for CUDA graphs.
+    ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
+    # The compiler gives the path of the file as the module.
+    ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
+    # On a machine without a GPU: Megatron requests pinned memory, torch does without.
+    ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
+    # Megatron's calls of torch's checkpoint functions.
+    ("The argument order of load has been changed", r"torch\.distributed\."),
+    ("torch.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\."),
+    # Attributed to any of the callers.
+    ("Please use DTensor instead and we are deprecating ShardedTensor", ""),
+)
+#: Log records: logger, beginning of the message.
+RECORDS = (
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    # Also logged by saves that are not asynchronous.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
+    # In every run, at the level of warnings.
+    ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
+    ("megatron.core.rerun_state_machine", "Result validation enabled"),
+    ("megatron.core.rerun_state_machine", "Setting RerunStateMachine mode"),
+)
+#: The same inside :func:`quiet_output`: names of all parameters, and steps of reading a data file.
+LONG_RECORDS = (
+    ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient"),
+    ("megatron.core.datasets.indexed_dataset", "\tExtract the "),
+)
 
-_print_arguments = arguments._print_args
-_report_theoretical_memory = training.report_theoretical_memory
+
+def _is_shown(record: logging.LogRecord, table: tuple[tuple[str, str], ...] = RECORDS) -> bool:
+    message = record.getMessage()
+    return not any(name == record.name and message.startswith(text) for name, text in table)
+
+
+def _is_shown_briefly(record: logging.LogRecord) -> bool:
+    return logging.getLogger().isEnabledFor(logging.DEBUG) or _is_shown(record, LONG_RECORDS)
+
+
+def silence_host_warnings() -> None:
+    """Silence :data:`WARNINGS` and :data:`RECORDS`, for the rest of the process.
+
+    To be called before Megatron is imported. Nothing is silenced where the user asks for warnings,
+    by ``PYTHONWARNINGS=default`` or ``-W default`` (any action but ``ignore``). Filters that the
+    program has set go first. A second call changes nothing.
+    """
+    if any(not option.startswith("i") for option in sys.warnoptions):
+        return
+    for beginning, module in WARNINGS:
+        warnings.filterwarnings("ignore", re.escape(beginning), module=module, append=True)
+    for logger, _ in RECORDS:
+        logging.getLogger(logger).addFilter(_is_shown)
 
 
 def _shows_all(args: argparse.Namespace) -> bool:
-    """Whether the user asks for level DEBUG, in the ways that Megatron reads."""
     level = args.logging_level
     if level is None:
         level = int(os.environ.get("MEGATRON_LOGGING_LEVEL", logging.INFO))
     return level <= logging.DEBUG
 
 
-def _summarise_arguments(title: str, args: argparse.Namespace) -> None:
-    """Say that the arguments are not printed, and how to see them."""
-    if _shows_all(args):
-        _print_arguments(title, args)
-    elif this_rank() == 0:
-        print(
-            f"> not printed: the values of {len(vars(args))} arguments, names of parameters, "
-            "Megatron's theoretical memory (which does not know sparse attention); "
-            "--logging-level 10 prints them",
-            flush=True,
-        )
-
-
-def _theoretical_memory(args: argparse.Namespace, *more, **settings):
-    """Print it at level DEBUG only: it is computed for dense attention."""
-    if _shows_all(args):
-        _report_theoretical_memory(args, *more, **settings)
-
-
-def _shorten(record: logging.LogRecord) -> bool:
-    """Cut a record of :data:`_PARAMETERS` after its first line; drop one of :data:`_STEPS`."""
-    if logging.getLogger().isEnabledFor(logging.DEBUG):
-        return True
-    message = record.getMessage()
-    if record.name == _PARAMETERS[0] and message.startswith(_PARAMETERS[1]):
-        record.msg, record.args = message.partition("\n")[0], ()
-    return not (record.name == _STEPS[0] and message.startswith(_STEPS[1]))
-
-
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    """Inside, Megatron prints less, unless ``--logging-level 10`` is given."""
-    loggers = [logging.getLogger(name) for name, _ in (_PARAMETERS, _STEPS)]
+    """Let Megatron print neither its arguments nor names of parameters, but at level DEBUG.
+
+    Its theoretical memory, computed for dense attention, is also left out.
+    """
+    from megatron.training import arguments, training  # prepared by then
+
+    print_arguments, report_memory = arguments._print_args, training.report_theoretical_memory
+
+    def summarise_arguments(title: str, args: argparse.Namespace) -> None:
+        if _shows_all(args):
+            print_arguments(title, args)
+        elif this_rank() == 0:
+            print(
+                f"> not printed: the values of {len(vars(args))} arguments, names of parameters, "
+                "Megatron's theoretical memory (which does not know sparse attention); "
+                "--logging-level 10 prints them",
+                flush=True,
+            )
+
+    def theoretical_memory(args: argparse.Namespace, *more: Any, **settings: Any) -> None:
+        if _shows_all(args):
+            report_memory(args, *more, **settings)
+
     with (
-        mock.patch.object(arguments, "_print_args", _summarise_arguments),
-        mock.patch.object(training, "report_theoretical_memory", _theoretical_memory),
+        mock.patch.object(arguments, "_print_args", summarise_arguments),
+        mock.patch.object(training, "report_theoretical_memory", theoretical_memory),
     ):
-        for logger in loggers:
-            logger.addFilter(_shorten)
+        for name, _ in LONG_RECORDS:
+            logging.getLogger(name).addFilter(_is_shown_briefly)
         try:
             yield
         finally:
-            for logger in loggers:
-                logger.removeFilter(_shorten)
+            for name, _ in LONG_RECORDS:
+                logging.getLogger(name).removeFilter(_is_shown_briefly)

@@ -32,16 +32,12 @@ def loss_function(
 
     Megatron's schedules divide by the divisor and average gradients over the ranks of context
     parallelism, which hold parts of the same sequences: the divisor is the count of all of them,
-    and the loss is multiplied by their number. With ``--calculate-per-token-loss`` Megatron itself
-    sums the counts of all ranks.
+    and the loss is multiplied by their number. With ``--calculate-per-token-loss`` Megatron sums
+    the counts.
 
     Args:
         loss_mask: ``[b, s]`` of this rank's tokens, 0 for tokens outside the loss.
         losses: ``[b, s]``, per token.
-
-    Returns:
-        the sum over unmasked tokens (times the context-parallel ranks), int32 count of unmasked
-        tokens, and ``{"lm loss": [sum, count]}`` of this rank's tokens.
     """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
@@ -57,9 +53,8 @@ def loss_function(
 def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tuple[Any, Callable]:
     """Run one microbatch; return the per-token losses and the function that reduces them.
 
-    With ``return_schedule_plan`` it does not run: Megatron (``--overlap-moe-expert-parallel-comm``)
-    gets its plan of the layers in place of the losses, and runs the plans of two microbatches
-    interleaved.
+    With ``return_schedule_plan`` Megatron (``--overlap-moe-expert-parallel-comm``) gets its plan of
+    the layers in place of the losses, and runs the plans of two microbatches interleaved.
     """
     TIMES.paused = not model.training
     timers = get_timers()

@@ -24,7 +24,7 @@ import torch
 from packaging.version import Version
 
 import megatron_dsa
-from megatron_dsa.training.host_warnings import RECORDS, WARNINGS
+from megatron_dsa.training.quiet_output import RECORDS, WARNINGS
 from tests.functional.launch import REPOSITORY, SPARSE, TINY, command_line, parse_steps
 
 #: Read by setup.py or shipped beside the package.
@@ -190,7 +190,7 @@ def test_first_steps_from_the_wheel(python, tmp_path):
     log = wheel("-m", "megatron_dsa.pretrain", *flags)
     losses = [step["lm loss"] for step in parse_steps(log)]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    for beginning in [entry[0] for entry in WARNINGS] + [beginning for _, beginning in RECORDS]:
+    for beginning in [each for each, _ in WARNINGS] + [each for _, each in RECORDS]:
         assert beginning not in log
     if not torch.cuda.is_available():
         assert log.count("no GPU: torch runs everything") == 1 and "(rejected:" not in log

@@ -87,7 +87,7 @@ def check_report(folder, end):
     assert [step for step, _ in run.scalars["dsa/indexer-loss"]] == list(range(5, 18))
     assert [step for step, _ in run.scalars["dsa/mass-captured"]] == list(range(13, 18))
     for tag, name in (
-        ("dsa/indexer-loss", "indexer loss"), ("dsa/zero-scores", "dsa zero scores")
+        ("dsa/indexer-loss", "indexer loss"), ("dsa/query-overlap", "dsa query overlap")
     ):  # fmt: skip
         assert run.scalars[tag][-1][1] == pytest.approx(end.steps[-1][name], rel=1e-4)
         layers = run.layers(tag)

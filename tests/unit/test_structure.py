@@ -47,15 +47,12 @@ LATE = {
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
     "extras/report/command.py": "matplotlib",
-    # Commands without torch end in a sentence.
-    "training/checkpoint_files.py": "torch",
     # Without a GPU, Megatron is prepared before anything imports it.
     "pretrain.py": "the host is prepared",
     "extras/cli.py": "the host is prepared",
     "extras/doctor/__init__.py": "the host is prepared",
     # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",
-    "training/entry_errors.py": "torch is found missing",
 }
 
 

@@ -1,7 +1,6 @@
 """Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
 
-They read a transformer configuration and its options, and know neither class, so that
-``options.py`` and ``config.py`` build on them.
+They read a transformer configuration and its options, and import neither class.
 """
 
 from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
@@ -11,7 +10,6 @@ from megatron_dsa.config.rules.cuda_graphs import (
     graph_rules,
     graphs_attention,
 )
-from megatron_dsa.config.rules.experts import is_moe_layer
 from megatron_dsa.config.rules.hash_routing import hash_rules
 from megatron_dsa.config.rules.hyper_connections import (
     hyper_connection_rules,
@@ -28,6 +26,7 @@ from megatron_dsa.config.rules.lora import (
     rank_and_alpha,
 )
 from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
+from megatron_dsa.config.rules.sizes import is_moe_layer
 
 __all__ = [
     "CSA_RATIO",

@@ -4,33 +4,46 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dsa.config.rules.model import attention_rules, host_rules, indexer_rules
+from megatron_dsa.config.rules.table import Must, check_rows
 
+_CASE = "with --csa-compress-ratios"
+_OWN_NORM = "the keys of V4's indexer are normalised by its compressor"
+_ROPE = "V4's rope has no concentration factor and rotates all of --qk-pos-emb-head-dim"
+#: Rules of V4's attention.
+_V4 = (
+    Must(
+        "recompute", "nothing", "V4's keys are not expanded, so nothing is absorbed; drop it",
+        "--dsa-recompute",
+    ),
+    Must("q_lora_rank", True, "queries come from a normalised latent"),
+    Must("qk_layernorm", True, "queries come from a normalised latent"),
+    Must("normalization", "RMSNorm", "V4 has no other norm"),
+    Must(
+        "latent_norm_epsilon", None, "V4's norms all have that of --norm-epsilon",
+        "--dsa-latent-norm-epsilon",
+    ),
+    Must("mscale", 1, _ROPE),
+    Must("mscale_all_dim", 0, _ROPE),
+    Must("rotary_percent", 1, _ROPE),
+    Must("dsa_indexer_k_norm_epsilon", None, _OWN_NORM),
+    Must("dsa_indexer_k_norm_fp32", False, _OWN_NORM),
+    Must("dsa_indexer_topk_freq", 1, "V4's layers do not share selections"),
+)  # fmt: skip
+_INTERLEAVED = Must("dsa_indexer_rope_interleaved", True, "V4's indexer pairs neighbouring dims")
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
 CSA_RATIO = 4
 
 
 def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for such a model.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield every rule for such a model."""
     yield from _pattern_rules(config)
-    yield (
-        options.recompute == "nothing",
-        f"--dsa-recompute {options.recompute} has no effect with --csa-compress-ratios: V4's keys "
-        "are not expanded, so nothing is absorbed; drop it",
-    )
-    yield from _shape_rules(config, options)
+    yield from check_rows(_V4, config, options, _CASE)
+    yield from _shape_rules(config)
     yield from attention_rules(config)
     yield from host_rules(config, options)
     if options.stage != "dense" and CSA_RATIO in (config.csa_compress_ratios or ()):
         yield from indexer_rules(config, options)
-        yield (
-            config.dsa_indexer_rope_interleaved,
-            "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
-        )
+        yield _INTERLEAVED.check(config, case=_CASE)
 
 
 def _pattern_rules(config):
@@ -51,20 +64,12 @@ def _pattern_rules(config):
     )
 
 
-def _shape_rules(config, options):
+def _shape_rules(config):
     rope = config.qk_pos_emb_head_dim
     yield (
         config.qk_head_dim + rope == config.v_head_dim,
         f"--v-head-dim ({config.v_head_dim}) must be --qk-head-dim ({config.qk_head_dim}) plus "
         f"--qk-pos-emb-head-dim ({rope}): the key is the value",
-    )
-    yield (
-        config.q_lora_rank is not None and config.qk_layernorm,
-        "--q-lora-rank and --qk-layernorm are required: queries come from a normalised latent",
-    )
-    yield (
-        config.normalization == "RMSNorm",
-        f"--normalization must be RMSNorm, got {config.normalization}",
     )
     yield (
         config.o_groups >= 1 and config.num_attention_heads % config.o_groups == 0,
@@ -75,22 +80,4 @@ def _shape_rules(config, options):
         config.o_groups % config.tensor_model_parallel_size == 0,
         f"--o-groups ({config.o_groups}) must be a multiple of --tensor-model-parallel-size "
         f"({config.tensor_model_parallel_size}): a group's heads stay on one rank",
-    )
-    yield (
-        options.latent_norm_epsilon is None,
-        "--dsa-latent-norm-epsilon: V4's norms all have that of --norm-epsilon, drop it",
-    )
-    yield (
-        config.mscale == 1.0 and config.mscale_all_dim == 0.0 and config.rotary_percent == 1.0,
-        "--mscale, --mscale-all-dim and --rotary-percent must keep their defaults: V4's rope has "
-        "no concentration factor and rotates all of --qk-pos-emb-head-dim",
-    )
-    yield (
-        config.dsa_indexer_k_norm_epsilon is None and not config.dsa_indexer_k_norm_fp32,
-        "--dsa-indexer-k-norm-epsilon and --dsa-indexer-k-norm-fp32 have no meaning: the keys of "
-        "V4's indexer are normalised by its compressor; drop them",
-    )
-    yield (
-        config.dsa_indexer_topk_freq == 1,
-        "--dsa-indexer-topk-freq must be 1: V4's layers do not share selections",
     )

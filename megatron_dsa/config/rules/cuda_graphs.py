@@ -19,31 +19,40 @@ def graph_modules(config: Any) -> set[str]:
 
 
 def graphs_attention(config: Any) -> bool:
-    """Whether each layer's attention is in a CUDA graph of the layer."""
+    """Return whether each layer's attention is in a CUDA graph of the layer."""
     modules = graph_modules(config)
     return config.cuda_graph_impl in PER_LAYER and (not modules or "attn" in modules)
 
 
 def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where CUDA graphs are refused.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield where CUDA graphs are refused."""
     impl = config.cuda_graph_impl
     if impl == "none":
         return
-    given = f"{FLAG} {impl}"
+    given, frozen = f"{FLAG} {impl}", options.stage == "warmup" and options.freeze_main
     yield (
         impl == "local" or config.cuda_graph_warmup_steps > 0,
         f"--cuda-graph-warmup-steps must be at least 1 with {given}, got "
         f"{config.cuda_graph_warmup_steps}: kernels are compiled and tables are made in steps that "
         "are not captured",
     )
-    yield from _expert_rules(config, given)
-    if impl in PER_LAYER:
-        yield from _recompute_rules(config, given)
+    padded = config.moe_expert_capacity_factor and config.moe_pad_expert_input_to_capacity
+    yield (
+        # With named modules Megatron checks it.
+        config.num_moe_experts is None or padded or graph_modules(config),
+        f"{given} cannot capture layers with experts whole: the host reads how many tokens each "
+        "expert gets. Add --cuda-graph-modules attn (with --cuda-graph-impl local or "
+        "transformer_engine), or pad experts to a capacity (--moe-expert-capacity-factor, "
+        "--moe-pad-expert-input-to-capacity)",
+    )
+    if config.recompute_granularity == "selective" and graphs_attention(config):
+        named = [name for name in _RECOMPUTED if name in (config.recompute_modules or ())]
+        yield (
+            not named,
+            f"--recompute-modules must not name {', '.join(named)} with {given}: Megatron captures "
+            "core_attn without recomputing it, and the gradients of weights inside of the others "
+            "are lost; drop them, or use --cuda-graph-impl full_iteration",
+        )
     if impl == "local":
         others = graph_modules(config) - {"attn"}
         yield (
@@ -52,43 +61,15 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
             f"{', '.join(sorted(others))}: Megatron has graphs of these in layers of hybrid models "
             "only; drop them",
         )
-    if impl == "transformer_engine":
-        yield from _transformer_engine_rules(config, options, given)
-
-
-def _expert_rules(config: Any, given: str):
-    """Sizes of expert batches are read by the host, unless they are padded to a capacity."""
-    padded = config.moe_expert_capacity_factor and config.moe_pad_expert_input_to_capacity
-    captured = not graph_modules(config)  # with named modules Megatron checks it
-    yield (
-        config.num_moe_experts is None or padded or not captured,
-        f"{given} cannot capture layers with experts whole: the host reads how many tokens each "
-        "expert gets. Add --cuda-graph-modules attn (with --cuda-graph-impl local or "
-        "transformer_engine), or pad experts to a capacity (--moe-expert-capacity-factor, "
-        "--moe-pad-expert-input-to-capacity)",
-    )
-
-
-def _recompute_rules(config: Any, given: str):
-    if config.recompute_granularity != "selective" or not graphs_attention(config):
+    if impl != "transformer_engine":
         return
-    named = [name for name in _RECOMPUTED if name in (config.recompute_modules or ())]
-    yield (
-        not named,
-        f"--recompute-modules must not name {', '.join(named)} with {given}: Megatron captures "
-        "core_attn without recomputing it, and the gradients of weights inside of the others are "
-        "lost; drop them, or use --cuda-graph-impl full_iteration",
-    )
-
-
-def _transformer_engine_rules(config: Any, options: Any, given: str):
     yield (
         config.transformer_impl == "transformer_engine",
         f"{given} needs --transformer-impl transformer_engine, got {config.transformer_impl}: "
         "transformer-engine captures its own layers; use --cuda-graph-impl local",
     )
     yield (
-        options.stage != "warmup" or not options.freeze_main,
+        not frozen,
         f"{given} must not be used in a frozen warm-up: Megatron captures the attention without "
         "the layer that the indexer's loss hangs onto, and the indexers would learn nothing; use "
         "--cuda-graph-impl local, or add --dsa-warmup-train-all",
@@ -96,6 +77,6 @@ def _transformer_engine_rules(config: Any, options: Any, given: str):
     yield (
         options.stage != "sparse" or config.dsa_indexer_topk_freq == 1,
         f"{given} must not be used with --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}: "
-        "Megatron hands these graphs hidden states only, and layers that reuse a selection need "
+        "Megatron hands only hidden states to these graphs, and layers that reuse a selection need "
         "it; use --cuda-graph-impl local",
     )

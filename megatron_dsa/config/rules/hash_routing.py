@@ -3,43 +3,40 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dsa.config.rules.table import Must, Not, check_rows
+
+_ROWS = (
+    Must(
+        "moe_router_load_balancing_type", Not(("sinkhorn", "quantile_balancing")),
+        "it chooses experts by itself; use none, aux_loss, seq_aux_loss or global_aux_loss",
+    ),
+    Must(
+        "moe_enable_routing_replay", False,
+        "these layers choose by their table and record nothing",
+    ),
+    Must(
+        "dsa_indexer_topk_freq", 1,
+        "token ids and shared selections would take the same way from layer to layer",
+    ),
+    Must("mlp_chunks_for_training", 1, "chunks of tokens would come without ids"),
+    Must(
+        "cuda_graph_impl", "none",
+        "Megatron's graphs of layers take hidden states and no token ids",
+    ),
+)  # fmt: skip
+
 
 def hash_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield every rule for a model whose first layers look experts up by token id."""
     layers = getattr(config, "moe_hash_layers", 0)
     if not layers:
         return
-    because = f"with --moe-hash-layers {layers}"
     yield (
         layers <= config.num_layers and _all_experts(config, layers),
         f"--moe-hash-layers ({layers}) must count layers with experts at the start of the model: "
         "give --num-experts and a --moe-layer-freq that makes them expert layers, or fewer",
     )
-    balancing = config.moe_router_load_balancing_type
-    yield (
-        balancing not in ("sinkhorn", "quantile_balancing"),
-        f"--moe-router-load-balancing-type must not be {balancing} {because}: it chooses experts "
-        "by itself; use none, aux_loss, seq_aux_loss or global_aux_loss",
-    )
-    yield (
-        not config.moe_enable_routing_replay,
-        f"--moe-enable-routing-replay is not supported {because}: these layers choose by their "
-        "table and record nothing; drop it",
-    )
-    yield (
-        config.dsa_indexer_topk_freq == 1,
-        f"--dsa-indexer-topk-freq must be 1 {because}: token ids and shared selections would take "
-        "the same way from layer to layer",
-    )
-    yield (
-        config.mlp_chunks_for_training == 1,
-        f"--mlp-chunks-for-training must be 1 {because}: chunks of tokens would come without ids",
-    )
-    yield (
-        config.cuda_graph_impl == "none",
-        f"--cuda-graph-impl must be none {because}: Megatron's graphs of layers take hidden states "
-        "and no token ids",
-    )
+    yield from check_rows(_ROWS, config, case=f"with --moe-hash-layers {layers}")
     first = _first_chunk(config)
     yield (
         first is None or layers <= first,

@@ -3,6 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dsa.config.rules.table import Must, check_rows
+
+_OFFLOADED = "it moves one residual per layer, and streams are the input of several operations"
+_ROWS = (
+    Must("normalization", "RMSNorm", "the input that a layer reads from its streams has that norm"),
+    Must("layernorm_zero_centered_gamma", False, "norms of streams do not add 1 to their weights"),
+    Must("cpu_offloading", False, _OFFLOADED, "--cpu-offloading-num-layers"),
+    Must("fine_grained_activation_offloading", False, _OFFLOADED),
+    Must(
+        "cuda_graph_impl", "none",
+        "Megatron captures layers whose input has the width of --hidden-size",
+    ),
+)  # fmt: skip
+
 
 def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield every rule for a model whose residual is several streams (``hc_mult``)."""
@@ -10,11 +24,7 @@ def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
     if streams == 1:
         return
     because = f"with --hc-mult {streams}"
-    yield (
-        config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma,
-        f"--normalization must be RMSNorm, without --apply-layernorm-1p, {because}, got "
-        f"{config.normalization}: what a layer reads from its streams is normalised like that",
-    )
+    yield from check_rows(_ROWS, config, case=because)
     yield (
         "layernorm" not in (config.recompute_modules or ()),
         f"--recompute-modules must not name layernorm {because}: it frees the streams before the "
@@ -24,17 +34,6 @@ def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
         not config.variable_seq_lengths or config.pipeline_model_parallel_size == 1,
         f"variable_seq_lengths is not supported {because} and pipeline parallelism: stages "
         "exchange streams of one length; drop it",
-    )
-    yield (
-        not (config.cpu_offloading or config.fine_grained_activation_offloading),
-        "--cpu-offloading-num-layers and --fine-grained-activation-offloading are not supported "
-        f"{because}: they move one residual per layer, and streams are the input of several "
-        "operations; drop them",
-    )
-    yield (
-        config.cuda_graph_impl == "none",
-        f"--cuda-graph-impl must be none {because}: Megatron captures layers whose input has the "
-        "width of --hidden-size",
     )
     yield from _stream_stage_rules(config, because)
 
@@ -61,7 +60,7 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
 
 
 def predicts_apart(config: Any) -> bool:
-    """Whether multi-token prediction is on another pipeline stage than the last decoder layer."""
+    """Return whether multi-token prediction is on another stage than the last decoder layer."""
     if not config.mtp_num_layers or config.pipeline_model_parallel_size == 1:
         return False
     layout = getattr(config.pipeline_model_parallel_layout, "layout", None)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dsa.config.rules.csa import CSA_RATIO
-from megatron_dsa.config.rules.experts import is_moe_layer
+from megatron_dsa.config.rules.sizes import is_moe_layer
+from megatron_dsa.config.rules.table import Must, check_rows
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
@@ -46,26 +47,25 @@ V4_LINEARS = {
 #: Target that names all of them, as in PEFT.
 ALL = "all-linear"
 
+_ROWS = (
+    Must("delay_wgrad_compute", False, "frozen weights have no gradient"),
+    Must("fp8_param", False, "the optimizer, which quantises such weights, holds no frozen ones"),
+    Must("cuda_graph_impl", "none", "they were not run together"),
+    Must("overlap_moe_expert_parallel_comm", False, "they were not run together"),
+)
 _OF_QUERY_LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj")
 _OF_COMPRESSOR = "attn.compressor."
 _INDEXER, _SHARED = ".indexer.", ".shared_experts."
 
 
 def modules_of_linears(config: Any) -> dict[str, str]:
-    """Return :data:`V3_LINEARS` or :data:`V4_LINEARS`.
-
-    Args:
-        config: a transformer configuration, or the arguments of a run.
-    """
+    """Return :data:`V3_LINEARS` or :data:`V4_LINEARS` for a configuration or arguments of a run."""
     csa = getattr(config, "csa_compress_ratios", None) is not None
     return V4_LINEARS if csa else V3_LINEARS
 
 
 def linears_named(config: Any, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the linears of :func:`modules_of_linears` that targets name, by PEFT's rule.
-
-    A target names the linears whose name is the target, or ends with it after a dot.
-    """
+    """Return the linears whose name is a target, or ends with one after a dot, as in PEFT."""
     linears = modules_of_linears(config)
     return tuple(x for x in linears if any(_names(target, x) for target in targets))
 
@@ -106,17 +106,12 @@ def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:
 
 
 def adapts_indexer(config: Any, options: Any) -> bool:
-    """Whether any linear of the indexers gets adapters."""
+    """Return whether any linear of the indexers gets adapters."""
     return any(_INDEXER in x for x in adapted_linears(config, options))
 
 
 def rank_and_alpha(options: Any) -> tuple[int, float]:
-    """Return rank and alpha of adapters; alpha is the rank where none is given.
-
-    Args:
-        options: a :class:`~megatron_dsa.config.options.DSAOptions`, or the arguments of a run, with
-            ``lora_rank``.
-    """
+    """Return rank and alpha of adapters, of options or arguments; alpha defaults to the rank."""
     rank, alpha = options.lora_rank, options.lora_alpha
     return rank, float(rank if alpha is None else alpha)
 
@@ -143,12 +138,7 @@ def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model whose linears get adapters.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield every rule for a model whose linears get adapters."""
     if options.lora_rank is None:
         return
     existing = existing_linears(config, options)
@@ -171,25 +161,10 @@ def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "--moe-shared-expert-overlap must not be used with adapters of shared experts: it takes "
         "the communication out of their linears, and that of adapters stays; drop it",
     )
-    yield (
-        not config.delay_wgrad_compute,
-        "--delay-wgrad-compute has no meaning with --lora-rank: frozen weights have no gradient; "
-        "drop it",
-    )
-    yield (
-        not config.fp8_param,
-        "--fp8-param-gather is not supported with --lora-rank: the optimizer, which quantises such "
-        "weights, does not hold frozen ones; drop it",
-    )
-    for flag, given in (
-        ("--cuda-graph-impl", config.cuda_graph_impl != "none"),
-        ("--overlap-moe-expert-parallel-comm", config.overlap_moe_expert_parallel_comm),
-    ):
-        yield not given, f"{flag} must not be used with --lora-rank: they were not run together"
+    yield from check_rows(_ROWS, config, case="with --lora-rank")
 
 
 def _why(target: str, config: Any, options: Any) -> str:
-    """Return why a target names nothing, if that is known."""
     linears = modules_of_linears(config)
     if target.startswith("experts.") or ".experts." in target:
         return ": routed experts have no adapters, they are no linears in transformers either"

@@ -6,33 +6,87 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.rules.cuda_graphs import graph_rules
-from megatron_dsa.config.rules.experts import expert_rules
 from megatron_dsa.config.rules.numerics import cache_rules, numerics_rules
-from megatron_dsa.config.rules.overlap import overlap_rules
-from megatron_dsa.config.rules.sizes import size_rules
+from megatron_dsa.config.rules.sizes import expert_rules, size_rules
+from megatron_dsa.config.rules.table import Must, check_rows
 
-#: Megatron's flags that are refused in every case, and why. The field has the name of the flag.
-UNSUPPORTED = {
-    "--cache-mla-latents": "it is for inference, which this package does not do",
-    "--mla-down-proj-fusion": "the indexer reads the query latent",
-    "--qk-clip": "the sparse kernels do not report the largest logit",
-    "--log-max-attention-logit": "the sparse kernels do not report it",
-    "--no-rope-freq": "every layer of this attention has rope",
-    "--qk-l2-norm": "MLA normalises its latents (--qk-layernorm)",
-    "--batch-invariant-mode": "kernels of sparse attention do not promise it",
-    "--use-transformer-engine-op-fuser": "it would have no effect on these layers",
-    "--hybrid-context-parallel": "every microbatch is divided alike",
-}
+_ONE_MASK = "the selection is the mask"
+_KITCHEN = "--transformer-impl chooses the layers"
+#: Rules of every attention of this package.
+ATTENTION = (
+    Must("cache_mla_latents", False, "it is for inference, which this package does not do"),
+    Must("mla_down_proj_fusion", False, "the indexer reads the query latent"),
+    Must("qk_clip", False, "the sparse kernels do not report the largest logit"),
+    Must("log_max_attention_logit", False, "the sparse kernels do not report it"),
+    Must("no_rope_freq", False, "every layer of this attention has rope"),
+    Must("qk_l2_norm", False, "MLA normalises its latents (--qk-layernorm)"),
+    Must("batch_invariant_mode", False, "kernels of sparse attention do not promise it"),
+    Must("use_transformer_engine_op_fuser", False, "it would have no effect on these layers"),
+    Must("hybrid_context_parallel", False, "every microbatch is divided alike"),
+    Must("multi_latent_attention", True, "its configuration has the fields for this attention"),
+    Must("experimental_attention_variant", None, "it would build Megatron's bundled attention"),
+    Must(
+        "add_bias_linear", False, "no released model has one; pass --disable-bias-linear",
+        "a bias of linears",
+    ),
+    Must("add_qkv_bias", False, "no released model has one"),
+    Must("softmax_type", "vanilla", _ONE_MASK),
+    Must("window_size", None, _ONE_MASK),
+    Must("window_attn_skip_freq", None, _ONE_MASK),
+    Must(
+        "softmax_scale", None, "the softmax scale is that of MLA's head dims",
+        "--use-mup (or softmax_scale)",
+    ),
+    Must("linear_attention_freq", None, "every layer has the attention of this package"),
+    Must(
+        "is_hybrid_model", False, "every layer has the attention of this package",
+        "--hybrid-layer-pattern",
+    ),
+    Must(
+        "dsa_kernel_backend", "none", "it chooses kernels of Megatron's bundled DSA; name kernels "
+        "of this package by operation (--dsa-impl, docs/guide/flags.md)",
+    ),
+    Must(
+        "fp8_dot_product_attention", False, "attention runs in --bf16; set it to False",
+        "fp8_dot_product_attention",
+    ),
+    Must(
+        "fp8_multi_head_attention", False, "attention runs in --bf16; set it to False",
+        "fp8_multi_head_attention",
+    ),
+    Must("use_kitchen", False, _KITCHEN, "--kitchen-config-file or --kitchen-recipe-number"),
+    Must("use_kitchen_attention", False, _KITCHEN),
+    Must("attention_dropout", 0, "sparse attention kernels have no dropout"),
+    Must("rope_type", ("rope", "yarn"), "layers have no other rope"),
+    Must("fp4_param", False, "it was never run with this attention"),
+    Must(
+        "gtp_weight_remat_size", 1,
+        "absorption reads the whole up-projection weight of a rank's heads; drop it",
+    ),
+)  # fmt: skip
+#: Rules of MLA's layer sets without transformer-engine.
+_LOCAL_LAYERS = (
+    ("fp8", "torch's linears would silently use --bf16"),
+    ("fp4", "torch's linears would silently use --bf16"),
+    ("quant_recipe", "torch's linears do not read it"),
+    ("layernorm_zero_centered_gamma", "torch's norms ignore it"),
+)
+
+
+def is_v4(config: Any) -> bool:
+    """Return whether the layers are V4's attention."""
+    return getattr(config, "csa_compress_ratios", None) is not None
+
+
+def recomputes(config: Any, module: str) -> bool:
+    """Return whether ``--recompute-modules`` names a module."""
+    return module in (config.recompute_modules or ())
 
 
 def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model with DSA layers.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield every rule for a model with DSA layers."""
     yield from attention_rules(config)
     yield from _mla_rules(config, options)
     yield from host_rules(config, options)
@@ -41,7 +95,6 @@ def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _mla_rules(config: Any, options: Any):
-    """What the absorbed MLA of DSA needs."""
     local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
     kv = config.kv_lora_rank + config.qk_pos_emb_head_dim
     for name, size in (
@@ -70,80 +123,16 @@ def _mla_rules(config: Any, options: Any):
 
 def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for features that no attention of this package has."""
-    for flag, reason in UNSUPPORTED.items():
-        given = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
-        yield not given, f"{flag} is not supported: {reason}; drop it"
-    yield (
-        config.multi_latent_attention,
-        "--multi-latent-attention is required: its configuration has the fields for this attention",
-    )
-    yield (
-        config.experimental_attention_variant is None,
-        f"--experimental-attention-variant must be unset, got "
-        f"{config.experimental_attention_variant!r}: it would build Megatron's bundled attention",
-    )
-    yield (
-        not (config.add_bias_linear or config.add_qkv_bias),
-        "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
-    )
-    yield (
-        config.softmax_type == "vanilla"
-        and config.window_size is None
-        and config.window_attn_skip_freq is None,
-        "--softmax-type, --window-size and --window-attn-skip-freq must keep their defaults: the "
-        "selection is the mask",
-    )
-    yield from _ignored_rules(config)
-    yield from size_rules(config)
-    yield from expert_rules(config)
-    yield (
-        config.attention_dropout == 0.0,
-        f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
-        "have no dropout",
-    )
-    yield (
-        config.rope_type in ("rope", "yarn"),
-        f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
-    )
-
-
-def _ignored_rules(config: Any):
-    """Settings of Megatron's attentions that this one would not read."""
+    yield from check_rows(ATTENTION, config)
     yield (
         config.rotary_percent == 1.0 or config.rope_type == "rope",
         f"--rotary-percent must be 1 with --rope-type yarn, got {config.rotary_percent}: YaRN "
         "rotates all of --qk-pos-emb-head-dim",
     )
     yield (
-        config.softmax_scale is None,
-        "--use-mup (and softmax_scale) are not supported: the softmax scale is that of MLA's head "
-        "dims; drop it",
-    )
-    yield (
         config.num_query_groups in (None, config.num_attention_heads),
         f"--num-query-groups must be unset, got {config.num_query_groups}: all query heads share "
         "the latent key; drop it",
-    )
-    yield (
-        config.linear_attention_freq is None and not config.is_hybrid_model,
-        "--linear-attention-freq and --hybrid-layer-pattern are not supported: every layer has the "
-        "attention of this package; drop them",
-    )
-    yield (
-        config.dsa_kernel_backend == "none",
-        f"--dsa-kernel-backend must be unset, got {config.dsa_kernel_backend!r}: it chooses "
-        "kernels of Megatron's bundled DSA. Name kernels of this package by operation, such as "
-        "--dsa-impl (docs/guide/flags.md)",
-    )
-    yield (
-        not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),
-        "fp8_dot_product_attention and fp8_multi_head_attention are not supported: attention runs "
-        "in --bf16; set them to False",
-    )
-    yield (
-        not (config.use_kitchen or config.use_kitchen_attention),
-        "--kitchen-config-file, --kitchen-recipe-number and --use-kitchen-attention are not "
-        "supported: --transformer-impl chooses the layers; drop them",
     )
     offloaded = {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
     yield (
@@ -151,27 +140,19 @@ def _ignored_rules(config: Any):
         f"--offload-modules must not name {', '.join(sorted(offloaded))}: activations of this "
         "attention are not offloaded",
     )
+    yield from size_rules(config)
+    yield from expert_rules(config)
 
 
 def _precision_rules(config: Any):
-    """What quantisation and mixed precision need of the set of layers."""
-    local, bf16 = config.transformer_impl == "local", "torch's linears would silently use --bf16"
-    norms = "layernorm" in (config.recompute_modules or ())
-    for flag, value, reason in (
-        ("--fp8-format", config.fp8, bf16),
-        ("--fp4-format", config.fp4, bf16),
-        ("--te-precision-config-file", config.quant_recipe, "torch's linears do not read it"),
-        ("--apply-layernorm-1p", config.layernorm_zero_centered_gamma, "torch's norms ignore it"),
-        ("--recompute-modules layernorm", norms, "megatron-core 0.19 cannot recompute torch's"),
-    ):
-        yield (
-            not (local and value),
-            f"{flag} needs --transformer-impl transformer_engine: {reason}; drop it",
-        )
-    yield (
-        not config.fp4_param,
-        "--fp4-param-gather is not supported: it was never run with this attention; drop it",
-    )
+    if config.transformer_impl == "local":
+        norms = recomputes(config, "layernorm")
+        given = [(flag_of(name), getattr(config, name), why) for name, why in _LOCAL_LAYERS]
+        given += [
+            ("--recompute-modules layernorm", norms, "megatron-core 0.19 cannot recompute torch's")
+        ]
+        for flag, value, why in given:
+            yield not value, f"{flag} needs --transformer-impl transformer_engine: {why}; drop it"
     yield (
         not config.fp32_residual_connection or config.params_dtype == torch.float32,
         "--fp32-residual-connection is not supported: neither torch's norms nor "
@@ -180,7 +161,6 @@ def _precision_rules(config: Any):
 
 
 def _fp8_indexer_rules(config: Any, options: Any):
-    """What ``--dsa-fp8-indexer`` needs."""
     if not options.fp8_indexer:
         return
     yield (
@@ -192,33 +172,57 @@ def _fp8_indexer_rules(config: Any, options: Any):
         size = getattr(config, name) or 0
         yield (
             size % unit == 0,
-            f"--{name.replace('_', '-')} must be a multiple of {unit} with --dsa-fp8-indexer, got "
-            f"{size}: transformer-engine quantises weights with so many rows only. Drop "
-            "--dsa-fp8-indexer, and the indexer runs in --bf16",
+            f"{flag_of(name)} must be a multiple of {unit} with --dsa-fp8-indexer, got {size}: "
+            "transformer-engine quantises weights with so many rows only. Drop --dsa-fp8-indexer, "
+            "and the indexer runs in --bf16",
         )
-    recomputed = config.recompute_granularity == "selective" and "core_attn" in (
-        config.recompute_modules or ()
-    )
+    recomputed = config.recompute_granularity == "selective" and recomputes(config, "core_attn")
     yield (
-        not recomputed or getattr(config, "csa_compress_ratios", None) is None,
+        not (recomputed and is_v4(config)),
         "--dsa-fp8-indexer is not supported with --recompute-modules core_attn and "
         "--csa-compress-ratios: V4's indexer would be computed again in bf16, and select other "
         "keys; drop one of them",
     )
 
 
+def _overlap_rules(config: Any, options: Any):
+    """Megatron itself refuses more, and delayed weight gradients without this schedule."""
+    if not config.overlap_moe_expert_parallel_comm:
+        return
+    flag, fix = "--overlap-moe-expert-parallel-comm must not be used", "drop one of them"
+    freq, impl = config.dsa_indexer_topk_freq, config.cuda_graph_impl
+    yield (
+        getattr(config, "hc_mult", 1) == 1,
+        f"{flag} with --hc-mult above 1: Megatron's schedule adds experts to one residual; {fix}",
+    )
+    yield (
+        options.stage != "sparse" or freq == 1,
+        f"{flag} with --dsa-indexer-topk-freq {freq}: Megatron's schedule hands only hidden states "
+        f"from layer to layer, and layers that reuse a selection need it; {fix}",
+    )
+    yield (
+        impl == "none",
+        f"{flag} with --cuda-graph-impl {impl}: the two were not run together; {fix}",
+    )
+    yield (
+        options.stage != "warmup" or not options.freeze_main,
+        f"{flag} in a frozen warm-up: Megatron's schedule starts the backward pass from the "
+        "language model's loss, which then has no gradient; drop it, or add "
+        "--dsa-warmup-train-all",
+    )
+
+
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield what concerns every attention of this package: layouts, layer sets, features."""
+    several = config.context_parallel_size > 1
     yield (
         # A string, or one per layer.
-        config.context_parallel_size == 1 or "a2a" not in str(config.cp_comm_type),
+        not several or "a2a" not in str(config.cp_comm_type),
         f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
         "gathers keys and leaves queries where they are",
     )
     yield (
-        config.context_parallel_size == 1
-        or not config.mtp_num_layers
-        or options.cp_layout != "contiguous",
+        not (several and config.mtp_num_layers and options.cp_layout == "contiguous"),
         "--dsa-cp-layout must not be contiguous with --mtp-num-layers: Megatron shifts labels of "
         "multi-token prediction as if every sequence lay in zigzag order; use zigzag",
     )
@@ -227,25 +231,15 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "--sequence-parallel is required with --tensor-model-parallel-size > 1: without it the "
         "gradients of the latent norms are counted once per rank",
     )
-    yield from overlap_rules(config, options)
+    yield from _overlap_rules(config, options)
     yield from graph_rules(config, options)
-    yield (
-        config.gtp_weight_remat_size == 1,
-        "--tensor-parallel-num-weight-shards must be unset: absorption reads the whole "
-        "up-projection weight of a rank's heads; drop it",
-    )
     yield from _precision_rules(config)
     yield from _fp8_indexer_rules(config, options)
     yield from cache_rules(config, options)
 
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where masked dense attention cannot be asked for.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield where masked dense attention cannot be asked for."""
     if options.selected_attention != "masked" or options.stage != "sparse":
         return
     flag = "--dsa-selected-attention must not be masked"
@@ -255,7 +249,7 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "space of the latents; drop one of the two",
     )
     yield (
-        getattr(config, "csa_compress_ratios", None) is None,
+        not is_v4(config),
         f"{flag} with --csa-compress-ratios: V4's layers attend to lists of window and compressed "
         "keys; drop it",
     )
@@ -268,46 +262,38 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
-    """Yield where tensor-parallel ranks cannot select by sequence and attend by heads.
-
-    Args:
-        config, options: as of :func:`masked_rules`.
-        dense_loss: whether an indexer's loss is taken over all visible keys.
-    """
+    """Yield where tensor-parallel ranks cannot select by sequence and attend by heads."""
     if options.tp_mode != "select" or config.tensor_model_parallel_size == 1:
         return
     flag = "--dsa-tp-mode must not be select"
-    if getattr(config, "csa_compress_ratios", None) is not None:
+    if is_v4(config):
         yield (
             False,
             f"{flag} with --csa-compress-ratios: V4's layers attend to lists of keys; use auto, "
             "heads or sequence",
         )
-        return
-    if options.stage != "sparse":
-        return
-    attention = options.selected_attention
-    yield (
-        attention == "masked",
-        f"{flag} without masked dense attention, got --dsa-selected-attention {attention}: sparse "
-        "attention goes by heads or by sequence; add --dsa-selected-attention masked, or use auto, "
-        "which selects like this where attention is masked",
-    )
-    yield (
-        not dense_loss,
-        f"{flag} with an indexer loss over all visible keys: its teacher needs the queries of all "
-        "heads; add --dsa-indexer-use-sparse-loss, or --dsa-tp-mode heads",
-    )
+    elif options.stage == "sparse":
+        attention = options.selected_attention
+        yield (
+            attention == "masked",
+            f"{flag} without masked dense attention, got --dsa-selected-attention {attention}: "
+            "sparse attention goes by heads or by sequence; add --dsa-selected-attention masked, "
+            "or use auto, which selects like this where attention is masked",
+        )
+        yield (
+            not dense_loss,
+            f"{flag} with an indexer loss over all visible keys: its teacher needs the queries of "
+            "all heads; add --dsa-indexer-use-sparse-loss, or --dsa-tp-mode heads",
+        )
 
 
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """What the indexer needs to be given."""
+    """Yield rules for the indexer's settings."""
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         value = getattr(config, name)
         yield (
             isinstance(value, int) and value >= 1,
-            f"--{name.replace('_', '-')} must be a positive integer in stage "
-            f"'{options.stage}', got {value}",
+            f"{flag_of(name)} must be a positive integer in stage '{options.stage}', got {value}",
         )
     head_dim = config.dsa_indexer_head_dim or 0
     yield (

@@ -10,12 +10,7 @@ from megatron_dsa.ops.indexer_topk.engine import LARGEST_DIM
 
 
 def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where an indexer cannot select as inference engines do.
-
-    Args:
-        config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
-    """
+    """Yield where an indexer cannot select as inference engines do."""
     numerics = options.indexer_numerics
     if numerics == EXACT:
         return

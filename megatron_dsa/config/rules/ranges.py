@@ -1,7 +1,6 @@
-"""Ranges of numbers on the command line: flags of Megatron and of this package.
+"""Ranges of numbers on the command line, for trainings and plans: flags of Megatron and ours.
 
-One table for trainings and plans. An entry gives range and reason, from which the message is made.
-Any other number must be finite and not negative.
+Numbers without an entry must be finite and not negative.
 """
 
 import math
@@ -160,12 +159,7 @@ _NEGATIVE = {
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for the numbers of a command line.
-
-    Args:
-        values: parsed arguments by name; lists are checked number by number.
-        table: flag -> range, such as :data:`FLAGS`.
-    """
+    """Yield ``(ok, message)`` for parsed arguments by name; lists are checked number by number."""
     for name, value in values.items():
         flag = flag_of(name)
         limits = table.get(flag)
@@ -181,11 +175,7 @@ def range_rules(
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)``: learning rates rise to the highest within the run, and then fall.
-
-    Args:
-        values: parsed arguments of a training by name.
-    """
+    """Yield ``(ok, message)``: learning rates rise to the highest within the run, and then fall."""
     if values["skip_train"]:
         return
     highest = values["lr"]

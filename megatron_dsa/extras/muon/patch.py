@@ -16,7 +16,19 @@ from megatron_dsa.extras.muon.blocks import is_left_to_adamw
 from megatron_dsa.extras.muon.layer_wise_gather import repair_gather_of_layer_wise_optimizer
 from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
 from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
+from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
+from megatron_dsa.layers.weight_blocks import BLOCK_ROWS, is_left_to_adamw
+from megatron_dsa.patches import OURS, TABLE, Patch
 
+TABLE["Muon"] = Patch(
+    "orthogonalises tables and stacks of matrices as one matrix",
+    "extras.muon.patch:read_marks_of_muon", "layer specs", "--optimizer muon", upstream=OURS,
+)  # fmt: skip
+TABLE["layer-wise gather"] = Patch(
+    "cannot gather parameters of two precisions, nor of different sizes over gloo",
+    "extras.muon.layer_wise_gather:repair_gather_of_layer_wise_optimizer", "layer specs",
+    "--optimizer muon --use-distributed-optimizer",
+)  # fmt: skip
 #: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 
@@ -42,4 +54,3 @@ def read_marks_of_muon() -> None:
         return original(parameter) and not is_left_to_adamw(parameter)
 
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
-    repair_gather_of_layer_wise_optimizer()

@@ -60,8 +60,7 @@ def released_kinds(name: str, per_head: PerHead = "none") -> Counter[Kind]:
         host(None),
         ranks(_ALONE, 0),
         layers_without_mlp(),
-        mock.patch.object(specs, "install_logging"),
-        mock.patch.object(specs, "install_throughput"),
+        mock.patch.object(specs, "install"),
     ):
         model = GPTModel(
             config, specs.dsa_block_spec(config), 1, 1, pre_process=False, post_process=True,

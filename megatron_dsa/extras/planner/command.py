@@ -22,6 +22,8 @@ from megatron_dsa.extras.planner.host import META, host
 from megatron_dsa.extras.planner.plan import Plan, make_plan
 from megatron_dsa.extras.planner.text import describe, shortage
 from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
+from megatron_dsa.ops.dispatch.gpus import GPU, GPUS, gpu_here
+from megatron_dsa.training.entry_errors import explain
 from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.setup import model_config_from_args
@@ -52,7 +54,8 @@ def dry_run(argv: list[str]) -> int:
         if TRACEBACK_FLAG in argv:
             raise
         # What Megatron asserts while it builds modules is for the user to mend, too.
-        known = explain(error) or Ending(refused_by_megatron(error))
+        known = explain(error, "validate_args")
+        assert known is not None
         notes: tuple[str, ...] = ()
         if own.dsa_dry_run_world is None and "WORLD_SIZE" not in os.environ:
             notes = ("(planned for one GPU: --dsa-dry-run-world names another number)",)

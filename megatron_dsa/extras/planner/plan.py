@@ -158,8 +158,7 @@ def _for_planning(config) -> Iterator[list[str]]:
     with (
         mock.patch.multiple(config, **changes),
         # Neither the log nor the count of operations of a training loop in this process.
-        mock.patch.object(specs, "install_logging"),
-        mock.patch.object(specs, "install_throughput"),
+        mock.patch.object(specs, "install"),
     ):
         yield remarks
 

@@ -27,6 +27,7 @@ from megatron_dsa.metrics.tags import FIGURES, MFU
 from megatron_dsa.ops import OPERATIONS
 
 MASS, LOSS = FIGURES["dsa attention mass captured"], FIGURES["indexer loss"]
+OVERLAP = FIGURES["dsa query overlap"]
 PERCENT = ticker.FuncFormatter(lambda share, _: f"{100 * share:.4g} %")
 
 
@@ -155,20 +156,6 @@ def draw_by_layer(axis, runs: list[RunLog], tag: str) -> bool:
     return any(drawn)
 
 
-def draw_pair(axis, runs: list[RunLog], names: tuple[str, str]) -> bool:
-    """Two figures: the first as full, the second as dashed lines."""
-    drawn = []
-    for number, run in enumerate(runs):
-        for name, style in zip(names, ("-", "--"), strict=True):
-            # With several runs, the legend tells the colours.
-            label = run.name if style == "-" else None
-            if len(runs) == 1:
-                label = name.removeprefix("dsa ")
-            series, color = run.scalars.get(FIGURES[name], []), color_of(number)
-            drawn.append(line(axis, series, color=color, ls=style, lw=1.3, label=label))
-    return any(drawn)
-
-
 def draw_shares(axis, runs: list[RunLog]) -> bool:
     """A bar of milliseconds per run, cut into operations; large parts carry their share.
 
@@ -293,17 +280,9 @@ PANELS = (
         PERCENT,
     ),
     Panel(
-        "Ties",
-        "Rows whose last selected score equals a rejected one (line), and index scores that are "
-        "exactly 0 (dashed): where there are many, ties decide.",
-        partial(draw_pair, names=("dsa boundary ties", "dsa zero scores")),
-        "share",
-        format=PERCENT,
-    ),
-    Panel(
         "Overlap of selections",
-        "Keys that the query before (line) or the layer before (dashed) selected as well.",
-        partial(draw_pair, names=("dsa query overlap", "dsa layer overlap")),
+        "Keys that the query before selected as well.",
+        partial(draw_layers, tag=OVERLAP),
         "keys in common",
         format=PERCENT,
     ),

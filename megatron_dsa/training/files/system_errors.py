@@ -27,12 +27,7 @@ _CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy; its error has 
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
-    """Return file, reason and fix of an error of the file system, else ``None``.
-
-    Args:
-        error: may be of another type that was caused by one, or names its number.
-        path: the file, where it is known (default: the one in ``error``).
-    """
+    """Return file, reason and fix of an error that the file system caused, else ``None``."""
     found = _system_error(error)
     if found is None or found.errno not in _FIXES:
         return None
@@ -44,7 +39,6 @@ def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> s
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the first error of the file system in a chain of causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -110,11 +110,7 @@ class WholeFiles:
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield where to write a file that gets the name ``path`` when it is whole.
-
-    Raises:
-        ConfigError, FileError: see :class:`WholeFiles`.
-    """
+    """Yield where to write a file that gets the name ``path`` when it is whole."""
     path = Path(path)
     with WholeFiles(path.parent) as files:
         yield files.path(path.name)

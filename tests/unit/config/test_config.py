@@ -1,11 +1,16 @@
 """Configurations that are refused, with a message that names the argument, the rule and the fix."""
 
 import dataclasses
+import importlib
+import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.config.rules.model import ATTENTION
 from megatron_dsa.errors import ConfigError, VersionError
 from megatron_dsa.ops.layout.sharding import CP_LAYOUTS
 from tests.cases.released_models import CONFIGS
@@ -58,7 +63,6 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ({"dsa_indexer_head_dim": 4}, "--dsa-indexer-head-dim .4. must be at least"),
         ({"dsa_indexer_head_dim": 24}, "power of two"),
         ({"cache_mla_latents": True, "apply_rope_fusion": False}, "--cache-mla-latents"),
-        ({"qk_clip": True}, "--qk-clip"),
         ({"q_lora_rank": None}, "--q-lora-rank is required with --qk-layernorm"),
         (
             {
@@ -68,8 +72,6 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
             },
             "--dsa-latent-norm-epsilon needs --qk-layernorm",
         ),
-        ({"softmax_type": "learnable"}, "--softmax-type"),
-        ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
         (
             {"fp32_residual_connection": True, "params_dtype": torch.bfloat16},
             "--fp32-residual-connection is not supported",
@@ -82,10 +84,8 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
             },
             "--fp32-residual-connection is not supported",
         ),
-        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ({"fp8": "hybrid"}, "--fp8-format needs --transformer-impl transformer_engine"),
         ({"fp4": "e2m1"}, "--fp4-format needs --transformer-impl transformer_engine"),
-        ({"fp4": "e2m1", "fp4_param": True}, "--fp4-param-gather is not supported"),
         (
             {"options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8},
             "--dsa-fp8-indexer has a meaning only with --fp8-format",
@@ -99,21 +99,10 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
             "--dsa-indexer-n-heads must be a multiple of 32 with --dsa-fp8-indexer, got 8",
         ),
         ({"quant_recipe": object()}, "--te-precision-config-file needs"),
-        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention"),
-        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention"),
-        ({"no_rope_freq": 2}, "--no-rope-freq is not supported"),
         ({"no_rope_freq": [0, 1]}, "--no-rope-freq is not supported"),
         ({"rope_type": "yarn", "rotary_percent": 0.5}, "--rotary-percent must be 1"),
         ({"use_mup": True, "mup_base_hidden_size": 16}, "--use-mup"),
-        ({"softmax_scale": 0.1}, "softmax_scale"),
-        ({"qk_l2_norm": True}, "--qk-l2-norm"),
         ({"num_query_groups": 2}, "--num-query-groups must be unset, got 2"),
-        ({"linear_attention_freq": 2}, "--linear-attention-freq"),
-        ({"is_hybrid_model": True}, "--hybrid-layer-pattern"),
-        ({"window_attn_skip_freq": 2}, "--window-attn-skip-freq"),
-        ({"dsa_kernel_backend": "tilelang"}, "--dsa-kernel-backend must be unset"),
-        ({"use_kitchen": True}, "--kitchen-config-file"),
-        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards must be unset"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
             "--offload-modules must not name core_attn",
@@ -159,6 +148,17 @@ def test_unsupported_values_are_named(changes, message):
         small_config(**changes)
 
 
+@pytest.mark.parametrize("row", ATTENTION, ids=lambda row: row.name)
+def test_rows_of_every_attention(row):
+    """The message names flag, reason and a way out; the value that is wanted passes."""
+    config = vars(small_config())
+    assert row.check(SimpleNamespace(**config))[0]
+    wrong = not row.values if isinstance(row.values, bool) else "wrong"
+    ok, message = row.check(SimpleNamespace(**config | {row.name: wrong}), case="with it")
+    flag = row.flag or flag_of(row.name)
+    assert not ok and message.startswith(flag) and "with it" in message and row.why in message
+
+
 def test_options_may_come_from_a_file_without_tuples():
     """Policies are looked up in caches: what they name must be hashable."""
     options = DSAOptions(named=[["indexer_topk", "torch"]])
@@ -187,11 +187,16 @@ def test_flags_that_messages_name_exist():
 
     from megatron_dsa.arguments import add_dsa_arguments
     from megatron_dsa.config import rules as config_rules
+    from megatron_dsa.config.rules.table import Must
 
     parser = add_dsa_arguments(add_megatron_arguments(argparse.ArgumentParser()))
     files = Path(config_rules.__file__).parent.glob("*.py")
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     named = set(re.findall(r"--[a-z][a-z0-9-]+[a-z0-9]", source))
+    for each in pkgutil.iter_modules(config_rules.__path__, f"{config_rules.__name__}."):
+        tables = [x for x in vars(importlib.import_module(each.name)).values() if type(x) is tuple]
+        rows = [row for table in tables for row in table if isinstance(row, Must)]
+        named |= {flag_of(row.name) for row in rows if not row.flag}
     # Kitchen's own flags exist where that package is installed.
     unknown = {flag for flag in named - set(parser._option_string_actions) if "kitchen" not in flag}
     assert unknown == set()
@@ -231,7 +236,7 @@ def test_a_layer_validates_a_foreign_configuration():
 
 
 def test_strict_policy_refuses_at_construction():
-    """Trap 16: on a machine where something falls back, strictness stops the model's building."""
+    """On a machine where something falls back, strictness stops the model's building."""
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.errors import FallbackError
 

@@ -20,18 +20,16 @@ WRONG = {
     "the key is the value": {"v_head_dim": 24},
     "must divide --num-attention-heads": {"o_groups": 3},
     "must be RMSNorm": {"normalization": "LayerNorm"},
-    "--q-lora-rank and --qk-layernorm are required": {"qk_layernorm": False},
+    "--qk-layernorm is required": {"qk_layernorm": False},
     "V4's indexer pairs neighbouring dims": {"dsa_indexer_rope_interleaved": False},
     "--dsa-indexer-topk must be a positive integer": {"dsa_indexer_topk": None},
     "must be a power of two for the Hadamard rotation": {"dsa_indexer_head_dim": 24},
     "V4's layers do not share selections": {"dsa_indexer_topk_freq": 2},
-    "--attention-dropout must be 0": {"attention_dropout": 0.1},
-    "--mscale, --mscale-all-dim and --rotary-percent": {"mscale": 0.7},
-    "--mscale-all-dim and --rotary-percent must keep": {"mscale_all_dim": 1.0},
-    "--rotary-percent must keep their defaults": {"rotary_percent": 0.5},
-    "--dsa-indexer-k-norm-epsilon and": {"dsa_indexer_k_norm_epsilon": 1e-6},
-    "--dsa-indexer-k-norm-fp32 have no meaning": {"dsa_indexer_k_norm_fp32": True},
-    "--dsa-kernel-backend must be unset": {"dsa_kernel_backend": "tilelang"},
+    "--mscale must be 1 with --csa": {"mscale": 0.7},
+    "--mscale-all-dim must be 0": {"mscale_all_dim": 1.0},
+    "--rotary-percent must be 1": {"rotary_percent": 0.5},
+    "--dsa-indexer-k-norm-epsilon must be unset": {"dsa_indexer_k_norm_epsilon": 1e-6},
+    "--dsa-indexer-k-norm-fp32 is not supported": {"dsa_indexer_k_norm_fp32": True},
     "V4's indexer would be computed again in bf16": {
         "options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8, "fp8": "hybrid",
         "transformer_impl": "transformer_engine", "recompute_granularity": "selective",
@@ -39,7 +37,7 @@ WRONG = {
     },
     "--dsa-indexer-loss-coeff is required in stage": {"dsa_indexer_loss_coeff": None},
     "--dsa-indexer-loss-coeff must be 0 or more": {"dsa_indexer_loss_coeff": -1.0},
-    "--dsa-recompute latent_output has no effect with --csa-compress-ratios": {
+    "--dsa-recompute must be nothing with --csa-compress-ratios, got latent_output": {
         "options": DSAOptions(recompute="latent_output")
     },
 }  # fmt: skip

@@ -182,7 +182,7 @@ def test_norms_have_one_epsilon():
         ),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm"]},
-            "--fine-grained-activation-offloading are not supported with --hc-mult 4",
+            "--fine-grained-activation-offloading is not supported with --hc-mult 4",
         ),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl must be none with --hc-mult 4"),
         (

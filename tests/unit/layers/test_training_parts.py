@@ -235,9 +235,7 @@ def test_health_figures_against_the_full_computation():
         return {name: mean.value for name, mean in selection_health(attended, rows, 2**20).items()}
 
     got = health(lse)
-    scores = dsa_float64.indexer_scores(inputs.q, inputs.k, inputs.weights)
     visible = dsa_float64.causal_mask(rows).to(device)
-    zeros = (scores == 0)[visible].double().mean()
     p = torch.softmax(
         (torch.einsum("qhd,kd->hqk", q, kv) * 0.4).masked_fill(~visible, float("-inf")), -1
     )
@@ -253,15 +251,7 @@ def test_health_figures_against_the_full_computation():
     beside = health(torch.logaddexp(lse, other))
     expected = (kept / (mass.sum(-1) + other.exp())).mean()
     assert relative_error(beside["dsa attention mass captured"], expected) < 1e-6
-    tied = []
-    for t in range(k, rows):
-        inside = scores[t][chosen[t]].min()
-        outside = scores[t][visible[t] & ~chosen[t]].max()
-        tied.append(float(inside == outside))
-    assert relative_error(got["dsa zero scores"], zeros) < 1e-6
     assert relative_error(got["dsa attention mass captured"], captured) < 1e-6
-    assert float(got["dsa boundary ties"]) == pytest.approx(sum(tied) / len(tied))
-    assert 0 < sum(tied) < len(tied)
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,14 @@ def test_the_log_weighs_by_what_a_mean_is_over(log):
     log.record(0, {"dsa query overlap": Mean.of(values)})
     log.record(0, {"dsa query overlap": Mean.of(values[1:2])})
     log.record(0, {"dsa query overlap": Mean.of(values[:1])})
-    log.record(0, {"dsa boundary ties": Mean.of(values[1:2])})
+    log.record(0, {"indexer loss": Mean.of(values[1:2])})
     figures = log.reduce()
     assert float(figures["dsa query overlap"].value[0]) == pytest.approx(2 / 3)
-    assert figures["dsa boundary ties"].count.eq(0).all()
+    assert figures["indexer loss"].count.eq(0).all()
 
 
 def test_an_attention_that_is_nan_is_not_left_out():
-    """29: NaN says that a query has no figure only where it sees no key."""
+    """NaN says that a query has no figure only where it sees no key."""
     (layout,) = layouts("packed", "alone")
     tokens, count = layout.num_queries, 12
 
@@ -191,13 +191,10 @@ def test_an_attention_that_is_nan_is_not_left_out():
         assert mean.value.isnan() == wrong and mean.count == real.sum() * 3
 
 
-# Layers
-
-
-@pytest.mark.parametrize("recompute", [{}, full(1), full(2), CORE], ids=["", "1", "2", "core"])
+@pytest.mark.parametrize("recompute", [{}, full(1), CORE], ids=["", "1", "core"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, log):
-    """Two microbatches in flight, recomputed or not: once per microbatch, never across them."""
+def test_figures_of_layers(kind, recompute, log):
+    """The figures of every selecting layer, of the first microbatch of an iteration."""
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.extras.rl.replay import IndexCapture
 
@@ -206,34 +203,25 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
     config = config(*arguments, **changes | recompute | {"options": options})
     model = gpt(config)
     with IndexCapture().on(model) as capture:
-        for step in range(2):
-            losses = [forward(model, seed) for seed in (2 * step, 2 * step + 1)]
-            for loss in losses:
-                loss.backward()
+        losses = [forward(model, seed) for seed in (0, 1)]
+        for loss in losses:
+            loss.backward()
     figures = {name: mean.value.tolist() for name, mean in log.reduce().items()}
     ratio, topk = (4 if kind == "hybrid" else 1), config.dsa_indexer_topk
     rows = [r for r in sample_queries(64, 9, "cpu").tolist() if (r + 1) // ratio > topk]
-    assert len(rows) > 4 and len(capture.microbatches) == 4
-    layers = SELECTING[kind]
+    assert len(rows) > 4 and len(capture.microbatches) == 2
     for layer in range(1, config.num_layers + 1):
-        got = figures["dsa layer overlap"][layer - 1]
-        if layer not in layers[1:]:
-            assert math.isnan(got)
-            continue
-        before = layers[layers.index(layer) - 1]
-        shares = []
-        for one in capture.microbatches:
-            own, other = as_sets(one[layer]), as_sets(one[before])
-            shares += [share(other[r], own[r]) for r in rows]
-        assert got == pytest.approx(sum(shares) / len(shares), abs=1e-5)
-        assert 0 < got < 1
-    for layer in layers:
-        own = as_sets(capture.microbatches[0][layer])  # judged once per iteration
-        shares = [share(own[r - 1], own[r]) for r in rows]
-        assert figures["dsa query overlap"][layer - 1] == pytest.approx(
-            sum(shares) / len(shares), abs=1e-5
+        overlap, mass = (
+            figures[f"dsa {name}"][layer - 1]
+            for name in ("query overlap", "attention mass captured")
         )
-        assert 0 < figures["dsa attention mass captured"][layer - 1] < 1
+        if layer not in SELECTING[kind]:
+            assert math.isnan(overlap)
+            continue
+        own = as_sets(capture.microbatches[0][layer])
+        shares = [share(own[r - 1], own[r]) for r in rows]
+        assert overlap == pytest.approx(sum(shares) / len(shares), abs=1e-5)
+        assert 0 < mass < 1
 
 
 def test_a_selection_is_judged_once_per_iteration(log):
@@ -248,31 +236,6 @@ def test_nothing_is_judged_outside_of_the_training_loop(log):
     assert not log.is_on() and not log.samples_selection(0)
     log.create(2, "cpu")
     assert log.is_on() and log.samples_selection(0)
-
-
-def test_layers_of_two_microbatches_are_not_compared():
-    """An interleaved schedule: another microbatch's forward between two layers of one rank."""
-    from megatron_dsa.metrics.health import LAYER_OVERLAP, LayerOverlap
-
-    (layout,) = layouts("one", "alone")
-    config = object()
-    first, second = LayerOverlap(config, 2, 1), LayerOverlap(config, 3, 2)
-    stranger = LayerOverlap(object(), 3, 2)
-    lists = [random_lists(TOTAL, TOTAL, 6, seed) for seed in range(3)]
-
-    def run(layer, indices):
-        return layer.compare(indices, layout, 5, TOTAL)
-
-    assert run(first, lists[0]) == {} and run(first, lists[1]) == {}
-    assert run(second, lists[2]) == {}  # of the first microbatch; what lies there is the second's
-    assert run(second, lists[2]) == {}
-    assert run(first, lists[0]) == {}
-    figure = run(second, lists[2])[LAYER_OVERLAP]
-    sets = [as_sets(x) for x in lists]
-    expected = [share(sets[0][row], sets[2][row]) for row in range(5, TOTAL)]
-    assert float(figure.value) == pytest.approx(sum(expected) / len(expected), abs=1e-6)
-    run(first, lists[0])
-    assert run(stranger, lists[2]) == {}
 
 
 def test_compressed_lists_take_the_layout_of_positions():

@@ -31,21 +31,21 @@ def test_both_writers_get_means_and_every_layer(log):
     log.record(0, {"indexer loss": torch.tensor(1.0, device=device)})
     log.record(1, {"indexer loss": torch.tensor(4.0, device=device)})
     overlap = Mean(torch.tensor(3.0, device=device), torch.tensor(4, device=device))
-    log.record(1, {"dsa layer overlap": overlap})
+    log.record(1, {"dsa query overlap": overlap})
     board, wandb, total = Board(), Wandb(), {}
     log.log(5, total, False, board, wandb)
     expected = {
         "dsa/indexer-loss": 2.5,
         "dsa/indexer-loss/layer-1": 1.0,
         "dsa/indexer-loss/layer-2": 4.0,
-        "dsa/layer-overlap": 0.75,
-        "dsa/layer-overlap/layer-2": 0.75,
+        "dsa/query-overlap": 0.75,
+        "dsa/query-overlap/layer-2": 0.75,
     }
     assert board.scalars == [(tag, value, 5) for tag, value in expected.items()]
     assert wandb.logged == [(expected, 5)]
     assert {name: float(value) for name, value in total.items()} == {
         "indexer loss": 2.5,
-        "dsa layer overlap": 0.75,
+        "dsa query overlap": 0.75,
     }
     log.log(6, total, False, board, wandb)
     assert len(wandb.logged) == 1  # nothing was recorded since
@@ -53,11 +53,11 @@ def test_both_writers_get_means_and_every_layer(log):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_layer_that_is_not_finite_is_not_left_out(wrong, log, capsys):
-    """29: it makes the mean what it is itself; Megatron's log line hides NaN, a line names it."""
+    """It makes the mean what it is itself; Megatron's log line hides NaN, a line names it."""
     device = start()
     for layer, value in enumerate((1.0, wrong)):
         log.record(layer, {"indexer loss": torch.tensor(value, device=device)})
-    log.record(0, {"dsa zero scores": torch.tensor(0.5, device=device)})
+    log.record(0, {"dsa attention mass captured": torch.tensor(0.5, device=device)})
     board, total = Board(), {}
     log.log(5, total, False, board)
     assert capsys.readouterr().out == "> indexer loss is not finite in layer(s) 2 (iteration 5)\n"
@@ -66,11 +66,11 @@ def test_a_layer_that_is_not_finite_is_not_left_out(wrong, log, capsys):
     assert written.pop("dsa/indexer-loss") == pytest.approx(wrong, nan_ok=True)
     assert written == {
         "dsa/indexer-loss/layer-1": 1.0,
-        "dsa/zero-scores": 0.5,
-        "dsa/zero-scores/layer-1": 0.5,
+        "dsa/mass-captured": 0.5,
+        "dsa/mass-captured/layer-1": 0.5,
     }
     assert float(total["indexer loss"]) == pytest.approx(wrong, nan_ok=True)
-    assert float(total["dsa zero scores"]) == 0.5
+    assert float(total["dsa attention mass captured"]) == 0.5
 
 
 def test_every_tag_is_documented():

@@ -10,7 +10,7 @@ from tests.functional.launch import TINY, command_line, parse_steps
 from tests.host import attention_module, hidden_like, parsed, small_config, small_csa_config
 from tests.writers import Board
 
-MASS, TIES = "dsa attention mass captured", "dsa boundary ties"
+MASS, OVERLAP = "dsa attention mass captured", "dsa query overlap"
 
 
 @pytest.fixture
@@ -72,33 +72,33 @@ def training_log(monkeypatch):
 
 
 def test_means_are_over_the_iterations_that_have_a_figure(training_log):
-    """Trap 34: not over all that were summed, nor over those that Megatron counts."""
+    """Not over all that were summed, nor over those that Megatron counts."""
     from megatron_dsa.metrics.log import IndexerLog
 
     step = training_log(small_config(), interval=4)
 
-    def record(mass, ties=None):
+    def record(mass, overlap=None):
         IndexerLog.record(0, {MASS: torch.tensor(mass)})
-        if ties is not None:
-            IndexerLog.record(1, {TIES: torch.tensor(ties)})
+        if overlap is not None:
+            IndexerLog.record(1, {OVERLAP: torch.tensor(overlap)})
 
     record(0.9)
     assert step(1, skipped=True) is None
-    record(0.6, ties=0.5)
+    record(0.6, overlap=0.5)
     assert step(2) is None
     record(0.8)  # no row sees more keys than it selects
     assert step(3) is None
     record(0.9)
     line = step(4, skipped=True)
     assert line["lm loss"] == 2.5 and line["number of skipped iterations"] == 2
-    assert line[MASS] == pytest.approx(0.7) and line[TIES] == pytest.approx(0.5)
+    assert line[MASS] == pytest.approx(0.7) and line[OVERLAP] == pytest.approx(0.5)
 
     for iteration in (5, 6, 7):
         record(0.3)
         assert step(iteration, skipped=iteration == 6) is None
     line = step(8)
     assert line[MASS] == pytest.approx(0.3)
-    assert TIES not in line  # a 0 would be read as one
+    assert OVERLAP not in line  # a 0 would be read as one
 
     for iteration in (9, 10, 11):
         record(0.5)
@@ -154,9 +154,9 @@ def test_the_selection_of_a_frozen_indexer_is_logged(hybrid, recompute, training
         assert ("indexer loss" in line) == bool(coefficient)
         figures.append({name: line[name] for name in line if name.startswith("dsa ")})
         written = {tag for tag, _, _ in step.board.scalars}
-        assert {"dsa/mass-captured", "dsa/zero-scores"} <= written
+        assert {"dsa/mass-captured", "dsa/query-overlap"} <= written
     trained, frozen = figures
-    assert 0 < trained[MASS] <= 1 and len(trained) == 4
+    assert 0 < trained[MASS] <= 1 and len(trained) == 2
     assert frozen == trained
 
 

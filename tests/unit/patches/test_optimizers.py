@@ -176,7 +176,7 @@ def inner(optimizer):
     ],
 )
 def test_loaded_optimizer_continues(name, kind, dtype, tmp_path):
-    """Trap 28, 40: steps after two, saved and loaded, equal those of one run to the bit."""
+    """Steps after two, saved and loaded, equal those of one run to the bit."""
     settings, _, held = OPTIMIZERS[name]
     if name not in ("adam", "adam-l2", "sgd", "sgd-0"):
         pytest.importorskip("emerging_optimizers", minversion="0.3")

@@ -10,21 +10,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsa import pretrain
 from megatron_dsa.errors import ConfigError, FallbackError
-from megatron_dsa.training.entry_errors import explain, told_in_a_sentence
+from megatron_dsa.training.entry_errors import explain, report_errors
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_FLAGS = command_line(TINY)
+PICKLED = "Refusing to load: set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1."
 
 
 def ended(error, argv=()):
     """Return the exit code after ``error``."""
-    with pytest.raises(SystemExit) as leaving, told_in_a_sentence(argv):
+    with pytest.raises(SystemExit) as leaving, report_errors(argv):
         raise error
     return leaving.value.code
 
@@ -43,14 +46,14 @@ def test_our_errors_are_a_sentence(error, alone, capsys):
 
 
 def test_a_traceback_for_developers(capsys):
-    with pytest.raises(ConfigError), told_in_a_sentence(["program", "--traceback"]):
+    with pytest.raises(ConfigError), report_errors(["program", "--traceback"]):
         raise ConfigError("wrong")
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [TypeError("bug"), KeyError("bug"), AssertionError("bug")])
 def test_other_errors_keep_their_traceback(error):
-    with pytest.raises(type(error), match="bug"), told_in_a_sentence([]):
+    with pytest.raises(type(error), match="bug"), report_errors([]):
         raise error
 
 
@@ -111,24 +114,28 @@ def test_hidden_size_that_is_no_multiple_of_heads(monkeypatch):
     assert pretrain.model_config_from_args(args).transformer.hidden_size == 30
 
 
+def init_process_group(*arguments, **settings):
+    """Where errors of processes that look for each other at the start come from."""
+    return TCPStore("localhost", *arguments, is_master=True, **settings)
+
+
 def test_processes_that_do_not_come(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DistStoreError) as raised:
-        TCPStore("localhost", 0, world_size=2, is_master=True, timeout=timedelta(seconds=1))
+        init_process_group(0, world_size=2, timeout=timedelta(seconds=1))
     message = explain(raised.value).message
     assert message.startswith("not all processes of WORLD_SIZE have met")
     assert "(RANK=0, WORLD_SIZE=2, " in message
 
 
-def test_two_processes_of_rank_0(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+def test_two_processes_of_rank_0():
     first = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(DistNetworkError) as raised:
-        TCPStore("localhost", first.port, is_master=True, wait_for_workers=False)
+        init_process_group(first.port, wait_for_workers=False)
     assert "a second process that was told to be rank 0" in explain(raised.value).message
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(DistNetworkError) as raised:
+        TCPStore("localhost", first.port, is_master=True, wait_for_workers=False)
     assert explain(raised.value) is None  # in the middle of a training it has other causes
 
 
@@ -144,68 +151,40 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] "
         "NCCL error: remote process exited or there was a network error",
     ],
 )
-def test_a_rank_that_is_lost(text, monkeypatch, capsys):
+def test_a_rank_that_is_lost(text, alone, capsys):
     """With the traceback, which says where the rank waited; a restart mends it: the code is 1."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
     assert ended(RuntimeError(f"{text}\nmore")) == 1
     said = capsys.readouterr().err
     assert said.startswith("Traceback") and f"does not answer ({text})" in said
     assert "The same command resumes" in said
-    # One process waits for none, and other errors are bugs.
-    assert explain(RuntimeError("CUDA error: an illegal memory access")) is None
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert explain(RuntimeError(text)) is None
+    assert explain(RuntimeError("CUDA error: an illegal memory access")) is None  # a bug
 
 
-def test_a_checkpoint_that_is_damaged_inside():
-    """Bytes that sizes do not show, and a whole checkpoint of another run."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
-    def load_checkpoint(error):
-        raise error
-
-    def said(error):
-        with pytest.raises(type(error)) as raised:
-            load_checkpoint(error)
-        return explain(raised.value).message
-
-    assert said(EOFError()).startswith("the checkpoint cannot be read: EOFError: a file ends too")
-    other = said(CheckpointingException("flattened_range is not supported."))
-    assert "does not fit this run: flattened_range" in other and "--no-load-optim" in other
-    assert "Copy it again" not in other
-
-
-def test_scaling_factors_that_are_pickled():
-    """transformer-engine refuses them from inside of Megatron's loading."""
-
-    def load_checkpoint():
-        raise RuntimeError(
-            "Refusing to load pickled Transformer Engine extra state for TELinear. To load it "
-            "anyway, set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1."
-        )
-
-    with pytest.raises(RuntimeError) as raised:
-        load_checkpoint()
-    message = explain(raised.value).message
-    assert message.startswith("the checkpoint of --load was written with --fp8-recipe delayed")
-    assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in message and "may run code" in message
-
-
-def test_a_full_disk(rejected, tmp_path):
-    """What torch's writer says of it does not name the disk."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
+@pytest.mark.parametrize(
+    ("function", "error", "says"),
+    [
+        ("load_checkpoint", EOFError("Ran out"), "cannot be read: EOFError: Ran out. Copy it"),
+        ("load_checkpoint", EOFError(), "cannot be read: EOFError: "),
+        ("load_checkpoint", RuntimeError("PytorchStreamReader failed"), "cannot be read: Runt"),
+        ("load_checkpoint", CheckpointingException("flattened"), "not fit this run: flattened: "),
+        ("load_checkpoint", RuntimeError(PICKLED), "--fp8-recipe delayed, whose"),
+        ("load_checkpoint", RuntimeError(PICKLED), "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
+        (
+            "save_checkpoint",
+            CheckpointException("write", {0: (RuntimeError("Worker failure"), None)}),
+            "MiB free: Worker failure. ",
+        ),
+    ],
+)  # fmt: skip
+def test_checkpoints(function, error, says, rejected, tmp_path):
+    """Errors from inside of Megatron's loading and saving."""
     rejected(str(tmp_path))
-
-    def save_checkpoint():
-        raise CheckpointException("write", {0: (RuntimeError("Worker failure"), None)})
-
-    with pytest.raises(CheckpointException) as raised:
-        save_checkpoint()
-    message = explain(raised.value).message
-    assert message.startswith(f"no checkpoint could be saved to {tmp_path}, which has ")
-    assert "MiB free: Worker failure. " in message
+    with pytest.raises(type(error)) as raised:
+        raise error
+    message = explain(raised.value, function).message
+    assert says in message and "\n" not in message
+    if function == "save_checkpoint":
+        assert message.startswith(f"no checkpoint could be saved to {tmp_path}, which has ")
 
 
 def test_an_optimizer_of_another_learning_rate():
@@ -252,7 +231,7 @@ def test_not_a_number_with_save(rejected, alone, capsys):
     assert ended(SystemExit(16)) == 16
     said = capsys.readouterr().err
     assert "step 42: found NaN" in said and "saved to there" in said and "--ckpt-step" in said
-    with pytest.raises(TypeError), told_in_a_sentence([]):
+    with pytest.raises(TypeError), report_errors([]):
         raise TypeError("another error while it saves")
 
 
@@ -300,5 +279,5 @@ def test_a_training_as_a_user_starts_it(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if not line.startswith("INFO:")]
-    message = "--csa-window-size: has a meaning only with --csa-compress-ratios, add that"
+    message = "--csa-window-size has a meaning only with --csa-compress-ratios: add that or drop it"
     assert errors == [f"error: {message}"]

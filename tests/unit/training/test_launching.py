@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.training.launching import check_launch
+from megatron_dsa.training.launching import check_launch, remove_stale_build_lock
 
 TWO = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"
@@ -78,3 +81,24 @@ def test_help_needs_no_launcher(flag):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-500:]
     assert "--dsa-stage" in done.stdout
+
+
+@pytest.mark.parametrize("folder", [".", "py312_cpu"])
+def test_a_stale_lock_of_a_build_goes(folder, tmp_path, monkeypatch, capsys):
+    """One that a killed process left; a build that is under way keeps its own."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / folder / "share_storage_ext" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    remove_stale_build_lock()
+    assert lock.exists() and not capsys.readouterr().out
+    os.utime(lock, (time.time() - 700,) * 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", mock.Mock(side_effect=PermissionError("not yours")))
+        remove_stale_build_lock()
+    said = capsys.readouterr().out
+    assert lock.exists() and "will wait for" in said and f"{lock}" in said and "not yours" in said
+    remove_stale_build_lock()
+    assert not lock.exists() and str(lock) in capsys.readouterr().out
+    remove_stale_build_lock()
+    assert not capsys.readouterr().out

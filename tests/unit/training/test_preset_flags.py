@@ -81,7 +81,7 @@ def with_transformer_engine(monkeypatch):
 def test_commands_start_with_transformer_engine(
     script, tmp_path, monkeypatch, with_transformer_engine
 ):
-    """Trap 27. Megatron's defaults would refuse rope of kind 'rope', and need Apex's kernel."""
+    """Megatron's defaults would refuse rope of kind 'rope', and need Apex's kernel."""
     from megatron_dsa.pretrain import model_config_from_args
 
     command = readme_block(tmp_path) if script == "README.md" else [EXAMPLES / script]

@@ -1,26 +1,112 @@
-"""What Megatron prints at every start is left out, and shown at level DEBUG."""
+"""Listed warnings and records are left out; all others, and on request all, are shown."""
 
 import argparse
 import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 from megatron.training import arguments, training
 
-from megatron_dsa.training.quiet_output import quiet_output
+from megatron_dsa.training import quiet_output as quiet
+from megatron_dsa.training.quiet_output import (
+    LONG_RECORDS,
+    RECORDS,
+    WARNINGS,
+    quiet_output,
+    silence_host_warnings,
+)
 
-BUCKETS = logging.getLogger("megatron.core.distributed.param_and_grad_buffer")
-DATA = logging.getLogger("megatron.core.datasets.indexed_dataset")
+ROOT = Path(__file__).resolve().parents[3]
+#: A module of each kind that a pattern of :data:`WARNINGS` stands for.
+MODULES = {
+    r"megatron\.": "megatron.core.optimizer",
+    r".*[/\\]megatron[/\\]core[/\\]": "/site-packages/megatron/core/inference/allocator",
+    r"torch\.utils\.data": "torch.utils.data.dataloader",
+    r"torch\.distributed\.": "torch.distributed.checkpoint.utils",
+    "": "anywhere",
+}
+
+
+@pytest.fixture
+def as_started(monkeypatch):
+    """A process that has just started: no filters of ours, no ``-W``; yields the shown warnings."""
+    monkeypatch.setattr(sys, "warnoptions", [])
+    for name, _ in RECORDS:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        yield shown
+
+
+def give(message, module, category=UserWarning):
+    warnings.warn_explicit(message, category, "file.py", 1, module=module, registry={})
+
+
+@pytest.mark.parametrize("beginning, module", WARNINGS)
+def test_only_the_message_is_silenced_and_only_from_its_module(beginning, module, as_started):
+    give(f"{beginning} and so on", MODULES[module])
+    assert len(as_started) == 1  # shown before
+    silence_host_warnings()
+    give(f"{beginning} and so on", MODULES[module])
+    assert len(as_started) == 1
+    give(f"not {beginning}", MODULES[module])
+    give(f"{beginning} and so on", "my_project.megatron_like")
+    assert len(as_started) == (3 if module else 2)
+
+
+def test_only_the_records_are_dropped(as_started, caplog):
+    for _ in range(2):  # a second call changes nothing
+        silence_host_warnings()
+    for name, beginning in RECORDS:
+        logging.getLogger(name).warning(f"{beginning} %s", "and so on")
+        logging.getLogger(name).warning("result is wrong")
+        assert logging.getLogger(name).filters.count(quiet._is_shown) == 1
+    assert {record.getMessage() for record in caplog.records} == {"result is wrong"}
+
+
+@pytest.mark.parametrize("option, shown", [("default", True), ("i", False), ("ignore", False)])
+def test_the_user_sees_them_on_request(option, shown, as_started, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "warnoptions", [option])
+    silence_host_warnings()
+    beginning, module = WARNINGS[0]
+    give(beginning, MODULES[module])
+    logging.getLogger(RECORDS[0][0]).warning(RECORDS[0][1])
+    assert [len(as_started), len(caplog.records)] == ([1, 1] if shown else [0, 0])
+
+
+def test_filters_of_the_program_go_first(as_started):
+    beginning, module = WARNINGS[0]
+    warnings.filterwarnings("error", category=UserWarning)
+    silence_host_warnings()
+    with pytest.raises(UserWarning):
+        give(beginning, MODULES[module])
+
+
+def test_a_command_prints_nothing_on_the_standard_error(tmp_path):
+    """As a user starts it, without settings that silence warnings."""
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n", encoding="utf-8")
+    command = ["prepare-data", "--input", str(text), "--output", str(tmp_path / "data")]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_dsa", *command],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "byte tokens" in done.stdout and not done.stderr
 
 
 def start_of(args, monkeypatch, root):
-    """Do what Megatron does at a start."""
+    """Do as Megatron does at a start."""
     monkeypatch.setattr(logging.getLogger(), "level", root)
     logging.getLogger().manager._clear_cache()
     arguments._print_args("arguments", args)
-    BUCKETS.info("Number of buckets for gradient all-reduce: 1\nParams for bucket 1:\n\tlayer")
-    BUCKETS.info("another\nof two lines")
-    DATA.info("\tExtract the sequence lengths")
-    DATA.info("total number")
+    for name, beginning in LONG_RECORDS:
+        logging.getLogger(name).info(f"{beginning}\n\tmore")
+        logging.getLogger(name).info("another")
 
 
 @pytest.mark.parametrize("way", ["flag", "variable", None])
@@ -37,26 +123,25 @@ def test_start(way, monkeypatch, capsys, caplog):
     if way is None:
         assert "a value" not in out and out.count("\n") == 1
         assert "3 arguments" in out and "--logging-level 10" in out
-        first = "Number of buckets for gradient all-reduce: 1"
-        assert records == [first, "another\nof two lines", "total number"]
+        assert records == ["another", "another"]
     else:
-        assert "a value" in out and "not printed" not in out
-        assert len(records) == 4 and "\n\tlayer" in records[0]
+        assert "a value" in out and "not printed" not in out and len(records) == 4
 
 
 def test_nothing_is_changed_afterwards():
+    loggers = [logging.getLogger(name) for name, _ in LONG_RECORDS]
     before = arguments._print_args, training.report_theoretical_memory
-    filters = list(BUCKETS.filters), list(DATA.filters)
+    filters = [list(logger.filters) for logger in loggers]
     with pytest.raises(KeyError), quiet_output():
         assert arguments._print_args is not before[0]
         assert training.report_theoretical_memory is not before[1]
         raise KeyError
     assert (arguments._print_args, training.report_theoretical_memory) == before
-    assert (BUCKETS.filters, DATA.filters) == filters
+    assert [logger.filters for logger in loggers] == filters
 
 
 def test_other_ranks_say_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("megatron_dsa.training.quiet_output.this_rank", lambda: 1)
+    monkeypatch.setattr(quiet, "this_rank", lambda: 1)
     monkeypatch.delenv("MEGATRON_LOGGING_LEVEL", raising=False)
     with quiet_output():
         arguments._print_args("arguments", argparse.Namespace(logging_level=None))

@@ -62,8 +62,6 @@ def test_versions_that_can_be_used(installed):
 
 def test_settings_without_a_meaning(installed):
     installed("0.3.0")
-    (complaint,) = complaints(optimizer="adam", dsa_muon_per_head="attention")
-    assert "--dsa-muon-per-head attention has a meaning only with --optimizer muon" in complaint
     (complaint,) = complaints(bf16=False)
     assert "--use-distributed-optimizer with --optimizer muon needs --bf16" in complaint
     assert complaints(bf16=False, use_layer_wise_distributed_optimizer=False) == []

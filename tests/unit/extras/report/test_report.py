@@ -44,7 +44,6 @@ def write_session(folder, steps, *, arguments=(), loss=0.0, calls=1):
                 "dsa/indexer-loss": 0.1,
                 "dsa/mass-captured": 0.7,
                 "dsa/query-overlap": 0.5,
-                "dsa/boundary-ties": 0.1,
                 "dsa/calls/indexer_topk/torch": calls * (step - steps[0] + 1),
                 "dsa/time/sparse_attention_forward": 0.05,
                 "dsa/time/indexer_topk": 0.1,
