@@ -6,7 +6,6 @@ Megatron checkpoint is a distributed one: runs of any parallel layout write and 
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -37,7 +36,6 @@ from megatron_dsa.extras.huggingface.features import (
 )
 from megatron_dsa.extras.huggingface.files import INDEX, SINGLE
 from megatron_dsa.extras.huggingface.flags import flags_of, unsaid
-from megatron_dsa.extras.huggingface.model_card import write_card
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
 from megatron_dsa.extras.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_checkpoint
@@ -190,8 +188,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
             values=lambda name, _like: stored.read(entries[name]),
             precision=precision,
         )
-    output = Path(arguments.output)
-    write_card(output, json.loads((output / "config.json").read_text()), directory)
     print(f"{directory} in {arguments.output}")
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
