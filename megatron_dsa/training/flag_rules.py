@@ -73,12 +73,10 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--dsa-dry-run: this script trains, it makes no plans; give the same flags to "
         "python -m megatron_dsa.pretrain",
     )
-    for name in ("world", "gpu", "attention_only"):
-        # The last one is a flag of the planned model, too.
+    for name in ("world", "gpu"):
         yield (
             on_meta() or not getattr(args, f"dsa_dry_run_{name}"),
-            f"--dsa-dry-run-{name.replace('_', '-')}: has a meaning only with --dsa-dry-run, add "
-            "that",
+            f"--dsa-dry-run-{name}: has a meaning only with --dsa-dry-run, add that",
         )
     yield (
         args.dsa_load_hf is not None or not args.dsa_hf_without,
