@@ -207,7 +207,6 @@ def _add_doctor(commands) -> None:
 
 
 def _add_conversions(commands) -> None:
-    """Add the commands between Hugging Face and Megatron."""
     into = commands.add_parser(
         "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
     )
@@ -255,7 +254,6 @@ def _add_conversions(commands) -> None:
 
 
 def _add_trained(commands) -> None:
-    """Add the commands that run a trained model."""
     write = commands.add_parser(
         "generate",
         help="text of a trained model, by full forward passes, without a cache: for a quick look",

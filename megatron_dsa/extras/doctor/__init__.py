@@ -1,7 +1,7 @@
 """``python -m megatron_dsa doctor``: compare every implementation with float64 on this machine.
 
-The inputs hold what kernels are known to fail on: empty rows, holes, ids out of range, stale ids,
-lists of different lengths, keys that are NaN and must not be touched.
+The inputs are those on which kernels are known to fail: empty lists, holes, ids out of range, stale
+ids, lists of different lengths, keys that are NaN and must not be read.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def _examine(arguments: argparse.Namespace) -> Report:
 
 
 def shapes_from(arguments: argparse.Namespace) -> list[Shape]:
-    """Return the grid of shapes that the arguments ask for."""
+    """Return the grid of shapes of the arguments."""
     for name, least in _LEAST.items():
         require(
             getattr(arguments, name) >= least,

@@ -43,7 +43,7 @@ LOSS = "sparse_indexer_loss"
 #: Query tokens of the full size that are compared with float64.
 _FULL_SIZE_TOKENS = 8
 
-#: A call that returns a tuple of tensors, and what notes its errors and complaints.
+#: A call that returns a tuple of tensors, and a function that notes errors and complaints.
 type Step = tuple[Callable[[], tuple], Callable[..., None]]
 #: Makes steps under a policy that names implementations.
 type Steps = Callable[[Policy, Comparison], list[Step]]
@@ -51,7 +51,7 @@ type Steps = Callable[[Policy, Comparison], list[Step]]
 
 @dataclass(frozen=True)
 class Check:
-    """What is compared of some operations.
+    """One comparison of implementations of some operations.
 
     Attributes:
         name, label: the check, and its shape in words.
@@ -262,7 +262,6 @@ def indexer_loss(shape: Shape, device: torch.device) -> Iterator[Check]:
 
 
 def _loss(inputs, lists, teacher, layout, policy: Policy) -> tuple[torch.Tensor, ...]:
-    """Return the loss and the gradients of q, k and weights."""
     q, k, weights = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.weights))
     loss = sparse_indexer_loss(
         IndexerInputs(q, k, weights, inputs.relu), lists.indices, teacher, layout,
@@ -271,7 +270,7 @@ def _loss(inputs, lists, teacher, layout, policy: Policy) -> tuple[torch.Tensor,
     return loss.detach(), *torch.autograd.grad(loss, [q, k, weights])
 
 
-#: Checks, and the label of what matters of a shape to them.
+#: Checks, and the label of a shape for them: equal labels are checked once.
 CHECKS: tuple[tuple[Callable, Callable[[Shape], str]], ...] = (
     (attention, Shape.attention_label),
     (selection, Shape.indexer_label),

@@ -82,7 +82,7 @@ class Report:
         environment: versions and GPU.
         asked, shapes: the shapes the user asked for, and those that were run.
         chosen: by shape and operation, what dispatch picks and why nothing else.
-        results, not_checked: what was run and what was not.
+        results, not_checked: combinations that ran, and implementations that did not.
         remarks: limits of this run.
         incomplete: checks for which memory was too small.
     """

@@ -124,18 +124,19 @@ class Session:
         where = ""
         try:
             first, *others = check.steps(policy, verdict)
+            call, compare = first
             result = self._run(verdict, first)
             for _ in range(REPEATS - 1):
                 _dirty_memory(result)
-                again = first[0]()
-                first[1](*again)
+                again = call()
+                compare(*again)
                 verdict.same_bits = verdict.same_bits is not False and same_bits(result, again)
             for step in others:
                 self._run(verdict, step)
-            del result
+            del result, again  # memory for the full size
             where = "at full size: "
             if self.timed:
-                self._time(verdict, check, policy, first)
+                self._time(verdict, check, policy, call)
         except Exception as error:  # also of a comparison: a result of a wrong shape or length
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
@@ -152,10 +153,9 @@ class Session:
         compare(*result)
         return result
 
-    def _time(self, verdict: Verdict, check: Check, policy: Policy, first: Step) -> None:
+    def _time(self, verdict: Verdict, check: Check, policy: Policy, call: Callable) -> None:
         """Note the median time of a call at full size; too little memory is a remark."""
         try:
-            call = first[0]
             if check.full_size is not None:
                 (step,) = check.full_size(policy, verdict)
                 self._run(verdict, step)
@@ -170,7 +170,7 @@ class Session:
             torch.cuda.synchronize(self.device)
 
     def _alive(self) -> bool:
-        """Whether the device still works: an illegal access ends everything in this process."""
+        """Return if the device still works: an illegal access ends everything in this process."""
         try:
             self._synchronize()
             torch.zeros(1, device=self.device).sum().item()
@@ -180,7 +180,7 @@ class Session:
 
 
 def same_bits(first: tuple, second: tuple) -> bool:
-    """Whether two results (tensors or ``None``) agree in every bit, NaNs included."""
+    """Return if two results (tensors or ``None``) agree in every bit, NaNs included."""
 
     def bits(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -25,7 +25,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.adapters import export_adapter
-from megatron_dsa.extras.huggingface.build import empty_model, widest_dtype
+from megatron_dsa.extras.huggingface.build import empty_model, flags_of, unsaid, widest_dtype
 from megatron_dsa.extras.huggingface.config_json import HFModel, read_config
 from megatron_dsa.extras.huggingface.convert import Import, export_model, open_checkpoint
 from megatron_dsa.extras.huggingface.features import (
@@ -35,7 +35,6 @@ from megatron_dsa.extras.huggingface.features import (
     features_to_build,
 )
 from megatron_dsa.extras.huggingface.files import INDEX, SINGLE
-from megatron_dsa.extras.huggingface.flags import flags_of, unsaid
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
 from megatron_dsa.extras.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_checkpoint
@@ -48,7 +47,6 @@ from megatron_dsa.training.files.whole import WholeFiles
 
 @contextlib.contextmanager
 def _one_process():
-    """Megatron's process groups with this process as the only rank."""
     if cpu_host.needed():
         cpu_host.activate()
     if torch.distributed.is_initialized():
@@ -119,7 +117,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored.
 
-    Adapters (LoRA) are merged into the weights, or with ``--adapter`` written alone.
+    Adapters (LoRA) are merged into the weights, or with ``--adapter`` the only output.
     """
     file_bytes = int(arguments.shard_gb * 1e9)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
@@ -195,7 +193,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
 
 def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:
-    """Write the adapters alone; PEFT finds the model beside ``--config``, if it lies there."""
     path = Path(arguments.config)
     folder = path if path.is_dir() else path.parent
     there = any((folder / name).is_file() for name in (INDEX, SINGLE))
@@ -218,7 +215,6 @@ def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, valu
 
 
 def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, Any]:
-    """Return the settings of a configuration that give a model the adapters of a checkpoint."""
     if not any(map(is_adapter_parameter, keys)):
         return {}
     saved = dist_checkpointing.load_common_state_dict(str(directory))["args"]
@@ -234,14 +230,12 @@ def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, 
 
 
 def _features_of(keys: Iterable[str]) -> set[str]:
-    """Return the features of ``names.py`` that a distributed checkpoint has in its decoder."""
     ends = {HYPER_CONNECTIONS: "hc_attn_fn", HASH_ROUTING: "router.tid2eid"}
     keys = [key for key in keys if key.startswith("decoder.")]
     return {x for x, end in ends.items() if any(key.endswith(end) for key in keys)}
 
 
 def _precision(arguments: argparse.Namespace, hf: HFModel) -> Precision | None:
-    """Return how ``--quantise`` writes weights; the release is beside the config.json, if any."""
     if arguments.quantise is None:
         return None
     path = Path(arguments.config)
@@ -283,7 +277,7 @@ def print_flags(arguments: argparse.Namespace) -> int:
 
 
 def _noted(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that weights keep for want of one in config.json, after a note."""
+    """Return the dtype after a note."""
     print(
         f"note: config.json has no dtype (torch_dtype): weights are written as {dtype}, the widest "
         "dtype in which they are stored",

@@ -8,8 +8,7 @@ import torch
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.files import CheckpointReader, Scales
-from megatron_dsa.extras.huggingface.quantised import Format
-from megatron_dsa.extras.huggingface.quantising import quantise
+from megatron_dsa.extras.huggingface.quantised import Format, quantise
 
 #: What ``export-hf --quantise`` takes.
 MODES = ("fp8", "released")
@@ -26,11 +25,7 @@ _USUAL = {
 
 
 class Precision:
-    """The dtypes of the model.
-
-    Attributes:
-        config: what config.json says of it.
-    """
+    """The dtypes of the model; ``config`` has its keys of config.json."""
 
     config: dict[str, Any]
 
@@ -45,21 +40,12 @@ class Precision:
 class ReleasedPrecision(Precision):
     """Weights quantised as in a release, the other tensors in the dtypes of the release.
 
-    Which weights are quantised, how, and the scales to keep come from the tensors of the release.
+    The tensors of the release say which weights are quantised, how, and which scales to keep.
     Without them, the table of names says which, and every block gets a scale of its own.
-
-    Args:
-        hf: config.json of the release.
-        mode: ``fp8``, or ``released``: as config.json says.
-        release: the tensors of the release; ``None``: they are not there. Tensors that are not
-            quantised say nothing.
 
     Attributes:
         blocks, kept: quantised blocks so far, and those with the scale of the release.
         uses_release: whether the release's tensors say how to quantise.
-
-    Raises:
-        ConfigError: config.json does not say how to quantise, or in another way.
     """
 
     def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
@@ -105,7 +91,6 @@ class ReleasedPrecision(Precision):
         self.blocks = self.kept = 0
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a tensor as it is written and, if it is quantised, its scales."""
         released = self._release is not None and name in self._release
         scales = self._released_scales(name, tensor) if released else None
         if released and scales is None:
@@ -148,7 +133,6 @@ class ReleasedPrecision(Precision):
     def _format(
         self, name: str, tensor: torch.Tensor, scales: Scales | None
     ) -> tuple[Format, tuple[int, int], torch.dtype]:
-        """Return format and block of a weight, and the dtype of its scales."""
         if scales is not None:
             return scales.form, scales.block, scales.values.dtype
         dtype = torch.float8_e8m0fnu if self._fp4 else torch.float32

@@ -37,7 +37,7 @@ def repair_gather_of_layer_wise_optimizer() -> None:
         gathered: dict[str, Any] = dict.fromkeys(_LISTS)
         alone = dict(lists)
         for name, each in lists.items():
-            # The original asks rank 0's first parameter for the dtype.
+            # The original takes the dtype of rank 0's first parameter.
             if whole and each is not None and any(p.dtype == dtypes[0] for p in each[0]):
                 gathered[name] = [[p for p in ps if p.dtype == dtypes[0]] for ps in each]
                 alone[name] = [[p for p in ps if p.dtype != dtypes[0]] for ps in each]
@@ -51,7 +51,6 @@ def repair_gather_of_layer_wise_optimizer() -> None:
 
 @contextlib.contextmanager
 def _attributes(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Give an object other attributes for a while."""
     before = {name: getattr(owner, name) for name in values}
     try:
         vars(owner).update(values)

@@ -33,7 +33,7 @@ def read_marks_of_muon() -> None:
             optimizer_cls=optimizer_class,
             default_param_overrides={left: {"optimizer": "adam"}},
         )
-    # The layer-wise distributed optimizer asks once more when it divides buffers.
+    # The layer-wise distributed optimizer decides once more when it divides buffers.
     original = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
 
     @functools.wraps(original)

@@ -67,7 +67,7 @@ def released_kinds(
 
 
 def describe(name: str, per_head: Literal["none", "attention", "all"] = "none") -> str:
-    """Return the table of :func:`released_kinds` and what it leaves out."""
+    """Return the table of :func:`released_kinds` with a note on omitted parts."""
     lines = table_of(released_kinds(name, per_head))
     lines.append("and in any model: embedding and output layer by AdamW, MLPs, experts and routers")
     lines.append("by Muon. --optimizer muon prints the list of the whole model at start")

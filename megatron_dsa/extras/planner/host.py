@@ -1,7 +1,7 @@
 """A job's ranks on one machine without a GPU: modules on the meta device, groups that send nothing.
 
 :func:`host` stands in for the GPU, :func:`ranks` for the other ranks; both end with their context.
-Real process groups must not exist beside them.
+Real process groups must not exist meanwhile.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ def ranks(args, rank: int) -> Iterator:
                 create_gloo_process_groups=False,
             )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        # Batches would ask for the backend of the device.
+        # Batches would need the backend of the device.
         with mock.patch.object(torch.distributed, "batch_isend_irecv", one_by_one):
             yield ProcessGroupCollection.use_mpu_process_groups()
     finally:

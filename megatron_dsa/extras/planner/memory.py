@@ -56,7 +56,7 @@ def _most_kept(args, kept: Sequence[int], extra: Sequence[int]) -> int:
     """Return the most bytes that activations take at any time of an iteration on this rank.
 
     Follows Megatron's schedule: the warm-up's forward passes, then forward and backward in turn.
-    ``extra`` is what either pass of a chunk takes at most in addition to what it has ``kept``.
+    ``extra`` is the most that either pass of a chunk takes in addition to ``kept``.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import (
@@ -111,7 +111,7 @@ def _keeps_main_parameters(args) -> bool:
     # transformer-engine's precision-aware Adam, not Megatron.
     if args.main_params_dtype != torch.float32:
         return True
-    return args.fp8_recipe in (None, "delayed")  # Megatron asks only for the recipe
+    return args.fp8_recipe in (None, "delayed")  # Megatron tests only the recipe
 
 
 def _step_bytes(args, weights: Weights) -> int:
@@ -124,7 +124,7 @@ def _step_bytes(args, weights: Weights) -> int:
 
 
 def _uses_transformer_engine() -> bool:
-    """Whether optimizers are transformer-engine's; without a GPU, where one that trains has it."""
+    # Without a GPU, the training machine is assumed to have the same packages.
     if torch.cuda.is_available():
         return why_not_transformer_engine(has_gpu=True) is None
     return installed_version("transformer-engine") is not None

@@ -31,7 +31,8 @@ class MemoryTracker(TorchDispatchMode):
     """Follows the storages that are made under it, of any device.
 
     Where a tensor gets several gradients, autograd writes their sum to one that nothing else refers
-    to, but not under a dispatch mode. A sum counts beside its terms only if all of them stay alive.
+    to, but not under a dispatch mode. A sum counts in addition to its terms only if all of them
+    stay alive.
 
     Attributes:
         live: bytes of storages that were made and are still alive.
@@ -67,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
             self._bytes.setdefault(tensor.untyped_storage()._cdata, 0)
 
     def __enter__(self):
-        # No operation: Megatron empties the storage of what it will compute again.
+        # No operation: Megatron empties the storage of tensors that it will recompute.
         resize = torch.UntypedStorage.resize_
         tracker = self
 
@@ -158,7 +159,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _autograd_calls() -> bool:
-    """Whether autograd itself called the operation at hand, and no code of a function or hook."""
+    """Return if autograd itself called this operation, not code of a function or hook."""
     frame = sys._getframe(2)  # below __torch_dispatch__
     while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # of its wrapper
         frame = frame.f_back

@@ -22,7 +22,7 @@ from megatron_dsa.config.model import selects_keys, uses_csa
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
 
-#: What is recorded, and the flag of both engines' servers that asks for it.
+#: Recorded quantity, and the flag of both engines' servers for it.
 Field = Literal["indexer_topk", "routed_experts"]
 Engine = Literal["sglang", "vllm"]
 _FLAGS = {
@@ -35,7 +35,7 @@ _DTYPES = ("int32", "uint16", "uint8")
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """What an engine recorded for one sequence.
+    """An engine's record of one sequence.
 
     Attributes:
         values: int32 ``[tokens, layers, K]``: positions of keys within the sequence (V4: numbers of

@@ -8,12 +8,11 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.cli import main
-from megatron_dsa.extras.huggingface import quantising
+from megatron_dsa.extras.huggingface import quantised
 from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model, open_checkpoint
 from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
-from megatron_dsa.extras.huggingface.quantised import Format, dequantise, unpack
-from megatron_dsa.extras.huggingface.quantising import quantise
+from megatron_dsa.extras.huggingface.quantised import Format, dequantise, quantise, unpack
 from tests.cases.released_formats import BLOCK, CODES, stored_bytes, write_v4, write_v32
 from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 
@@ -74,7 +73,7 @@ def test_numbers_are_the_nearest(form):
 @pytest.mark.parametrize("form", FORMATS)
 def test_scales_are_those_of_the_largest_number(form, powers, monkeypatch):
     """Also at the edges, where blocks are smaller, and in slices of few rows."""
-    monkeypatch.setattr(quantising, "_ELEMENTS", 700)
+    monkeypatch.setattr(quantised, "_ELEMENTS", 700)
     (height, width), largest = FORMATS[form]
     shape = (37, 20 if form is Format.FP8 else 64)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02

@@ -215,33 +215,6 @@ def test_released_formats_are_dequantised(tmp_path):
         assert reader.shape(name) == expected[name].shape
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"compress_ratios": [0, 4]}, r"compress_ratios = \[0, 4\]: must give 4 layers"),
-        ({"compress_ratios": [0, 4, 1, 4]}, "must give 4 layers"),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types = 'linear_attention'"),
-        ({"compress_rates": {"compressed_sparse_attention": 8}}, "CSA's rate must be 4"),
-        ({"compress_rope_theta": None}, "compress_rope_theta = None: it must be given"),
-        (
-            {"rope_scaling": None, "rope_parameters": {"compress": None}},
-            "rope_parameters.compress = None: must be a JSON",
-        ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.rope_type = 'linear'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
-        ({"rope_scaling": {"type": "yarn", "mscale": 1.0}}, "rope_scaling.mscale = 1.0"),
-        ({"partial_rotary_factor": 0.25}, "contradicts qk_rope_head_dim = 8"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads = 2: only 1 is supported"),
-        ({"scoring_func": "softmax"}, "must be sqrtsoftplus or sigmoid"),
-        ({"candidate_topk_blocks": 8}, "candidate_topk_blocks = 8: not understood"),
-        ({"index_source_layer_ids": [2]}, "index_source_layer_ids = .*not understood"),
-    ],
-)
-def test_what_is_not_understood_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_config(tiny_v4(**changes))
-
-
 # ------------------------------------------------------------- against the classes of transformers
 
 NO_YARN = {"rope_scaling": {"type": "default"}}
