@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.training import get_tokenizer
@@ -16,19 +16,6 @@ from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
 #: Lengths are padded to multiples of this: tables and kernels are made per length.
 LENGTHS = 64
-
-
-class Codec(Protocol):
-    """Text to token ids and back; the token ``end`` ends a document."""
-
-    vocabulary: int
-    end: int
-
-    def encode(self, text: str) -> list[int]:
-        pass
-
-    def decode(self, ids: Sequence[int]) -> str:
-        pass
 
 
 class Bytes:
@@ -74,7 +61,7 @@ class Ids(Tokenizer):
         return " ".join(map(str, ids))
 
 
-def codec_of(args: argparse.Namespace) -> Codec:
+def codec_of(args: argparse.Namespace) -> Bytes | Tokenizer:
     """Return how the data of a training were made into tokens, after Megatron's start."""
     if args.tokenizer_type != "NullTokenizer":
         return Tokenizer(get_tokenizer())

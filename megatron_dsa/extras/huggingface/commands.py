@@ -36,7 +36,7 @@ from megatron_dsa.extras.huggingface.features import (
 )
 from megatron_dsa.extras.huggingface.files import INDEX, SINGLE
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
-from megatron_dsa.extras.huggingface.precision import Precision, ReleasedPrecision
+from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
 from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.extras.huggingface.trained_config import check_trained
 from megatron_dsa.patches import cpu_host
@@ -122,8 +122,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     file_bytes = int(arguments.shard_gb * 1e9)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
-    for remark in hf.remarks:
-        print(f"note: {remark}", file=sys.stderr)
+    _note(*hf.remarks)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
@@ -147,14 +146,12 @@ def export_hf(arguments: argparse.Namespace) -> int:
     )
     precision = _precision(arguments, hf)
     if mtp and not hf.mtp_layers:
-        print(
-            "note: layers of multi-token prediction are left out: by config.json "
-            "(num_nextn_predict_layers) the model has none",
-            file=sys.stderr,
+        _note(
+            "layers of multi-token prediction are left out: by config.json "
+            "(num_nextn_predict_layers) the model has none"
         )
     with _one_process():
-        for note in check_trained(directory, hf, arguments.config):
-            print(f"note: {note}", file=sys.stderr)
+        _note(*check_trained(directory, hf, arguments.config))
         stored = StoredParameters(directory)
 
         def empty(dtype: torch.dtype | None = None):
@@ -169,11 +166,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
         if hf.dtype is None:
             model, entries = empty(_noted(dtype))
         elif torch.promote_types(dtype, hf.dtype) != hf.dtype:
-            print(
-                f"note: weights are stored as {dtype} and rounded to {hf.dtype}, as config.json "
-                "says",
-                file=sys.stderr,
-            )
+            _note(f"weights are stored as {dtype} and rounded to {hf.dtype}, as config.json says")
         if arguments.adapter:
             return _export_adapter(
                 arguments, model, hf, lambda name, like: stored.read(entries[name]).to(like.dtype)
@@ -187,28 +180,24 @@ def export_hf(arguments: argparse.Namespace) -> int:
             precision=precision,
         )
     print(f"{directory} in {arguments.output}")
-    if isinstance(precision, ReleasedPrecision):
+    if precision is not None:
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
 
 
 def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:
-    path = Path(arguments.config)
-    folder = path if path.is_dir() else path.parent
-    there = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    folder, there = _release(arguments)
     base = str(folder.resolve()) if there else None
     left = export_adapter(model, arguments.output, hf.names, base, values)
     if left:
-        print(
-            f"note: {left} tensors of multi-token prediction are left out, PEFT's models have no "
-            "such layers",
-            file=sys.stderr,
+        _note(
+            f"{left} tensors of multi-token prediction are left out, PEFT's models have no such "
+            "layers"
         )
     if any(x.startswith("mlp.") for x in linears_with_adapters(model.config)):
-        print(
-            "note: PEFT 0.21 takes adapters of MLPs for those of routed experts, also in models of "
-            "dense layers (docs/guide/lora.md): merge them, without --adapter",
-            file=sys.stderr,
+        _note(
+            "PEFT 0.21 takes adapters of MLPs for those of routed experts, also in models of dense "
+            "layers (docs/guide/lora.md): merge them, without --adapter"
         )
     print(f"adapters of {arguments.input} in {arguments.output}")
     return 0
@@ -235,19 +224,16 @@ def _features_of(keys: Iterable[str]) -> set[str]:
     return {x for x, end in ends.items() if any(key.endswith(end) for key in keys)}
 
 
-def _precision(arguments: argparse.Namespace, hf: HFModel) -> Precision | None:
+def _precision(arguments: argparse.Namespace, hf: HFModel) -> ReleasedPrecision | None:
     if arguments.quantise is None:
         return None
-    path = Path(arguments.config)
-    folder = path if path.is_dir() else path.parent
-    there = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    folder, there = _release(arguments)
     release = open_checkpoint(folder, hf) if there else None
     precision = ReleasedPrecision(hf, arguments.quantise, release)
     if not precision.uses_release:
-        print(
-            f"note: no quantised checkpoint lies in {folder}, where --config is: every block gets "
-            "a scale of its own, and released weights do not come back to the byte",
-            file=sys.stderr,
+        _note(
+            f"no quantised checkpoint lies in {folder}, where --config is: every block gets a "
+            "scale of its own, and released weights do not come back to the byte"
         )
     return precision
 
@@ -271,16 +257,25 @@ def print_flags(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.config)
     check_names(hf, arguments.without)
     print(" ".join(flags_of(hf, arguments.without)))
-    for note in unsaid(hf):
-        print(f"note: {note}", file=sys.stderr)
+    _note(*unsaid(hf))
     return 0
 
 
+def _release(arguments: argparse.Namespace) -> tuple[Path, bool]:
+    """Return the folder of ``--config``, and if it holds weights."""
+    path = Path(arguments.config)
+    folder = path if path.is_dir() else path.parent
+    return folder, any((folder / name).is_file() for name in (INDEX, SINGLE))
+
+
+def _note(*notes: str) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _noted(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype after a note."""
-    print(
-        f"note: config.json has no dtype (torch_dtype): weights are written as {dtype}, the widest "
-        "dtype in which they are stored",
-        file=sys.stderr,
+    _note(
+        f"config.json has no dtype (torch_dtype): weights are written as {dtype}, the widest dtype "
+        "in which they are stored"
     )
     return dtype

@@ -33,7 +33,7 @@ from megatron_dsa.extras.huggingface.config_json import (
 from megatron_dsa.extras.huggingface.features import check_features, identity, left_tensors
 from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWriter
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match
-from megatron_dsa.extras.huggingface.precision import Precision
+from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
 from megatron_dsa.extras.huggingface.ranks import Place, assemble, global_name, part
 from megatron_dsa.layers.v4.hash_table import check_table
 
@@ -141,17 +141,15 @@ class Import:
             piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.place)
             if found.is_table:
                 words = piece[: self.hf.vocab_size]
-                self._check_table(hf_name, words)
+                fields = self.hf.fields
+                experts = fields["moe_router_topk"], fields["num_moe_experts"]
+                check_table(words, *experts, hf_name)
             self.nonfinite.count(hf_name, piece, tensor.dtype)
             pieces.append(piece)
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)
         if values.shape != tensor.shape:
             _refuse_shape(" + ".join(found.hf), values.shape, tensor.shape)
         return values
-
-    def _check_table(self, hf_name: str, table: torch.Tensor) -> None:
-        fields = self.hf.fields
-        check_table(table, fields["moe_router_topk"], fields["num_moe_experts"], hf_name)
 
     def _check_vocabulary(self, hf_name: str) -> None:
         shape, words = self.reader.shape(hf_name), self.hf.vocab_size
@@ -274,7 +272,7 @@ def export_model(
     *,
     shard_bytes: int = 5 * 10**9,
     values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
-    precision: Precision | None = None,
+    precision: ReleasedPrecision | None = None,
 ) -> None:
     """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
 
@@ -296,7 +294,6 @@ def export_model(
     hf = parse_config(config)
     check_model(hf, model.config)
     _check_exportable(model, hf)
-    precision = precision or Precision()
     nonfinite = NonFinite("the model", "export an earlier checkpoint")
 
     def read(name: str) -> torch.Tensor:
@@ -317,21 +314,22 @@ def export_model(
                     full = full[: hf.vocab_size]
                 nonfinite.count(name, full, full.dtype)
                 for target in (hf_name, *_copies(hf_name, hf, model)):
-                    for stored, content in precision.tensors(target, full):
+                    written = precision.tensors(target, full) if precision else [(target, full)]
+                    for stored, content in written:
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
         nonfinite.check()  # without its index, the directory is no checkpoint
-        written = {k: v for k, v in config.items() if k != "quantization_config"}
-        if "expert_dtype" in written:
-            written["expert_dtype"] = None
+        said = {k: v for k, v in config.items() if k != "quantization_config"}
+        if "expert_dtype" in said:
+            said["expert_dtype"] = None
         if hf.mtp_layers != _mtp_layers(model):
-            written["num_nextn_predict_layers"] = _mtp_layers(model)
-        written |= _without_features(writer, hf, model) | precision.config
+            said["num_nextn_predict_layers"] = _mtp_layers(model)
+        said |= _without_features(writer, hf, model) | (precision.config if precision else {})
         # The router's bias is fp32 in every model.
         narrowest = min(dtypes, key=lambda x: x.itemsize)
-        written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
-        text = json.dumps(written, indent=2, sort_keys=True) + "\n"
+        said["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
+        text = json.dumps(said, indent=2, sort_keys=True) + "\n"
         writer.path("config.json").write_text(text)
 
 

@@ -1,8 +1,8 @@
 """The table of models: keys of ``config.json``, and the names of tensors.
 
 Weights fit under any rope convention, and a wrong one shows only as a worse model. So every key
-that changes what a weight means is read here, and a value that is not understood is an error. Of
-DeepSeek-V4 both forms are read: as released (compress_ratios, rope_scaling) and as transformers
+that changes what a weight means is read here, and a value that is not understood is an error.
+DeepSeek-V4 is read in both forms: as released (compress_ratios, rope_scaling) and as transformers
 writes it (layer_types with compress_rates, rope_parameters by kind of layer).
 """
 

@@ -1,4 +1,4 @@
-"""The precision of an exported checkpoint: the model's, or quantised as a release is."""
+"""An exported checkpoint with the precision of a release."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.files import CheckpointReader, Scales
 from megatron_dsa.extras.huggingface.quantised import Format, quantise
 
-#: What ``export-hf --quantise`` takes.
+#: Values of ``export-hf --quantise``.
 MODES = ("fp8", "released")
 #: Columns that share a scale of fp4 numbers, where no release says otherwise.
 _FP4_COLUMNS = 32
@@ -24,36 +24,20 @@ _USUAL = {
 }
 
 
-class Precision:
-    """The dtypes of the model; ``config`` has its keys of config.json."""
-
-    config: dict[str, Any]
-
-    def __init__(self) -> None:
-        self.config = {}
-
-    def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are written for one, ``name`` first."""
-        yield name, tensor
-
-
-class ReleasedPrecision(Precision):
+class ReleasedPrecision:
     """Weights quantised as in a release, the other tensors in the dtypes of the release.
 
     The tensors of the release say which weights are quantised, how, and which scales to keep.
     Without them, the table of names says which, and every block gets a scale of its own.
 
     Attributes:
+        config: keys of config.json that describe it.
         blocks, kept: quantised blocks so far, and those with the scale of the release.
         uses_release: whether the release's tensors say how to quantise.
     """
 
     def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
-        super().__init__()
-        require(
-            mode in MODES,
-            f"quantise must be {' or '.join(MODES)}, got {mode!r}",
-        )
+        require(mode in MODES, f"quantise must be {' or '.join(MODES)}, got {mode!r}")
         said: dict[str, Any] | None = hf.raw.get("quantization_config")
         fp4 = hf.quantisation.fp4_experts
         if mode == "fp8":
@@ -82,7 +66,7 @@ class ReleasedPrecision(Precision):
         self._block: tuple[int, int] = tuple(said["weight_block_size"])
         self._powers = scales == "ue8m0"
         self._plain = tuple(said.get("modules_to_not_convert") or ())
-        self.config = {"quantization_config": said}
+        self.config: dict[str, Any] = {"quantization_config": said}
         if hf.names.features and "expert_dtype" not in said:
             # Programs take fp4 for granted in a DeepSeek-V4.
             self.config["expert_dtype"] = "fp4" if fp4 else "fp8"
@@ -91,6 +75,7 @@ class ReleasedPrecision(Precision):
         self.blocks = self.kept = 0
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are written for one, ``name`` first."""
         released = self._release is not None and name in self._release
         scales = self._released_scales(name, tensor) if released else None
         if released and scales is None:

@@ -67,9 +67,30 @@ def test_the_same_keys_with_values_of_models_are_read():
 
 PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 NESTED = {"main": {"rope_theta": 1e4}, "compress": PLAIN_YARN | {"attention_factor": 1.0}}
-#: Changes of a tiny GLM-5 and of a tiny V4 -> the message.
+#: Model type -> changes of its tiny model, and the message.
 REFUSED = {
-    "glm": [
+    "llama": [({}, "model_type = 'llama'")],
+    "deepseek_v3": [
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"q_lora_rank": None}, "q_lora_rank = None: it must be given"),
+    ],
+    "deepseek_v32": [
+        ({"kv_lora_rank": None}, "kv_lora_rank = None: it must be given"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"index_window": 3}, "index_window = 3"),
+        ({"num_key_value_heads": 2}, r"must be num_attention_heads \(4\)"),
+        ({"topk_group": 1}, "topk_group = 1: must be half of num_experts_per_tok"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "scale": 2}},
+            "rope_parameters.scale = 2",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
+    ],
+    "glm_moe_dsa": [
+        ({"indexer_rope_interleave": "half"}, "must be true or false"),
+        ({"indexer_types": ["shared", "full"]}, "indexer_types"),
         (
             {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": PLAIN_YARN},
             "takes rope_scaling and",
@@ -89,7 +110,7 @@ REFUSED = {
         ({"index_topk_pattern": "FS" * 40}, r"FS\.\.\. \(80 entries\): must have num_hidden"),
         ({"mlp_layer_types": ["dense"] * 79}, r"\.\.\. \(79 entries\): must say dense or sparse"),
     ],
-    "v4": [
+    "deepseek_v4": [
         ({"compress_rope_theta": -4e4}, "compress_rope_theta = -40000.0: .* > 1"),
         ({"compress_rope_theta": None}, "compress_rope_theta = None: it must be given"),
         ({"compress_ratios": [0, 4, 8.0, 4]}, "compress_ratios = .*: must give 4 layers"),
@@ -151,12 +172,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model", REFUSED)
-def test_keys_that_are_not_understood_or_contradict_each_other_are_refused(model):
-    for changes, message in REFUSED[model]:
-        config = tiny_v4(**changes) if model == "v4" else tiny_config("glm_moe_dsa", **changes)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_keys_that_are_not_understood_or_contradict_each_other_are_refused(kind):
+    for changes, message in REFUSED[kind]:
+        v4 = kind == "deepseek_v4"
         with pytest.raises(ConfigError, match=message):
-            parse_config(config)
+            parse_config(tiny_v4(**changes) if v4 else tiny_config(kind, **changes))
 
 
 def test_another_model_is_one_entry(monkeypatch):

@@ -91,19 +91,6 @@ def test_round_trip_is_exact(tmp_path):
     print(f"{len(before)} tensors of deepseek_v4 back to the bit")
 
 
-def test_commands_there_and_back(tmp_path):
-    """Layers of different kinds through a distributed checkpoint."""
-    config = tiny_v4(**MTP)
-    there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
-    export_model(tiny_model(config, mtp_num_layers=1), there, config)
-    assert main(["import-hf", "--input", there, "--output", megatron]) == 0
-    arguments = ["--input", megatron, "--output", back, "--config", there]
-    assert main(["export-hf", *arguments]) == 0
-    before, after = CheckpointReader(there), CheckpointReader(back)
-    assert set(before.names()) == set(after.names())
-    assert all(torch.equal(before.read(name), after.read(name)) for name in before.names())
-
-
 @pytest.mark.parametrize("config", [tiny_config(), tiny_v4()], ids=["V3.2", "V4"])
 def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
     """They run none. What was not settled then is, and is logged, when a model is built to run."""
