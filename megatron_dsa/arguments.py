@@ -285,18 +285,7 @@ def _add_run_arguments(group) -> None:
 
 
 def add_dry_run_arguments(group) -> None:
-    """Add all flags of plans to a parser or to a group of one."""
-    add_setting_arguments(group)
-    group.add_argument(
-        "--dsa-dry-run-attention-only",
-        action="store_true",
-        help="Plan the attention alone, for models of which the rest is not known: MLPs, experts, "
-        "embedding and output layer are left out.",
-    )
-
-
-def add_setting_arguments(group) -> None:
-    """Add the flags for the machine of a plan."""
+    """Add the flags of plans to a parser or to a group of one."""
     group.add_argument(
         "--dsa-dry-run",
         action="store_true",

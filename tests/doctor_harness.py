@@ -1,9 +1,9 @@
 """Runs the doctor on the CPU, with implementations that are wrong on purpose."""
 
-import argparse
 import json
 
 from megatron_dsa.extras import doctor
+from megatron_dsa.extras.cli import build_parser
 
 FORWARD, BACKWARD, TEACHER = (
     "sparse_attention_forward",
@@ -18,9 +18,7 @@ SMALL = (
 
 
 def parse(text):
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    return parser.parse_args(text.split())
+    return build_parser().parse_args(["doctor", *text.split()])
 
 
 def run(capsys, text=SMALL):
@@ -37,9 +35,9 @@ def verdicts(data, name="made_up"):
     """Results by the implementations in them, of those that contain ``name``."""
     found = {}
     for result in data["results"]:
-        names = [n for part in result["parts"] for n in part["implementations"].values()]
+        names = tuple(result["implementations"].values())
         if name in names:
-            found[tuple(names)] = result
+            found[result["check"], *names] = result
     return found
 
 
@@ -47,7 +45,7 @@ def others_are_ok(data):
     return all(
         result["ok"]
         for result in data["results"]
-        if not any("made_up" in part["implementations"].values() for part in result["parts"])
+        if "made_up" not in result["implementations"].values()
     )
 
 

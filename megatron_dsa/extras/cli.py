@@ -3,12 +3,12 @@ makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`
 ``generate`` and ``evaluate`` run trained models."""
 
 import argparse
-import importlib
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.rules.ranges import Range, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
 
@@ -34,8 +34,7 @@ def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     """Return a command that imports its module when it runs: the host is prepared before."""
 
     def run(arguments: argparse.Namespace) -> int:
-        tools = importlib.import_module(f"megatron_dsa.extras.{module}")
-        return getattr(tools, function)(arguments)
+        return getattr(load_extra(module, "this command"), function)(arguments)
 
     return run
 
@@ -106,13 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of --muon: value of --dsa-muon-per-head",
     )  # fmt: skip
     info.set_defaults(run=_run("info", "print_info"))
-    from megatron_dsa.extras import doctor
-
-    check = commands.add_parser(
-        "doctor", help="check every implementation against float64 on this machine and your shape"
-    )
-    doctor.add_arguments(check)
-    check.set_defaults(run=doctor.run)
+    _add_doctor(commands)
     data = commands.add_parser("prepare-data", help="byte-level Megatron data set from text files")
     data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
     data.add_argument(
@@ -124,9 +117,17 @@ def build_parser() -> argparse.ArgumentParser:
     data.set_defaults(run=_prepare_data)
     _add_conversions(commands)
     _add_trained(commands)
-    from megatron_dsa.extras.report import command
-
-    command.add_command(commands)
+    report = commands.add_parser("report", help="a page on training runs, from TensorBoard's files")
+    report.add_argument(
+        "folders", nargs="+", type=Path, metavar="LOG_DIR",
+        help="what --tensorboard-dir was, or a folder of such folders; several runs are compared",
+    )  # fmt: skip
+    report.add_argument(
+        "--output", type=Path, nargs="+", default=[Path("report.html")], metavar="FILE",
+        help="files to write, .html or .png (report.html)",
+    )  # fmt: skip
+    report.add_argument("--title", default="Training report")
+    report.set_defaults(run=_run("report.command", "run"))
     for each in commands.choices.values():
         each.add_argument(
             TRACEBACK_FLAG, action="store_true", help="show where an error comes from"
@@ -134,8 +135,78 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_DOCTOR = """\
+Compare every implementation that can run here with float64, at your shape (by default
+DeepSeek-V3.2's), and time it. All forwards of sparse attention are combined with all backwards, all
+index scores with all top-k; indexer losses are checked with their gradients.
+"""
+
+_DOCTOR_CODES = """\
+exit codes, for CI:
+  0  every combination that was checked is right, and a fused implementation was among them
+  1  a combination is wrong: an error above the tolerance, a result that is not finite or breaks a
+     rule for empty rows, invalid ids or ties, repeats that differ although the implementation is
+     declared deterministic, or a crash. This also holds for implementations that dispatch would
+     not pick first: they are declared to work here. The table marks what dispatch would run.
+  2  nothing wrong was found, but not enough was checked: no fused implementation can run here
+     (say, there is no GPU; --allow-unfused accepts that), or memory ran out; also for wrong
+     arguments
+"not checked" in the report lists every implementation that was left out, with the reason. Without a
+GPU, the torch implementations are checked on the CPU at a smaller shape, which the report names.
+A kernel that hangs has to be stopped by a time limit of yours.
+"""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers separated by commas, got {text!r}"
+        ) from None
+
+
+def _dims(text: str) -> tuple[int, int]:
+    values = _numbers(text)
+    if len(values) != 2 or values[1] > values[0]:
+        raise argparse.ArgumentTypeError(
+            "must be two numbers, the query/key dim and the value dim (a slice of the key, so not "
+            f"larger), got {text!r}"
+        )
+    return values[0], values[1]
+
+
+def _add_doctor(commands) -> None:
+    parser = commands.add_parser(
+        "doctor", help="check every implementation against float64 on this machine and your shape",
+        description=_DOCTOR, epilog=_DOCTOR_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    switch, add = ("off", "on", "both"), parser.add_argument
+    add("--heads", type=_numbers, default=(128,), help="query heads per rank, e.g. 16,32,64,128")
+    add("--dims", type=_dims, default=(576, 512), help="query/key dim, value dim (576,512)")
+    add("--topk", type=_numbers, default=(2048,), help="keys per query, e.g. 640,1152,2048")
+    add("--seq", type=int, default=4096, help="keys (4096)")
+    add("--index-heads", type=int, default=64, help="index heads (64)")
+    add("--index-dim", type=int, default=128, help="dim of an index head (128)")
+    add(
+        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+        help="of queries and keys (bf16)",
+    )  # fmt: skip
+    add("--sink", choices=switch, default="off", help="a learned sink per head (off)")
+    add("--packed", choices=switch, default="off", help="several sequences per batch (off)")
+    add("--rows", type=int, default=256, help="query tokens that are compared with float64 (256)")
+    add(
+        "--tolerance", type=float,
+        help="largest relative error (5e-3, fp32 1e-5; lse 1e-4, p_sum and loss 1e-3)",
+    )  # fmt: skip
+    add("--device", help="e.g. cuda, cuda:1 or cpu; default: a GPU if there is one")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--allow-unfused", action="store_true", help="exit with 0 without a fused implementation")
+    parser.set_defaults(run=_run("doctor", "run"))
+
+
 def _add_conversions(commands) -> None:
-    """Add the commands between Hugging Face and Megatron."""
     into = commands.add_parser(
         "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
     )
@@ -157,7 +228,7 @@ def _add_conversions(commands) -> None:
     out.add_argument(
         "--adapter",
         action="store_true",
-        help="write the adapters alone, in PEFT's format, but for DeepSeek-V4 (default: merge them "
+        help="write only the adapters, in PEFT's format; not for DeepSeek-V4 (default: merge them "
         "into the weights)",
     )
     for command, function in ((into, "import_hf"), (out, "export_hf")):
@@ -183,7 +254,6 @@ def _add_conversions(commands) -> None:
 
 
 def _add_trained(commands) -> None:
-    """Add the commands that run a trained model."""
     write = commands.add_parser(
         "generate",
         help="text of a trained model, by full forward passes, without a cache: for a quick look",

@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa info``: versions, GPU, and what every operation would run."""
+"""``python -m megatron_dsa info``: versions, GPU, what every operation would run and can run."""
 
 import argparse
 import json
@@ -21,7 +21,9 @@ from megatron_dsa.extras.support_table import support_table
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops, stream_ops, visible_ops
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
-from megatron_dsa.ops.dispatch import OpCall, Policy, choices_unlogged
+from megatron_dsa.ops.dispatch import OpCall, Operation, Policy, choices_unlogged
+from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import Support, short_dtype
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
     host_problem,
@@ -46,7 +48,9 @@ def collect_info() -> dict:
         },
         "untested": untested_versions(),
         "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
-        "flash_attention_4_unused": _flash_attention_4_unused(),
+        "flash_attention_4_unused": (
+            flash4.problem() if optional_version("flash-attn-4") else None
+        ),
         "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
         "patches": patches.described(),
         "gpus": [
@@ -64,11 +68,6 @@ def collect_info() -> dict:
             model: _attention(name, "dense") for model, name in MODELS.items() if not _is_v4(name)
         },
     }
-
-
-def _flash_attention_4_unused() -> str | None:
-    """Return why an installed FlashAttention 4 cannot be used here, or ``None``."""
-    return flash4.problem() if optional_version("flash-attn-4") else None
 
 
 #: Models whose operations are listed, and their presets.
@@ -106,7 +105,7 @@ def _is_v4(name: str) -> bool:
 
 
 def _config(name: str, options: DSAOptions) -> DSATransformerConfig:
-    # V4's streams call operations, too.
+    # V4's streams also call operations.
     return (model_preset if _is_v4(name) else preset)(
         name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
         dsa_indexer_use_sparse_loss=options.stage == "sparse",
@@ -120,7 +119,6 @@ def _attention(name: str, stage: Any) -> dict:
 
 
 def _operations(ops: dict[str, RequiredOp]) -> dict:
-    """What dispatch would pick for these calls, per operation."""
     operations = {}
     for name, op in ops.items():
         choice = OPERATIONS[name].choose(op.call, Policy(fused=True))
@@ -135,7 +133,7 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
     return operations
 
 
-#: When an operation is not called, or only if asked for.
+#: Conditions under which an operation is called.
 _REMARKS = {
     **dict.fromkeys(
         (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
@@ -149,7 +147,7 @@ _REMARKS = {
 
 
 def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
-    """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
+    """Return ``{"1-32": name, ...}`` where the choice depends on the number of heads."""
     edges = {1}
     for rule in OPERATIONS[operation].first:
         edges |= {rule.heads[0], rule.heads[1] + 1}
@@ -172,13 +170,14 @@ _UNUSED = {
 
 
 def print_info(arguments: argparse.Namespace) -> int:
-    """Run the command: print for people, as JSON, or the support table; return the exit code."""
+    """Print for people, as JSON, the support table or Muon's list; return the exit code."""
     _check_flags(arguments)
     if arguments.support_table:
         print(support_table())
         return 0
     if arguments.muon is not None:
-        print(describe(arguments.muon, arguments.muon_per_head))
+        released = load_extra("muon.released", "info --muon")
+        print(released.describe(arguments.muon, arguments.muon_per_head))
         return 0
     with choices_unlogged():
         info = collect_info()
@@ -190,7 +189,6 @@ def print_info(arguments: argparse.Namespace) -> int:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Raise :class:`ConfigError` for flags of which one would have no effect."""
     kinds = {
         "--json": arguments.json,
         "--support-table": arguments.support_table,
@@ -250,3 +248,99 @@ def _print_operations(operations: dict) -> None:
             print(f"    {heads} heads: {candidate}")
         for candidate, reason in entry["rejected"].items():
             print(f"    not {candidate}: {reason}")
+
+
+_HEAD = """# What every implementation can run
+
+Printed by `python -m megatron_dsa info --support-table` from `megatron_dsa/ops/*/declaration.py`.
+
+Dispatch tries the implementations of an operation in the order of this table, torch last, but for
+the numbers of heads for which the committed benchmark shows another one to be the fastest. "With
+the teacher": the backward also returns the indexer's teacher, the head sum of the probabilities,
+which other implementations compute as an operation of its own.
+`--dsa-impl OPERATION=IMPLEMENTATION ...`, or `MEGATRON_DSA_IMPL=OPERATION=IMPLEMENTATION,...` in
+the environment, names implementations: they run, or start-up stops with the reason. "-" means any,
+except where the column "covers" names a condition.
+"""
+
+_COLUMNS = (
+    "implementation", "package", "GPUs", "dtypes", "dims (qk, v)", "heads", "K", "packed", "sink",
+    "deterministic", "tried first for heads", "covers", "bridged by the adapter",
+)  # fmt: skip
+
+
+def support_table() -> str:
+    """Return what every implementation can run, as a page of Markdown."""
+    parts = [_HEAD]
+    for operation in OPERATIONS.values():
+        title = operation.title[0].upper() + operation.title[1:]
+        parts.append(f"## {operation.name}\n\n{title}.\n")
+        rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
+        for c in operation.candidates:
+            rows.append((c.name, *_cells(c.support, _first(operation, c.name))))
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+    parts.append(_versions())
+    return "\n".join(parts)
+
+
+def _span(limits: tuple[int, int] | None) -> str:
+    return "-" if limits is None else f"{limits[0]}-{limits[1]}"
+
+
+def _first(operation: Operation, name: str) -> str:
+    rules = [rule for rule in operation.first if rule.name == name]
+    with_teacher = ("", "with the teacher ")
+    return "; ".join(with_teacher[rule.teacher] + _span(rule.heads) for rule in rules) or "-"
+
+
+def _cells(support: Support, first: str) -> tuple[str, ...]:
+    determinism = "yes" if support.deterministic else "no"
+    if support.deterministic_mode:
+        determinism = "on request"
+    return (
+        _package(support),
+        _gpus(support),
+        ", ".join(map(short_dtype, support.dtypes)) if support.dtypes else "-",
+        ", ".join(map(str, support.dims)) if support.dims else "-",
+        _span(support.heads),
+        _span(support.topk),
+        "yes" if support.packed else "no",
+        "yes" if support.sink else "no",
+        determinism,
+        first,
+        f"declined: {support.declined}" if support.declined else support.covers,
+        support.bridged or "-",
+    )
+
+
+def _gpus(support: Support) -> str:
+    if support.capabilities is None:
+        return "-"
+    run = [c for c in support.capabilities if c not in support.not_run]
+    parts = [", ".join(f"sm{a}{b}" for a, b in part) for part in (run, support.not_run)]
+    not_run = [f"compiled, not run: {parts[1]}"] if support.not_run else []
+    return "; ".join([*filter(None, parts[:1]), *not_run])
+
+
+def _package(support: Support) -> str:
+    package = support.package
+    if package is None:
+        return "-"
+    floor = support.minimum or package.minimum
+    return f"{package.distribution or package.module}{f' >= {floor}' if floor else ''}"
+
+
+def _versions() -> str:
+    lines = ["## Versions of the packages\n"]
+    for package in (FLASH_MLA, CUDNN, TILELANG, FLASH_ATTENTION_4, TRITON):
+        install = package.install.format(floor=package.minimum)
+        lines.append(f"**{package.module}**: {install}.\n")
+        lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
+        lines += [f"* {bad.version} is refused: {bad.what}" for bad in package.known_bad]
+        lines += [
+            f"* from {n.since} it needs {n.distribution} >= {n.minimum}" for n in package.needs
+        ]
+        if package.tested:
+            lines.append(f"* newest version that was run: {package.tested}")
+        lines.append("")
+    return "\n".join(lines).rstrip()

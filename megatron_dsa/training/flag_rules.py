@@ -120,7 +120,7 @@ def _of_v4() -> str:
 #: Flags (by their names as arguments), and the flags without which they have no effect.
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
-        "dsa_dry_run_world dsa_dry_run_gpu dsa_dry_run_attention_only",
+        "dsa_dry_run_world dsa_dry_run_gpu",
         lambda args: on_meta(),  # the last one is also a flag of the planned model
         "with --dsa-dry-run",
     ),

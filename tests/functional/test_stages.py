@@ -99,7 +99,7 @@ def check_report(folder, end):
     assert sum(ran["dense_attention"].values()) >= 2 * 4 * 12
     assert sum(ran["sparse_attention_backward"].values()) == 2 * 4 * 5
     shares = facts.step_shares(run)
-    assert "sparse attention backward" in shares and "dense attention" not in shares
+    assert "sparse_attention_backward" in shares and "dense_attention" not in shares
     assert min(shares.values()) > 0
     page = folder / "report.html"
     assert main(["report", str(folder), "--output", str(page)]) == 0

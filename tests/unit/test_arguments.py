@@ -228,7 +228,6 @@ def test_megatron_parses_the_command_line_again():
         (["--dsa-dry-run"], "python -m megatron_dsa.pretrain"),
         (["--dsa-dry-run-world", "8"], "--dsa-dry-run-world .* only with --dsa-dry-run"),
         (["--dsa-dry-run-gpu", "h200"], "--dsa-dry-run-gpu .* only with --dsa-dry-run"),
-        (["--dsa-dry-run-attention-only"], "-attention-only .* only with --dsa-dry-run"),
     ],
 )
 def test_a_training_is_not_taken_for_a_plan(flags, message):

@@ -50,7 +50,6 @@ LATE = {
     # Without a GPU, Megatron is prepared before anything imports it.
     "pretrain.py": "the host is prepared",
     "extras/cli.py": "the host is prepared",
-    "extras/doctor/__init__.py": "the host is prepared",
     # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",
 }

@@ -1,44 +1,123 @@
-"""``python -m megatron_dsa doctor``: which implementations are right on this machine?
+"""``python -m megatron_dsa doctor``: compare every implementation with float64 on this machine.
 
-Every forward of sparse attention that can run here is combined with every backward, every pair of
-index scores and top-k and every indexer loss with its gradients likewise, at the user's shape,
-and compared with float64; index scores in the arithmetic of inference engines, with its rule. The
-inputs hold what kernels are known to fail on: empty rows, holes,
-ids out of range, stale ids, lists of different lengths, keys that are NaN and must not be touched.
-
-``options`` and ``shapes`` are what is asked for, ``attention``, ``indexer`` and ``engine`` the
-checks (run by ``session``, in the order of ``examine``) by :mod:`megatron_dsa.testing`,
-``results`` what they say, ``table`` how it is printed.
+The inputs are those on which kernels are known to fail: empty lists, holes, ids out of range, stale
+ids, lists of different lengths, keys that are NaN and must not be read.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
+import platform
 import sys
 
-from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.doctor.options import add_arguments
+import torch
 
-__all__ = ["add_arguments", "run"]
+from megatron_dsa import __version__
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.extras.doctor.report import Report, as_json, print_report
+from megatron_dsa.extras.doctor.session import Session
+from megatron_dsa.ops.dispatch import choices_unlogged, uncounted
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SWITCH = {"off": (False,), "on": (True,), "both": (False, True)}
+#: Fewer would leave no room for the tokens and keys that are made difficult on purpose.
+_LEAST = {"seq": 64, "rows": 16}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, print the report, return the exit code (:mod:`.options` says which)."""
-    # Imported late: the command line must be able to say that torch is missing.
-    from megatron_dsa.extras.doctor.examine import examine
-    from megatron_dsa.extras.doctor.results import NOT_PROVEN
-    from megatron_dsa.extras.doctor.table import as_json, print_report
+    """Check, print the report, and return the exit code that the command's help names.
 
-    try:
-        # Compilers of kernels log to the standard output, which belongs to the report.
-        with contextlib.redirect_stdout(sys.stderr):
-            report = examine(arguments)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return NOT_PROVEN
+    Raises:
+        ConfigError: an argument is out of range, or the device does not exist.
+    """
+    # Compilers of kernels log to the standard output, which belongs to the report.
+    with contextlib.redirect_stdout(sys.stderr), choices_unlogged(), uncounted():
+        report = _examine(arguments)
     code = report.exit_code(arguments.allow_unfused)
     if arguments.json:
         print(json.dumps(as_json(report, code), indent=2))
     else:
         print_report(report, code)
     return code
+
+
+def _examine(arguments: argparse.Namespace) -> Report:
+    device = _device(arguments.device)
+    asked = shapes_from(arguments)
+    shapes = asked if device.type == "cuda" else list(dict.fromkeys(s.on_cpu() for s in asked))
+    report = Report(_environment(device), asked, shapes)
+    if device.type == "cuda":
+        report.remarks.append(
+            f"ms are medians with {shapes[0].timed_rows} query tokens; the selection's with all "
+            f"{shapes[0].seq}. First calls (imports, compilation, loading) are not in them"
+        )
+    else:
+        labels = (f"{x.attention_label()}, HI{x.index_heads} DI{x.index_dim}" for x in shapes)
+        report.remarks.append(
+            f"on the CPU only the torch implementations run. Checked at {'; '.join(labels)}. NOT "
+            "checked: fused kernels, the shape that was asked for, times"
+        )
+    Session(device, shapes[0].dtype, arguments.tolerance, report).run(shapes)
+    return report
+
+
+def shapes_from(arguments: argparse.Namespace) -> list[Shape]:
+    """Return the grid of shapes of the arguments."""
+    for name, least in _LEAST.items():
+        require(
+            getattr(arguments, name) >= least,
+            f"--{name} must be at least {least}, got {getattr(arguments, name)}: some tokens and "
+            "keys are made invalid on purpose, and the others must carry the check",
+        )
+    qk_dim, v_dim = arguments.dims
+    return [
+        Shape(
+            heads=heads, qk_dim=qk_dim, v_dim=v_dim, topk=topk, packed=packed, sink=sink,
+            index_heads=arguments.index_heads, index_dim=arguments.index_dim, seq=arguments.seq,
+            rows=min(arguments.rows, arguments.seq), dtype=_DTYPES[arguments.dtype],
+        )
+        for heads, topk, packed, sink in itertools.product(
+            arguments.heads, arguments.topk, _SWITCH[arguments.packed], _SWITCH[arguments.sink]
+        )
+    ]  # fmt: skip
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    wrong = f"--device must be cuda, cuda:<number> or cpu, got {name!r}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(wrong) from error
+    require(device.type in ("cuda", "cpu"), wrong)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        require(
+            (device.index or 0) < count,
+            f"--device {name}: this machine has {count} GPU(s); try --device cpu",
+        )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(device)
+    return device
+
+
+def _environment(device: torch.device) -> dict:
+    gpu = None
+    if device.type == "cuda":
+        gpu = {
+            "name": torch.cuda.get_device_name(device),
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+        }
+    return {
+        "megatron_dsa": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpu": gpu,
+        "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
+    }

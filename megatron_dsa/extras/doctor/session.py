@@ -1,23 +1,18 @@
-"""One run of the doctor on one device: running implementations, surviving their crashes."""
+"""One run of the checks on one device: implementations are run, compared, timed, and may crash."""
 
+import itertools
+import statistics
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 from megatron_dsa.errors import DSAError
-from megatron_dsa.extras.doctor.measure import (
-    dirty_memory,
-    median_ms,
-    same_bits,
-    seconds,
-    synchronize,
-)
-from megatron_dsa.extras.doctor.results import NotChecked, Part, Report, Result
+from megatron_dsa.extras.doctor.checks import CHECKS, Check, Step
+from megatron_dsa.extras.doctor.report import NotChecked, Report, Verdict
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.dispatch import Candidate, Policy
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.testing.cases import Shape
 from megatron_dsa.testing.comparison import MODEL_SHAPES, by_figure
@@ -26,41 +21,83 @@ from megatron_dsa.testing.comparison import MODEL_SHAPES, by_figure
 REPEATS = 3
 
 
-def named(*pairs: tuple[str, Candidate]) -> Policy:
-    """A policy under which exactly these implementations run."""
-    return Policy(named=tuple((operation, candidate.name) for operation, candidate in pairs))
-
-
 class Session:
     """Runs implementations on ``device`` and files what they did in ``report``.
 
     Attributes:
-        tolerance, tolerances: largest relative error that passes, and those of some figures.
         timed: whether full-size calls are made and timed (on a GPU).
-        lost: which implementation left the GPU unusable, if one did; nothing runs after that.
+        lost: the implementation that left the GPU unusable; nothing runs after it.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        tolerance: float | None,
-        report: Report,
+        self, device: torch.device, dtype: torch.dtype, tolerance: float | None, report: Report
     ):
-        self.device = device
+        self.device, self.report = device, report
         self.tolerance = MODEL_SHAPES[dtype] if tolerance is None else tolerance
         self.tolerances = by_figure(self.tolerance) if tolerance is None else {}
-        self.report = report
         self.timed = device.type == "cuda"
         self.lost: str | None = None
 
-    def available(self, operation: str, call: OpCall, label: str) -> list[Any]:
-        """Return pairs (operation, candidate) that can run ``call``; file the others."""
+    def run(self, shapes: list[Shape]) -> None:
+        """Run all checks."""
+        checked: set[str] = set()
+        for checks, label_of in CHECKS:
+            for shape in {label_of(shape): shape for shape in shapes}.values():
+                label = label_of(shape)
+                if self.lost is not None:
+                    self.skip(checks.__name__, "(all)", label, self._lost())
+                    continue
+                try:
+                    for check in checks(shape, self.device):
+                        checked |= check.calls.keys()
+                        self._check(check, shape)
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    self.report.incomplete.append(
+                        f"{checks.__name__} of {label}: out of memory in the float64 reference; "
+                        "try --rows 64"
+                    )
+        others = ", ".join(sorted(OPERATIONS.keys() - checked))
+        self.report.remarks.append(f"checked by the unit tests and not here: {others}")
+
+    def _check(self, check: Check, shape: Shape) -> None:
+        if check.unsupported is not None:
+            for operation in check.calls:
+                self.skip(operation, "(all)", check.label, check.unsupported)
+            return
+        picked = [self._choice(op, call, check.label) for op, call in check.calls.items()]
+        usable = [self._available(op, call, check.label) for op, call in check.calls.items()]
+        for candidates in itertools.product(*usable):
+            names = dict(zip(check.calls, (c.name for c in candidates), strict=True))
+            if self.lost is not None:
+                for operation, name in names.items():
+                    self.skip(operation, name, check.label, self._lost())
+                continue
+            verdict = Verdict(
+                self.tolerance,
+                self.tolerances,
+                check=check.name,
+                label=check.label,
+                shape=shape,
+                implementations=names,
+                fused=any(c.fused for c in candidates),
+                deterministic=all(c.support.deterministic for c in candidates),
+                chosen=list(names.values()) == picked,
+            )
+            # Progress, while kernels are compiled; results go to stdout.
+            print(f"  ... {verdict.name}: {', '.join(names)}", file=sys.stderr, flush=True)
+            self._judge(verdict, check, Policy(named=tuple(names.items())))
+            self.report.results.append(verdict)
+
+    def _lost(self) -> str:
+        return f"not run: the GPU was lost when {self.lost} crashed"
+
+    def _available(self, operation: str, call: OpCall, label: str) -> list:
         found = []
         for candidate in OPERATIONS[operation].candidates:
             reason = candidate.reason(call)
             if reason is None:
-                found.append((operation, candidate))
+                found.append(candidate)
             else:
                 self.skip(operation, candidate.name, label, reason)
         return found
@@ -71,8 +108,8 @@ class Session:
         if entry not in self.report.not_checked:
             self.report.not_checked.append(entry)
 
-    def choice(self, operation: str, call: OpCall, label: str) -> str | None:
-        """File what dispatch picks; returns the name, ``None`` if it refuses."""
+    def _choice(self, operation: str, call: OpCall, label: str) -> str | None:
+        """File what dispatch picks; return its name, ``None`` if it refuses."""
         filed = self.report.chosen.setdefault(label, {})
         try:
             choice = OPERATIONS[operation].choose(call, Policy())
@@ -82,121 +119,103 @@ class Session:
         filed[operation] = {"runs": choice.candidate.name, "rejected": dict(choice.rejected)}
         return choice.candidate.name
 
-    def part(self, *pairs: tuple[str, Candidate]) -> Part:
-        """Return what notes the verdict on implementations, pairs (operation, candidate)."""
-        return Part(
-            tolerance=self.tolerance,
-            tolerances=self.tolerances,
-            implementations=tuple((operation, c.name) for operation, c in pairs),
-            fused=any(c.fused for _, c in pairs),
-            deterministic=all(c.support.deterministic for _, c in pairs),
-        )
-
-    def file(
-        self, check: str, label: str, shape: Shape, parts: tuple[Part, ...], chosen: bool
-    ) -> None:
-        """File a verdict, or that there is none because the GPU was lost before."""
-        skipped = next((part for part in parts if part.skipped), None)
-        if skipped is not None:
-            assert skipped.skipped is not None
-            for operation, name in skipped.implementations:
-                self.skip(operation, name, label, skipped.skipped)
-            return
-        self.report.results.append(Result(check, label, shape, parts, chosen))
-
-    def attempt(self, part: Part, call: Callable) -> tuple[Any, float] | None:
-        """Return ``call()`` and its seconds, or ``None`` after noting in ``part`` what happened."""
-        if self.lost is not None:
-            part.skipped = f"not run: the GPU was lost when {self.lost} crashed"
-            return None
+    def _judge(self, verdict: Verdict, check: Check, policy: Policy) -> None:
+        """Run and compare one combination; an exception of it is its verdict."""
+        where = ""
         try:
-            return seconds(self.device, call)
-        except Exception as error:  # whatever an implementation throws is its verdict
+            first, *others = check.steps(policy, verdict)
+            call, compare = first
+            result = self._run(verdict, first)
+            for _ in range(REPEATS - 1):
+                _dirty_memory(result)
+                again = call()
+                compare(*again)
+                verdict.same_bits = verdict.same_bits is not False and same_bits(result, again)
+            for step in others:
+                self._run(verdict, step)
+            del result, again  # memory for the full size
+            where = "at full size: "
+            if self.timed:
+                self._time(verdict, check, policy, call)
+        except Exception as error:  # also of a comparison: a result of a wrong shape or length
             lines = str(error).strip().splitlines() or [""]
-            part.crashed = f"{type(error).__name__}: {lines[0][:200]}"
-        if not self._alive():
-            self.lost = part.name
-        return None
+            verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
+            if not self._alive():
+                self.lost = verdict.name
+
+    def _run(self, verdict: Verdict, step: Step) -> tuple:
+        call, compare = step
+        self._synchronize()
+        begin = time.perf_counter()
+        result = call()
+        self._synchronize()
+        verdict.first_calls_s += time.perf_counter() - begin
+        compare(*result)
+        return result
+
+    def _time(self, verdict: Verdict, check: Check, policy: Policy, call: Callable) -> None:
+        """Note the median time of a call at full size; too little memory is a remark."""
+        try:
+            if check.full_size is not None:
+                (step,) = check.full_size(policy, verdict)
+                self._run(verdict, step)
+                call = step[0]
+            verdict.ms = median_ms(call)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            verdict.remarks.append("not timed: out of memory at full size")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _alive(self) -> bool:
-        """Whether the device still works: an illegal access ends everything in this process."""
+        """Return if the device still works: an illegal access ends everything in this process."""
         try:
-            synchronize(self.device)
+            self._synchronize()
             torch.zeros(1, device=self.device).sum().item()
         except RuntimeError:
             return False
         return True
 
-    def once(
-        self, part: Part, call: Callable[[], tuple], judge: Callable[..., None], warm=False
-    ) -> Any:
-        """Run and judge ``call``; returns its result, ``None`` if either crashed.
 
-        ``warm``: the same call was made before, so its time is no time of compilation.
-        """
-        done = self.attempt(part, call)
-        if done is None:
-            return None
-        result, elapsed = done
-        if not warm:
-            part.warmup_s += elapsed
-        # A result that cannot even be compared (wrong shape, missing parts) is no crash of ours.
-        return None if self.attempt(part, lambda: judge(*result)) is None else result
+def same_bits(first: tuple, second: tuple) -> bool:
+    """Return if two results (tensors or ``None``) agree in every bit, NaNs included."""
 
-    def examine(self, part: Part, call: Callable[[], tuple], judge: Callable[..., None]) -> Any:
-        """Run ``call`` several times into dirty memory; judge every result.
+    def bits(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.detach().contiguous().reshape(-1).view(torch.uint8)
 
-        Args:
-            call: returns a tuple of tensors (or ``None``).
-            judge: takes these, and notes errors and complaints in ``part``.
-
-        Returns:
-            the tuple of the first run, or ``None`` if a run crashed.
-        """
-        say(f"{part.name}: {', '.join(operation for operation, _ in part.implementations)}")
-        first = self.once(part, call, judge)
-        for _ in range(REPEATS - 1):
-            if first is None:
-                return None
-            dirty_memory(first)
-            again = self.once(part, call, judge, warm=True)
-            if again is None:
-                return None
-            part.same_bits = part.same_bits is not False and same_bits(first, again)
-        return first
-
-    def full_size(self, part: Part, figure: str, call: Callable[[], tuple], judge=None) -> Any:
-        """Run ``call`` once at full size, judge it and take its time; returns its result.
-
-        Too little memory for the full size is a remark and no fault of the implementation.
-        """
-        if not self.timed or part.crashed or part.skipped:
-            return None
-        trial = replace(part)
-        done = self.attempt(trial, call)
-        if done is None:
-            if trial.crashed and trial.crashed.startswith("OutOfMemoryError"):
-                torch.cuda.empty_cache()
-                part.remarks.append(f"{figure} not timed: out of memory at full size")
-            elif trial.crashed:
-                part.crashed = f"at full size: {trial.crashed}"
-            return None
-        result, elapsed = done
-        part.warmup_s += elapsed
-        if judge is not None and self.attempt(part, lambda: judge(*result)) is None:
-            return None
-        self.time(part, figure, call)
-        return result
-
-    def time(self, part: Part, figure: str, call: Callable) -> None:
-        """Note the median time of ``call``, which was made before, unless ``part`` failed."""
-        if not self.timed or part.crashed or part.skipped:
-            return
-        done = self.attempt(part, lambda: median_ms(call))
-        if done is not None:
-            part.ms[figure] = done[0]
+    for a, b in zip(map(bits, first), map(bits, second), strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif not torch.equal(a, b):
+            return False
+    return True
 
 
-def say(line: str) -> None:
-    """Progress, while kernels are compiled; results go to stdout."""
-    print(f"  ... {line}", file=sys.stderr, flush=True)
+def _dirty_memory(results: tuple) -> None:
+    """Leave NaN (or a huge id) in freed memory of the sizes of ``results``.
+
+    The next outputs are likely to be allocated there: one that is accumulated into without being
+    zeroed, or not written everywhere, then differs from the first.
+    """
+    blocks = [
+        torch.full_like(x, float("nan") if x.is_floating_point() else 2**30, requires_grad=False)
+        for x in results
+        if x is not None
+    ]
+    del blocks
+
+
+def median_ms(function: Callable, enough_ms: float = 400.0, repeats: int = 9) -> float:
+    """Return the median time on the GPU of a call that was compiled; repeat slow calls less."""
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < enough_ms:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)

@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.training import get_tokenizer
@@ -16,24 +16,6 @@ from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
 #: Lengths are padded to multiples of this: tables and kernels are made per length.
 LENGTHS = 64
-
-
-class Codec(Protocol):
-    """Text to token ids and back.
-
-    Attributes:
-        vocabulary: number of tokens; a model has rows of padding behind.
-        end: id of the token that ends a document.
-    """
-
-    vocabulary: int
-    end: int
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
 
 
 class Bytes:
@@ -79,7 +61,7 @@ class Ids(Tokenizer):
         return " ".join(map(str, ids))
 
 
-def codec_of(args: argparse.Namespace) -> Codec:
+def codec_of(args: argparse.Namespace) -> Bytes | Tokenizer:
     """Return how the data of a training were made into tokens, after Megatron's start."""
     if args.tokenizer_type != "NullTokenizer":
         return Tokenizer(get_tokenizer())
@@ -90,10 +72,7 @@ def codec_of(args: argparse.Namespace) -> Codec:
 def next_logits(model: Any, ids: Sequence[int], maximum: int) -> torch.Tensor:
     """Return the logits of the token behind ``ids``, fp32 ``[padded vocabulary]``.
 
-    Args:
-        model: a GPT model in evaluation mode, whole on this process.
-        ids: at least one token.
-        maximum: most tokens that the model takes; padding stops there.
+    ``model`` is a GPT model in evaluation mode that takes up to ``maximum`` tokens.
     """
     padded = min(-(-len(ids) // LENGTHS) * LENGTHS, maximum)
     # Causal attention: tokens do not see what stands behind them.
@@ -128,9 +107,6 @@ def generate(
         temperature: 0 takes the most probable token; above, tokens are drawn from the softmax of
             logits divided by it.
         generator: for drawing, on the host.
-
-    Raises:
-        ConfigError: the text would be longer than ``maximum``.
     """
     total, most = len(prompt) + count, max(maximum - len(prompt), 0)
     require(
@@ -173,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         for prompt in arguments.prompt:
-            generator = torch.Generator().manual_seed(arguments.seed)  # as if it were alone
+            generator = torch.Generator().manual_seed(arguments.seed)  # as for a single prompt
             # An empty prompt starts a document: behind the token that ends the one before.
             ids = codec.encode(prompt) or [codec.end]
             most, vocabulary = max(ids), vocabulary_of(trained.args)
@@ -192,10 +168,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Nothing is read; Megatron asks for an interval.
+#: Nothing is read; Megatron requires an interval.
 _NO_DATA = ["--eval-iters", "0", "--eval-interval", "1"]
 
 
 def _on_a_line(text: str) -> str:
-    r"""Return a text with ``\n`` for its ends of lines, and likewise for what cannot be printed."""
+    r"""Return a text with escapes (``\n``) for characters that cannot be printed."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -84,14 +84,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that was loaded.
-
-    Attributes:
-        args: Megatron's validated arguments.
-        chunks: the model, a list of one as Megatron's functions take it.
-        directory: the checkpoint.
-        step: its iteration.
-    """
+    """A loaded model (a list of one chunk), its validated arguments, checkpoint and iteration."""
 
     args: argparse.Namespace
     chunks: list[torch.nn.Module]
@@ -100,11 +93,7 @@ class TrainedModel:
 
 
 def saved_arguments(directory: Path) -> argparse.Namespace:
-    """Return the arguments of the training that wrote a distributed checkpoint.
-
-    Raises:
-        ConfigError: it holds none, as those that ``import-hf`` writes.
-    """
+    """Return the arguments of the training that wrote a distributed checkpoint."""
     saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
     require(
         saved is not None,
@@ -117,9 +106,7 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
 def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     """Return the arguments of a training that describe its model and how it reads data.
 
-    Args:
-        saved: arguments of the training.
-        data: whether those that name its data sets are among them.
+    ``data``: also those that name its data sets.
     """
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
@@ -156,13 +143,9 @@ def trained_model(
     """Load a model for the time of the context; Megatron's own output is not shown.
 
     Args:
-        load: what ``--save`` of the training was.
+        load: value of ``--save`` in the training.
         step: iteration; ``None``: the latest.
         flags: data to evaluate on, as Megatron's flags; ``None``: the data of the training.
-
-    Raises:
-        ConfigError: ``load`` holds no checkpoint of a training, or this is one of several
-            processes.
     """
     require(
         world_size() == 1,

@@ -27,7 +27,6 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.files import read_json, read_safetensors, write_safetensors
 from megatron_dsa.extras.huggingface.names import Names
 from megatron_dsa.extras.huggingface.ranks import Place, global_name
-from megatron_dsa.extras.lora.lora import AdaptedLinear
 from megatron_dsa.training.files.whole import WholeFiles
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -82,13 +81,7 @@ class Factor:
 
 
 def factor_of(name: str, names: Names, num_layers: int) -> Factor:
-    """Return what an adapter's parameter is in PEFT's format.
-
-    Args:
-        name: of the parameter, with the number of the layer in the whole model.
-        names: the table of the model.
-        num_layers: decoder layers of the whole model.
-    """
+    """Return an adapter's parameter in PEFT's format; ``name`` counts layers of the whole model."""
     module, _, own = name.rpartition(".")
     part, letter = own[: -len(LORA_A)], own[-1]
     weight = f"{module}.weight"
@@ -110,22 +103,18 @@ def merged(
 ) -> torch.Tensor:
     """Return a parameter with the adapters of its linear added, in the dtype of ``like``.
 
-    The sum is formed in fp32 (fp64 in fp64 models) and rounded once.
-
-    Args:
-        model: has the parameter.
-        values: returns a parameter by name, adapters included.
-        name: of the parameter, not of an adapter.
-        like: the parameter of the model.
+    The sum is computed in fp32 (fp64 in fp64 models) and rounded once. ``values`` returns a
+    parameter by name.
     """
     module_name, _, own = name.rpartition(".")
     linear: Any = model.get_submodule(module_name)
-    if own != "weight" or not isinstance(linear, AdaptedLinear):
+    adapted: tuple[str, ...] = getattr(linear, "adapted", ())  # of extras/lora's AdaptedLinear
+    if own != "weight" or not adapted:
         return values(name).to(like.dtype)
     wide = torch.promote_types(like.dtype, torch.float32)
     total = values(name).to(wide, copy=True)
     for part, rows in zip(linear.parts, total.chunk(len(linear.parts)), strict=True):
-        if part in linear.adapted:
+        if part in adapted:
             down, up = (values(f"{module_name}.{part}_lora_{x}").to(wide) for x in "AB")
             rows.addmm_(up, down, alpha=linear.scale)
     return total.to(like.dtype)
@@ -148,10 +137,7 @@ def export_adapter(
         values: returns the values of a parameter, where the model itself does not hold them.
 
     Returns:
-        How many tensors were left out, which are of layers of multi-token prediction.
-
-    Raises:
-        ConfigError: the model has no adapters or is a DeepSeek-V4, or the directory holds some.
+        Number of tensors that were left out: those in layers of multi-token prediction.
     """
     config: Any = model.config
     folder = Path(directory)
@@ -209,21 +195,15 @@ def _target_modules(config: Any) -> list[str]:
 def import_adapter(
     model: torch.nn.Module, directory: str | Path, names: Names, place: Place = Place()
 ) -> int:
-    """Fill the adapters of a Megatron GPT model with those of a directory in PEFT's format.
-
-    Args:
-        model: ``GPTModel`` (unwrapped), or a stage or part of one, with adapters.
-        directory: holds both files.
-        names: the table of the model.
-        place: place of this rank.
+    """Fill the adapters of a Megatron GPT model, or a stage of one, from a directory of PEFT.
 
     Returns:
-        How many parameters keep their initial values, which are of layers of multi-token
-        prediction.
+        Number of parameters that keep their initial values: those in layers of multi-token
+            prediction.
 
     Raises:
-        ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears;
-            or the model is a DeepSeek-V4.
+        ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears; or
+            the model is a DeepSeek-V4.
     """
     config: Any = model.config
     _check_family(config, "--lora-load", "start from a checkpoint with adapters, by --load")
@@ -257,7 +237,6 @@ def import_adapter(
 
 
 def _part(full: torch.Tensor, parameter: Any, name: str, place: Place) -> torch.Tensor:
-    """Return what a rank holds of one of PEFT's tensors."""
     rank, ranks = place.tensor
     wanted, axis = list(parameter.shape), None
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):

@@ -51,7 +51,6 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
     """Bridge's DeepSeek-V3 with the indexers of V3.2."""
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Return the mappings of V3 and of the indexers."""
         mappings = super().mapping_registry().get_all_mappings()
         mtp = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
         prefixes = [("decoder.layers.*.", V3.layer_prefix.format("*"))]
@@ -86,7 +85,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
 class DeepSeekV3WithIndexersBridge(DeepSeekV32Bridge):
     """DeepSeek-V3 into a model with or without indexers, which keep their initial values.
 
-    It takes the place of Bridge's own, which fails on a parameter that it does not know.
+    It replaces Bridge's own, which fails on unknown parameters.
     """
 
 
@@ -94,14 +93,12 @@ class DeepSeekV3WithIndexersBridge(DeepSeekV32Bridge):
 class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
     """Bridge's provider of MLA models, whose layers have sparse attention.
 
-    :func:`sparse_provider` makes one. As with every provider of Bridge, fields may be changed until
-    it is finalized; only then is it known whether this package supports them.
+    Fields may be changed until it is finalized.
     """
 
     transformer_layer_spec: Callable = dsa_block_spec
 
     def finalize(self) -> None:
-        """Derive fields from others, and refuse unsupported ones."""
         super().finalize()
         validate(self)
         require(
@@ -115,7 +112,7 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
 
         In stage ``warmup``, all but the indexers is frozen.
         """
-        # The parent derives its layers through a module function, and asks transformer-engine.
+        # The parent derives its layers through a module function, from transformer-engine.
         with mock.patch.object(gpt_provider, "mtp_block_spec", dsa_mtp_block_spec):
             model = super().provide(*args, **kwargs)
         return freeze_for_stage([model])[0]

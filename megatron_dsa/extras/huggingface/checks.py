@@ -15,17 +15,14 @@ _NAMED = 20
 
 
 class NonFinite:
-    """Counts NaN and infinite values; conversions go on, so that the error names all tensors.
-
-    The error names ``source`` (a checkpoint, a model) and says how to ``fix`` it.
-    """
+    """Counts NaN and infinite values; conversions go on, so that the error names all tensors."""
 
     def __init__(self, source: str, fix: str):
         self._source, self._fix = source, fix
         self._found: dict[str, str] = {}
 
     def count(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Look at the values of a tensor, which are about to be turned into ``dtype``."""
+        """Count a tensor's values that are not finite, or become so in ``dtype``."""
         if not values.numel() or torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
             return
         counts = {"NaN": int(values.isnan().sum()), "infinite": int(values.isinf().sum())}
@@ -36,7 +33,7 @@ class NonFinite:
         self._found[name] = f"{said} of {values.numel()} values"
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` if a tensor had such values; the error counts and names."""
+        """Raise :class:`ConfigError` if a tensor had such values."""
         if not self._found:
             return
         lines = [f"  - {name}: {said}" for name, said in self._found.items()]
@@ -50,10 +47,7 @@ class NonFinite:
 
 
 def is_unused_bias(name: str, names: Collection[str]) -> bool:
-    """Whether a parameter is the bias of a router that looks experts up by token.
-
-    ``names`` are the names of all parameters.
-    """
+    """Return if a parameter (of ``names``) is the bias of a router with experts by token."""
     router = name.removesuffix("expert_bias")
     return router != name and f"{router}tid2eid" in names
 
@@ -61,8 +55,7 @@ def is_unused_bias(name: str, names: Collection[str]) -> bool:
 def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:
     """Raise for tensors of layers and experts that the model of config.json does not have.
 
-    ``locations`` has one entry per tensor of the checkpoint. Missing tensors are noticed when a
-    parameter needs them.
+    Missing tensors are noticed when a parameter needs them.
     """
 
     def refuse(complaint: str) -> NoReturn:
@@ -102,7 +95,7 @@ def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HF
 
 
 def left_by_rank(unused: Iterable[Location], used: Collection[Location]) -> list[Location]:
-    """Return the tensors of a rank's own layers and experts that are ``unused`` by it."""
+    """Return the ``unused`` tensors of this rank's layers and experts."""
     layers = {x.prefix for x in used} - {""}
     experts = {(x.prefix, x.expert) for x in used if x.expert is not None}
     with_experts = {prefix for prefix, _ in experts}

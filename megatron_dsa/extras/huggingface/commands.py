@@ -6,7 +6,6 @@ Megatron checkpoint is a distributed one: runs of any parallel layout write and 
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.adapters import export_adapter
-from megatron_dsa.extras.huggingface.build import empty_model, widest_dtype
+from megatron_dsa.extras.huggingface.build import empty_model, flags_of, unsaid, widest_dtype
 from megatron_dsa.extras.huggingface.config_json import HFModel, read_config
 from megatron_dsa.extras.huggingface.convert import Import, export_model, open_checkpoint
 from megatron_dsa.extras.huggingface.features import (
@@ -36,10 +35,8 @@ from megatron_dsa.extras.huggingface.features import (
     features_to_build,
 )
 from megatron_dsa.extras.huggingface.files import INDEX, SINGLE
-from megatron_dsa.extras.huggingface.flags import flags_of, unsaid
-from megatron_dsa.extras.huggingface.model_card import write_card
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
-from megatron_dsa.extras.huggingface.precision import Precision, ReleasedPrecision
+from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
 from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.extras.huggingface.trained_config import check_trained
 from megatron_dsa.patches import cpu_host
@@ -50,7 +47,6 @@ from megatron_dsa.training.files.whole import WholeFiles
 
 @contextlib.contextmanager
 def _one_process():
-    """Megatron's process groups with this process as the only rank."""
     if cpu_host.needed():
         cpu_host.activate()
     if torch.distributed.is_initialized():
@@ -121,13 +117,12 @@ def import_hf(arguments: argparse.Namespace) -> int:
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored.
 
-    Adapters (LoRA) are merged into the weights, or with ``--adapter`` written alone.
+    Adapters (LoRA) are merged into the weights, or with ``--adapter`` the only output.
     """
     file_bytes = int(arguments.shard_gb * 1e9)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
-    for remark in hf.remarks:
-        print(f"note: {remark}", file=sys.stderr)
+    _note(*hf.remarks)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
@@ -151,14 +146,12 @@ def export_hf(arguments: argparse.Namespace) -> int:
     )
     precision = _precision(arguments, hf)
     if mtp and not hf.mtp_layers:
-        print(
-            "note: layers of multi-token prediction are left out: by config.json "
-            "(num_nextn_predict_layers) the model has none",
-            file=sys.stderr,
+        _note(
+            "layers of multi-token prediction are left out: by config.json "
+            "(num_nextn_predict_layers) the model has none"
         )
     with _one_process():
-        for note in check_trained(directory, hf, arguments.config):
-            print(f"note: {note}", file=sys.stderr)
+        _note(*check_trained(directory, hf, arguments.config))
         stored = StoredParameters(directory)
 
         def empty(dtype: torch.dtype | None = None):
@@ -173,11 +166,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
         if hf.dtype is None:
             model, entries = empty(_noted(dtype))
         elif torch.promote_types(dtype, hf.dtype) != hf.dtype:
-            print(
-                f"note: weights are stored as {dtype} and rounded to {hf.dtype}, as config.json "
-                "says",
-                file=sys.stderr,
-            )
+            _note(f"weights are stored as {dtype} and rounded to {hf.dtype}, as config.json says")
         if arguments.adapter:
             return _export_adapter(
                 arguments, model, hf, lambda name, like: stored.read(entries[name]).to(like.dtype)
@@ -190,39 +179,31 @@ def export_hf(arguments: argparse.Namespace) -> int:
             values=lambda name, _like: stored.read(entries[name]),
             precision=precision,
         )
-    output = Path(arguments.output)
-    write_card(output, json.loads((output / "config.json").read_text()), directory)
     print(f"{directory} in {arguments.output}")
-    if isinstance(precision, ReleasedPrecision):
+    if precision is not None:
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
 
 
 def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:
-    """Write the adapters alone; PEFT finds the model beside ``--config``, if it lies there."""
-    path = Path(arguments.config)
-    folder = path if path.is_dir() else path.parent
-    there = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    folder, there = _release(arguments)
     base = str(folder.resolve()) if there else None
     left = export_adapter(model, arguments.output, hf.names, base, values)
     if left:
-        print(
-            f"note: {left} tensors of multi-token prediction are left out, PEFT's models have no "
-            "such layers",
-            file=sys.stderr,
+        _note(
+            f"{left} tensors of multi-token prediction are left out, PEFT's models have no such "
+            "layers"
         )
     if any(x.startswith("mlp.") for x in linears_with_adapters(model.config)):
-        print(
-            "note: PEFT 0.21 takes adapters of MLPs for those of routed experts, also in models of "
-            "dense layers (docs/guide/lora.md): merge them, without --adapter",
-            file=sys.stderr,
+        _note(
+            "PEFT 0.21 takes adapters of MLPs for those of routed experts, also in models of dense "
+            "layers (docs/guide/lora.md): merge them, without --adapter"
         )
     print(f"adapters of {arguments.input} in {arguments.output}")
     return 0
 
 
 def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, Any]:
-    """Return the settings of a configuration that give a model the adapters of a checkpoint."""
     if not any(map(is_adapter_parameter, keys)):
         return {}
     saved = dist_checkpointing.load_common_state_dict(str(directory))["args"]
@@ -238,26 +219,21 @@ def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, 
 
 
 def _features_of(keys: Iterable[str]) -> set[str]:
-    """Return the features of ``names.py`` that a distributed checkpoint has in its decoder."""
     ends = {HYPER_CONNECTIONS: "hc_attn_fn", HASH_ROUTING: "router.tid2eid"}
     keys = [key for key in keys if key.startswith("decoder.")]
     return {x for x, end in ends.items() if any(key.endswith(end) for key in keys)}
 
 
-def _precision(arguments: argparse.Namespace, hf: HFModel) -> Precision | None:
-    """Return how ``--quantise`` writes weights; the release is beside the config.json, if any."""
+def _precision(arguments: argparse.Namespace, hf: HFModel) -> ReleasedPrecision | None:
     if arguments.quantise is None:
         return None
-    path = Path(arguments.config)
-    folder = path if path.is_dir() else path.parent
-    there = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    folder, there = _release(arguments)
     release = open_checkpoint(folder, hf) if there else None
     precision = ReleasedPrecision(hf, arguments.quantise, release)
     if not precision.uses_release:
-        print(
-            f"note: no quantised checkpoint lies in {folder}, where --config is: every block gets "
-            "a scale of its own, and released weights do not come back to the byte",
-            file=sys.stderr,
+        _note(
+            f"no quantised checkpoint lies in {folder}, where --config is: every block gets a "
+            "scale of its own, and released weights do not come back to the byte"
         )
     return precision
 
@@ -281,16 +257,25 @@ def print_flags(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.config)
     check_names(hf, arguments.without)
     print(" ".join(flags_of(hf, arguments.without)))
-    for note in unsaid(hf):
-        print(f"note: {note}", file=sys.stderr)
+    _note(*unsaid(hf))
     return 0
 
 
+def _release(arguments: argparse.Namespace) -> tuple[Path, bool]:
+    """Return the folder of ``--config``, and if it holds weights."""
+    path = Path(arguments.config)
+    folder = path if path.is_dir() else path.parent
+    return folder, any((folder / name).is_file() for name in (INDEX, SINGLE))
+
+
+def _note(*notes: str) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _noted(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that weights keep for want of one in config.json, after a note."""
-    print(
-        f"note: config.json has no dtype (torch_dtype): weights are written as {dtype}, the widest "
-        "dtype in which they are stored",
-        file=sys.stderr,
+    _note(
+        f"config.json has no dtype (torch_dtype): weights are written as {dtype}, the widest dtype "
+        "in which they are stored"
     )
     return dtype

@@ -10,13 +10,12 @@ import torch
 from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import computes_topk, options_of, uses_indexer, uses_streams
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.huggingface.deepseek_v4 import FEATURE_FIELDS, HASH_LAYERS
 from megatron_dsa.extras.huggingface.files import read_json
-from megatron_dsa.extras.huggingface.models import MODELS
+from megatron_dsa.extras.huggingface.keys import SIZE, check_keys, check_values, refuse, required
+from megatron_dsa.extras.huggingface.models import FEATURE_FIELDS, HASH_LAYERS, MODELS
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION, Names
 from megatron_dsa.extras.huggingface.pairs import resolved
 from megatron_dsa.extras.huggingface.quantised import Quantisation
-from megatron_dsa.extras.huggingface.rules import SIZE, check_only, check_values, refuse, required
 
 #: Fields that all models share and no key of config.json says.
 _COMMON = {
@@ -71,14 +70,7 @@ class HFModel:
 
 
 def read_config(path: str | Path) -> HFModel:
-    """Read a ``config.json``.
-
-    Args:
-        path: the file, or the checkpoint directory that holds it.
-
-    Raises:
-        ConfigError: it is missing or broken, or says something that is not understood.
-    """
+    """Read a ``config.json``, or the one in a checkpoint directory."""
     path = Path(path)
     if not path.is_file():
         path /= "config.json"
@@ -89,10 +81,6 @@ def read_config(path: str | Path) -> HFModel:
 
 def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel:
     """Return the model that a config.json describes.
-
-    Args:
-        config: its content.
-        source: what errors call it.
 
     Raises:
         ConfigError: names the source, the key, the rule and the fix.
@@ -109,8 +97,8 @@ def _parsed(config: dict) -> HFModel:
         refuse("model_type", kind, f"must be one of {', '.join(MODELS)}; others are unknown")
     model, raw = MODELS[kind], config
     check_values(config)
-    config, notes = resolved(config)
-    check_only(config, model.only)
+    config, notes = resolved(config, model)
+    check_keys(config, model)
     fields = {field: required(config, key) for key, field in model.fields.items()}
     for converter in model.converters:
         fields |= converter(config)
@@ -131,7 +119,6 @@ def _parsed(config: dict) -> HFModel:
 
 
 def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
-    """Return how weights are quantised; ``dtype`` is that of dequantised ones."""
     said = config.get("quantization_config")
     # The key of fp4 is at the top or with the quantisation.
     fp4 = "fp4" in (config.get("expert_dtype"), (said or {}).get("expert_dtype"))
@@ -148,7 +135,6 @@ def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
 
 
 def _unquantised_dtype(config: dict) -> torch.dtype | None:
-    """Return the dtype of weights that are not quantised; ``None``: config.json does not say."""
     said = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
     for key, name in said.items():
         if name not in ("bfloat16", "float16", "float32", "float64"):
@@ -159,7 +145,7 @@ def _unquantised_dtype(config: dict) -> torch.dtype | None:
 
 
 def model_features(config: Any) -> set[str]:
-    """Return which features of ``names.py`` a Megatron model has, by its configuration."""
+    """Return the features of a Megatron model, by its configuration."""
     fields = {
         HYPER_CONNECTIONS: uses_streams(config),
         HASH_ROUTING: bool(getattr(config, HASH_LAYERS, 0)),
@@ -169,7 +155,7 @@ def model_features(config: Any) -> set[str]:
 
 
 def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the fields of a Megatron configuration that describe another model than config.json.
+    """Return the fields of a Megatron configuration that contradict config.json.
 
     Fields of the indexer are compared where the Megatron model has one.
 
@@ -218,7 +204,6 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _selecting(layers: int, sharing: Any) -> list[bool]:
-    """Return which layers select keys themselves."""
     return [computes_topk(sharing, layer + 1) for layer in range(layers)]
 
 

@@ -30,11 +30,10 @@ from megatron_dsa.extras.huggingface.config_json import (
     parse_config,
     read_config,
 )
-from megatron_dsa.extras.huggingface.features import check_features, left_tensors
+from megatron_dsa.extras.huggingface.features import check_features, identity, left_tensors
 from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWriter
-from megatron_dsa.extras.huggingface.hyper_connections import identity
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match
-from megatron_dsa.extras.huggingface.precision import Precision
+from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
 from megatron_dsa.extras.huggingface.ranks import Place, assemble, global_name, part
 from megatron_dsa.layers.v4.hash_table import check_table
 
@@ -43,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did: parameters ``filled``, ``fresh`` (kept their initial values),
-    ``rounded`` (to a narrower dtype), and tensors of the checkpoint that were ``unused``."""
+    """Result of a conversion: parameters ``filled``, ``fresh`` (kept their initial values),
+    ``rounded`` (to a narrower dtype), and tensors of the checkpoint that were ``unused``.
+    """
 
     filled: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -62,19 +62,9 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Import:
-    """A checkpoint as seen from a model: which tensors fill which parameter, read when asked for.
+    """A checkpoint as a model sees it: the tensors of each parameter, read on demand.
 
-    A checkpoint without indexers leaves the model's indexers as they are; all else has to be there.
-
-    Args:
-        model: ``GPTModel`` (unwrapped); only names, shapes and dtypes are looked at.
-        directory: directory of config.json and safetensors files.
-        place: place of this rank.
-        without: features of the checkpoint that the model lacks and that are left out.
-
-    Raises:
-        ConfigError: config.json is not understood or describes another model, the checkpoint has
-            features that the model lacks, or tensors are missing, left over or no weights.
+    Arguments and errors: see :func:`import_model`.
     """
 
     def __init__(
@@ -133,7 +123,7 @@ class Import:
         self._check_unused()
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype that holds a parameter as it is stored; ``None``: it is not filled."""
+        """Return the dtype in which a parameter is stored; ``None``: it is not filled."""
         if name not in self._matches:
             return None
         return functools.reduce(
@@ -151,17 +141,15 @@ class Import:
             piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.place)
             if found.is_table:
                 words = piece[: self.hf.vocab_size]
-                self._check_table(hf_name, words)
+                fields = self.hf.fields
+                experts = fields["moe_router_topk"], fields["num_moe_experts"]
+                check_table(words, *experts, hf_name)
             self.nonfinite.count(hf_name, piece, tensor.dtype)
             pieces.append(piece)
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)
         if values.shape != tensor.shape:
             _refuse_shape(" + ".join(found.hf), values.shape, tensor.shape)
         return values
-
-    def _check_table(self, hf_name: str, table: torch.Tensor) -> None:
-        fields = self.hf.fields
-        check_table(table, fields["moe_router_topk"], fields["num_moe_experts"], hf_name)
 
     def _check_vocabulary(self, hf_name: str) -> None:
         shape, words = self.reader.shape(hf_name), self.hf.vocab_size
@@ -224,8 +212,18 @@ def import_model(
 ) -> Report:
     """Fill a Megatron GPT model, in its own dtype, with the weights of a Hugging Face checkpoint.
 
-    See :class:`Import` for arguments and errors. Shapes that differ and values that are no numbers
-    are errors, too; the model may be filled by then.
+    A checkpoint without indexers leaves the model's indexers as they are; all else has to be there.
+
+    Args:
+        model: ``GPTModel`` (unwrapped).
+        directory: directory of config.json and safetensors files.
+        place: position of this rank in the grid.
+        without: features of the checkpoint that the model lacks and that are left out.
+
+    Raises:
+        ConfigError: config.json is not understood or describes another model, the checkpoint has
+            features that the model lacks, or tensors are missing, left over, of another shape or
+            not finite. The model may be filled by then.
     """
     source = Import(model, directory, place, without)
     tensors = dict(model_tensors(model))
@@ -240,7 +238,6 @@ def import_model(
 def _piece(
     reader: CheckpointReader, found: Match, hf_name: str, shape: tuple[int, ...], place: Place
 ) -> torch.Tensor:
-    """Return a rank's part of one tensor of a parameter, which has this ``shape`` on the rank."""
     full = reader.shape(hf_name)
     if len(full) != len(shape):
         _refuse_shape(hf_name, full, shape)
@@ -275,7 +272,7 @@ def export_model(
     *,
     shard_bytes: int = 5 * 10**9,
     values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
-    precision: Precision | None = None,
+    precision: ReleasedPrecision | None = None,
 ) -> None:
     """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
 
@@ -285,8 +282,8 @@ def export_model(
         config: config.json of the model, e.g. of the checkpoint that it came from. It is checked
             against the model and written without its quantisation.
         shard_bytes: largest size of a shard.
-        values: returns the values of a parameter, where the model itself does not hold them; of
-            adapters, too.
+        values: returns the values of a parameter, also of adapters, where the model itself does
+            not hold them.
         precision: quantises weights, and config.json says so; ``None``: all tensors have the
             dtypes of the model.
 
@@ -297,7 +294,6 @@ def export_model(
     hf = parse_config(config)
     check_model(hf, model.config)
     _check_exportable(model, hf)
-    precision = precision or Precision()
     nonfinite = NonFinite("the model", "export an earlier checkpoint")
 
     def read(name: str) -> torch.Tensor:
@@ -318,21 +314,22 @@ def export_model(
                     full = full[: hf.vocab_size]
                 nonfinite.count(name, full, full.dtype)
                 for target in (hf_name, *_copies(hf_name, hf, model)):
-                    for stored, content in precision.tensors(target, full):
+                    written = precision.tensors(target, full) if precision else [(target, full)]
+                    for stored, content in written:
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
         nonfinite.check()  # without its index, the directory is no checkpoint
-        written = {k: v for k, v in config.items() if k != "quantization_config"}
-        if "expert_dtype" in written:
-            written["expert_dtype"] = None
+        said = {k: v for k, v in config.items() if k != "quantization_config"}
+        if "expert_dtype" in said:
+            said["expert_dtype"] = None
         if hf.mtp_layers != _mtp_layers(model):
-            written["num_nextn_predict_layers"] = _mtp_layers(model)
-        written |= _without_features(writer, hf, model) | precision.config
+            said["num_nextn_predict_layers"] = _mtp_layers(model)
+        said |= _without_features(writer, hf, model) | (precision.config if precision else {})
         # The router's bias is fp32 in every model.
         narrowest = min(dtypes, key=lambda x: x.itemsize)
-        written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
-        text = json.dumps(written, indent=2, sort_keys=True) + "\n"
+        said["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
+        text = json.dumps(said, indent=2, sort_keys=True) + "\n"
         writer.path("config.json").write_text(text)
 
 
@@ -347,7 +344,7 @@ def _check_rows(hf_name: str, rows: int, hf: HFModel) -> None:
 def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:
     """Write hyper-connections that do nothing, if the model has plain residuals.
 
-    Return what config.json has to say of features that the model is built without.
+    Return changes of config.json for features that the model is built without.
     """
     changes: dict[str, Any] = {}
     features = model_features(model.config)
@@ -390,7 +387,7 @@ def _mtp_layers(model) -> int:
 
 
 def _copies(hf_name: str, hf: HFModel, model) -> list[str]:
-    """Return under which other names a released checkpoint holds the same tensor."""
+    """Return other names under which a released checkpoint repeats a tensor."""
     prefixes = hf.names.mtp_prefixes(_mtp_layers(model) * hf.names.writes_copies, hf.num_layers)
     copies = [copy for copy, original in hf.names.copies.items() if original == hf_name]
     return [prefix + copy for prefix in prefixes for copy in copies]

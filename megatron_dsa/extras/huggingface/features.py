@@ -4,15 +4,16 @@ A checkpoint has them by its config.json and its tensors, a model by its configu
 checkpoint has and a model has not is left out on request (``--without``), never by itself.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.config_json import HFModel, model_features
-from megatron_dsa.extras.huggingface.deepseek_v4 import HASH_LAYERS
 from megatron_dsa.extras.huggingface.files import CheckpointReader
-from megatron_dsa.extras.huggingface.hyper_connections import is_identity
+from megatron_dsa.extras.huggingface.models import HASH_LAYERS
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
 
 
@@ -40,12 +41,8 @@ def described_features(hf: HFModel) -> set[str]:
 def check_prediction(hf: HFModel, features: Collection[str]) -> None:
     """Raise if what predicts further tokens is something else than the layers that are counted.
 
-    DeepSeek-V4-Flash-0731 has stages of DSpark in their place: ``mtp.0`` to ``mtp.2``, a ratio for
-    each, and one counted layer.
-
-    Args:
-        hf: the checkpoint's config.json.
-        features: of the model.
+    DeepSeek-V4-Flash-0731 has stages of DSpark instead: ``mtp.0`` to ``mtp.2``, a ratio for each,
+    and one counted layer.
     """
     listed = len(hf.raw.get("compress_ratios") or ())
     require(
@@ -58,18 +55,9 @@ def check_prediction(hf: HFModel, features: Collection[str]) -> None:
 
 
 def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection[str]) -> set[str]:
-    """Return the features of the model that a checkpoint is imported into.
+    """Return the features of the model that a checkpoint is imported into, without ``without``.
 
     Hyper-connections that leave plain residuals are not built.
-
-    Args:
-        hf: the checkpoint's config.json.
-        reader: its tensors.
-        without: features to leave out.
-
-    Raises:
-        ConfigError: ``without`` names a feature that the model type does not have, or predictions
-            are not those of V4.
     """
     check_names(hf, without)
     tensors = hf.names.by_feature(reader.names())
@@ -89,12 +77,6 @@ def left_tensors(
 
     Multi-token prediction is among them only if ``without`` names it: a model without it need not
     say so.
-
-    Args:
-        hf: the checkpoint's config.json.
-        reader: its tensors.
-        config: the model's transformer configuration.
-        without: features that are left out on request.
 
     Raises:
         ConfigError: the model lacks what the checkpoint has, or has what ``without`` names; its
@@ -135,7 +117,7 @@ def check_features(hf: HFModel, features: Collection[str], what: str) -> None:
 def leaves_plain_residuals(
     hf: HFModel, reader: CheckpointReader, tensors: dict[str, list[str]]
 ) -> bool:
-    """Whether a checkpoint's hyper-connections do nothing; ``tensors`` has those by feature."""
+    """Return if a checkpoint's hyper-connections (``tensors`` by feature) do nothing."""
     connections, streams = tensors.get(HYPER_CONNECTIONS), hf.raw.get("hc_mult")
     return bool(connections and streams and is_identity(reader, connections, streams))
 
@@ -152,3 +134,50 @@ def _refuse(directory: Path, lost: dict[str, list[str]]) -> NoReturn:
         "another model from the other weights, with plain residuals and learned routing, add: "
         f"--without {' '.join(sorted(lost))} (of a training run: --dsa-hf-without)"
     )
+
+
+# A V4 layer reads a weighted sum of ``hc_mult`` residual streams, adds its output to each of them
+# with a weight, and mixes them. All weights are ``f(scale * (fn @ streams) + base)``; f is a
+# sigmoid for reading, twice a sigmoid for adding, and a doubly stochastic matrix for mixing. With
+# ``scale`` 0 and the right ``base``, every layer reads stream 0, adds to stream 0 and mixes
+# nothing.
+
+#: A sigmoid of it is 1, of its negative 0 in fp32.
+_LARGE = 200.0
+
+
+def _bases(streams: int) -> dict[str, torch.Tensor]:
+    mix = torch.full((streams, streams), -_LARGE).fill_diagonal_(_LARGE)
+    read = mix[0]
+    add = read.clamp(max=0)  # twice a sigmoid of 0
+    layer = torch.cat([read, add, mix.flatten()])
+    return {"attn": layer, "ffn": layer, "head": read}
+
+
+def identity(
+    streams: int, hidden: int, layers: list[str], heads: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and fp32 tensor of hyper-connections that leave plain residuals.
+
+    ``layers`` and ``heads`` are prefixes of names; the model and every layer of multi-token
+    prediction have a head, which reads the streams at the end.
+    """
+    bases = _bases(streams)
+    read = [(prefix, kind) for prefix in layers for kind in ("attn", "ffn")]
+    for prefix, kind in read + [(prefix, "head") for prefix in heads]:
+        base = bases[kind]
+        yield f"{prefix}hc_{kind}_fn", torch.zeros(len(base), streams * hidden)
+        yield f"{prefix}hc_{kind}_base", base
+        yield f"{prefix}hc_{kind}_scale", torch.zeros(1 if kind == "head" else 3)
+
+
+def is_identity(reader: CheckpointReader, names: list[str], streams: int) -> bool:
+    """Return if the hyper-connections of a checkpoint, these ``names``, leave plain residuals."""
+    bases = _bases(streams)
+    for name in names:
+        kind, part = name.rsplit("_", 2)[-2:]
+        if part == "scale" and reader.read(name).any():
+            return False
+        if part == "base" and not torch.equal(reader.read(name).float(), bases[kind]):
+            return False
+    return True

@@ -49,7 +49,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's dictionary; json alone would keep the last of equal keys."""
+    """Return an object's dictionary; json would keep the last of equal keys."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -72,7 +72,7 @@ def _safetensors():
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor that has not been read: its shape, and the dtype in which it will be returned.
+    """A tensor that has not been read, and the dtype in which it will be returned.
 
     A quantised one has scales, by name, and the rows and columns that share one.
     """
@@ -87,14 +87,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of a quantised weight.
-
-    Attributes:
-        form: how the weight is stored.
-        values: one scale per block, in the dtype of the file.
-        name: name of their tensor.
-        block: rows and columns that share one.
-    """
+    """Scales of a quantised weight in the dtype of the file, and the size of their blocks."""
 
     form: Format
     values: torch.Tensor
@@ -103,14 +96,9 @@ class Scales:
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint directory by name.
+    """The tensors of a checkpoint directory by name; shards are mapped into memory, not read.
 
-    Shards are mapped into memory, not read: what :meth:`read` returns is all that is held.
-
-    Args:
-        directory: with ``model.safetensors.index.json`` and its shards, or ``model.safetensors``.
-        quantisation: what config.json says of quantised weights.
-        rename: turns a name in the files into the name that the tensor goes by here.
+    ``rename`` turns names in the files into released names.
 
     Raises:
         ConfigError: there is no checkpoint, it is not in safetensors format, its index is broken or
@@ -175,7 +163,7 @@ class CheckpointReader:
         return self._shards[shard]
 
     def names(self) -> list[str]:
-        """Return the names of all weights."""
+        """Return the names of all weights, without scales."""
         scales = {scale for name in self._where for scale in scale_names(name)}
         return [
             name for name in self._where if name not in scales and not _ROPE_BUFFER.search(name)
@@ -183,7 +171,6 @@ class CheckpointReader:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether any tensor has scales."""
         return any(scale in self for name in self._where for scale in scale_names(name))
 
     def __contains__(self, name: str) -> bool:
@@ -205,7 +192,6 @@ class CheckpointReader:
             ) from error
 
     def _stored(self, name: str) -> _Stored:
-        """Return how a weight is stored, after a look at its scales."""
         tensor = self._slice(name)
         scale = next((scale for scale in scale_names(name) if scale in self), None)
         dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
@@ -222,20 +208,14 @@ class CheckpointReader:
         return _Stored(tensor, form, shape, self.quantisation.dtype, scale, block)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor (unpacked, if it is packed) without reading it."""
+        """Return the shape of a tensor after unpacking, without reading it."""
         return self._stored(name).shape
 
     def read_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that :meth:`read` returns, without reading."""
         return self._stored(name).dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a tensor or a part of it; quantised weights are dequantised.
-
-        Args:
-            name: as :meth:`names` has it.
-            part: one slice per dim with both ends given; ``None`` for all of it.
-        """
+        """Return a tensor or its part (a slice per dim, with both ends), dequantised."""
         stored = self._stored(name)
         if part is None:
             part = tuple(slice(0, extent) for extent in stored.shape)
@@ -253,7 +233,7 @@ class CheckpointReader:
         return dequantise(values, scale, stored.block, stored.dtype, offset)
 
     def scales(self, name: str) -> Scales | None:
-        """Return the scales of a quantised weight; ``None``: it is not quantised."""
+        """Return the scales of a weight; ``None``: it is not quantised."""
         stored = self._stored(name)
         if stored.form is Format.PLAIN:
             return None
@@ -265,7 +245,6 @@ class CheckpointReader:
 
 
 def _check_weight_map(index: Path, shard_of: Any) -> None:
-    """Raise unless an index maps tensors to safetensors files inside its directory."""
     require(
         isinstance(shard_of, dict)
         and shard_of
@@ -290,12 +269,8 @@ def _check_weight_map(index: Path, shard_of: Any) -> None:
 class CheckpointWriter(WholeFiles):
     """Writes tensors into shards of a bounded size, and the index when all are there.
 
-    At most one shard is held in memory. A tensor larger than a shard gets one of its own. Use as
-    a context manager; files appear when all are written, the index last, and none if one failed.
-
-    Args:
-        directory: made if needed; must not hold a checkpoint yet.
-        shard_bytes: largest size of a shard.
+    At most one shard is held in memory. A tensor larger than a shard gets one of its own. Use as a
+    context manager; files appear when all are written, the index last, and none if one failed.
 
     Raises:
         ConfigError: the directory holds a checkpoint, or a shard has no size.
@@ -317,7 +292,6 @@ class CheckpointWriter(WholeFiles):
         self._names: set[str] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor under ``name``."""
         if name in self._names:
             raise ConfigError(f"tensor {name} is written twice: two parameters map to it")
         size = tensor.numel() * tensor.element_size()
@@ -337,7 +311,6 @@ class CheckpointWriter(WholeFiles):
         self._held, self._held_bytes = {}, 0
 
     def finish(self) -> None:
-        """Write the last shard and the index."""
         if self._held:
             self._flush()
         weight_map: dict[str, str] = {}
@@ -364,11 +337,6 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of one file.
-
-    Raises:
-        ConfigError: it is not there, or damaged.
-    """
     package = _safetensors()
     try:
         return package.torch.load_file(str(path))

@@ -20,7 +20,7 @@ from megatron_dsa.training.checkpoints import checkpoint_directory
 
 
 def place_of(model: torch.nn.Module) -> Place:
-    """Return the place of this rank in Megatron's grid, for one chunk of a GPT model."""
+    """Return this rank's position in Megatron's grid, for one chunk of a GPT model."""
     chunk: Any = model
     layers, config = chunk.decoder.layers, chunk.config
 

@@ -1,7 +1,9 @@
-"""The table of models: how the ``config.json`` of each is read, and the names of its tensors.
+"""The table of models: keys of ``config.json``, and the names of tensors.
 
 Weights fit under any rope convention, and a wrong one shows only as a worse model. So every key
 that changes what a weight means is read here, and a value that is not understood is an error.
+DeepSeek-V4 is read in both forms: as released (compress_ratios, rope_scaling) and as transformers
+writes it (layer_types with compress_rates, rope_parameters by kind of layer).
 """
 
 import dataclasses
@@ -9,10 +11,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 from megatron_dsa.config.model import computes_topk
-from megatron_dsa.extras.huggingface.deepseek_v4 import DEEPSEEK_V4
-from megatron_dsa.extras.huggingface.model_keys import (
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.extras.huggingface.keys import (
+    COUNT,
     EXPERTS,
     INDEXER,
     Fields,
@@ -20,10 +24,19 @@ from megatron_dsa.extras.huggingface.model_keys import (
     expert_fields,
     indexer_fields,
     is_yarn,
+    refuse,
+    required,
     yarn_fields,
 )
-from megatron_dsa.extras.huggingface.names import V3
-from megatron_dsa.extras.huggingface.rules import check_indexer_keys, refuse, required
+from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
+
+_ALIASES = {
+    "num_local_experts": "n_routed_experts",
+    "num_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+
+# ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
 
 #: Epsilon of the norms of latents and of the indexer's keys; config.json does not say it.
 _LATENT_NORM_EPSILON = 1e-6
@@ -31,7 +44,7 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 
 def _mla(config: dict) -> Fields:
-    """Return the fields of rope, which pairs neighbouring dims on both sides."""
+    """Return the fields of rope, which pairs neighbouring dims in both packages."""
     heads = config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads", heads)
     if key_heads != heads:
@@ -59,8 +72,8 @@ def _mscales(rope: dict, where: str) -> Fields:
     if of_all is None:  # transformers reads mscale only with mscale_all_dim
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        # The rope is multiplied by 0.1 * ln(factor) + 1, as without both; Megatron divides by that
-        # of mscale_all_dim.
+        # transformers multiplies the rope by 0.1 * ln(factor) + 1, as without both; Megatron
+        # divides by the factor of mscale_all_dim.
         scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
     return {"mscale": scale, "mscale_all_dim": of_all}
 
@@ -93,9 +106,6 @@ def _grouped_experts(config: dict) -> Fields:
 
 
 def _dsa_indexer(config: dict, *, interleaved: bool) -> Fields:
-    """``interleaved``: the rope pairs neighbouring dims, unless config.json says otherwise."""
-    known = {"indexer_rope_interleave", "index_share_for_mtp_iteration", *INDEXER}
-    check_indexer_keys(config, known.union(_SHARING))
     said = config.get("indexer_rope_interleave")
     if said is not None and not isinstance(said, bool):
         refuse("indexer_rope_interleave", said, "must be true or false")
@@ -111,7 +121,7 @@ _SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_ski
 
 
 def _index_sharing(config: dict) -> Fields:
-    """Which layers have an indexer: GLM lists them, Megatron has a frequency and an offset."""
+    """Return the layers with an indexer: GLM lists them, Megatron has frequency and offset."""
 
     def rule(freq: int, offset: int) -> Fields:
         return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
@@ -159,6 +169,11 @@ _DEEPSEEK_V3 = Model(
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
     },
+    same=(
+        ("head_dim", "qk_rope_head_dim"),
+        ("qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
+    ),
+    aliases=_ALIASES,
     converters=(_mla, _grouped_experts),
     latent_norm_epsilon=_LATENT_NORM_EPSILON,
     remarks={
@@ -169,10 +184,159 @@ _DEEPSEEK_V3 = Model(
 
 
 def _with_indexer(architecture: str, interleaved: bool) -> Model:
-    """Return DeepSeek-V3 with indexers, whose rope pairs neighbouring dims or halves."""
     indexer: Callable[[dict], Fields] = partial(_dsa_indexer, interleaved=interleaved)
     converters = (*_DEEPSEEK_V3.converters, indexer)
-    return dataclasses.replace(_DEEPSEEK_V3, architecture=architecture, converters=converters)
+    known = ("indexer_rope_interleave", "index_share_for_mtp_iteration", *INDEXER, *_SHARING)
+    return dataclasses.replace(
+        _DEEPSEEK_V3, architecture=architecture, converters=converters, closed={"index": known}
+    )
+
+
+# ----------------------------------------------------------------------------------- DeepSeek-V4
+
+#: Field of the transformer configuration that counts the leading layers with hash routing.
+HASH_LAYERS = "moe_hash_layers"
+#: Features that a model may be built without -> the fields that describe them.
+FEATURE_FIELDS = {
+    HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters"),
+    HASH_ROUTING: (HASH_LAYERS,),
+}
+
+#: Names of layers by their attention, and the ratio that goes with the name.
+_LAYER_TYPES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": CSA_RATIO,
+    "heavily_compressed_attention": 128,
+}
+
+
+def layer_ratios(config: dict) -> list[int]:
+    """Return the compression ratio of every layer, multi-token prediction last."""
+    layers = required(config, "num_hidden_layers")
+    total = layers + (config.get("num_nextn_predict_layers") or 0)
+    rates = _LAYER_TYPES | (config.get("compress_rates") or {})
+    if rates["compressed_sparse_attention"] != CSA_RATIO:
+        refuse("compress_rates", config["compress_rates"], f"CSA's rate must be {CSA_RATIO}")
+    types = config.get("layer_types")
+    if unknown := [kind for kind in types or () if kind not in tuple(rates)]:
+        refuse("layer_types", unknown[0], f"must be among {', '.join(_LAYER_TYPES)}")
+    key = "compress_ratios" if types is None else "layer_types"
+    listed = required(config, key)
+    ratios = list(listed) if types is None else [rates[kind] for kind in types]
+    wide = rates["heavily_compressed_attention"]
+    if config.get("compress_rates") and types is None and set(ratios) - {0, CSA_RATIO, wide}:
+        refuse(key, listed, f"contradicts compress_rates, whose rate of HCA is {wide}: drop one")
+    if len(ratios) == layers:
+        ratios += [0] * (total - layers)
+    if len(ratios) < total or not all(COUNT.allows(ratio) and ratio != 1 for ratio in ratios):
+        rule = f"must give {layers} layers 0 (window), {CSA_RATIO} (CSA) or more (HCA)"
+        refuse(key, listed, rule)
+    return ratios[:total]
+
+
+def _v4_rope(config: dict) -> Fields:
+    """Return both bases of rope; YaRN is for layers with compression."""
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope: Any = config.get(where) or {}
+    nested, plain = bool({"main", "compress"} & rope.keys()), {}
+    if nested:
+        for name in ("compress", "main"):  # transformers reads one without the other as plain rope
+            if not isinstance(rope.get(name), dict):
+                refuse(f"{where}.{name}", rope.get(name), "must be a JSON object, as its neighbour")
+        plain, rope = rope["main"], rope["compress"]
+        is_yarn(plain, f"{where}.main", None)
+        where += ".compress"
+    compressed_base = rope.get("rope_theta") if nested else None
+    fields = {
+        "rotary_base": plain.get("rope_theta") or required(config, "rope_theta"),
+        "csa_compress_rotary_base": compressed_base or required(config, "compress_rope_theta"),
+    }
+    if not is_yarn(rope, where, {"attention_factor"}):
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    # transformers sets it to 1 in a flat object, and derives it from the factor in a nested one.
+    factor = rope.get("attention_factor", None if nested else 1.0)
+    if factor != 1.0:
+        refuse(f"{where}.attention_factor", factor, "must be given, and only 1.0 is supported")
+    return fields | yarn_fields(rope, where)
+
+
+def _v4_experts(config: dict) -> Fields:
+    score, limit = config["scoring_func"], config.get("swiglu_limit") or None
+    if score not in ("sqrtsoftplus", "sigmoid"):
+        refuse("scoring_func", score, "must be sqrtsoftplus or sigmoid")
+    fields = expert_fields(config, [1] * config["num_hidden_layers"]) | {
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "activation_func_clamp_value": limit,
+    }
+    # Megatron's fused SwiGLU silently leaves out the clamp.
+    return fields if limit is None else fields | {"bias_activation_fusion": False}
+
+
+def _csa(config: dict) -> Fields:
+    ratios, head = layer_ratios(config), config["head_dim"]
+    dims, factor = config.get("qk_rope_head_dim"), config.get("partial_rotary_factor")
+    if dims is None:
+        dims = int(head * required(config, "partial_rotary_factor"))
+    if factor is not None and int(head * factor) != dims:
+        refuse("partial_rotary_factor", factor, f"contradicts qk_rope_head_dim = {dims}")
+    fields = {
+        "csa_compress_ratios": ratios,
+        "qk_pos_emb_head_dim": dims,
+        "qk_head_dim": head - dims,
+    }
+    return fields | indexer_fields(config, rope_interleaved=True) if CSA_RATIO in ratios else fields
+
+
+def _streams(config: dict) -> Fields:
+    streams = config.get("hc_mult") or 1
+    if streams == 1:  # a plain residual
+        return {"hc_mult": 1}
+    return {key: required(config, key) for key in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
+
+
+def _hash_layers(config: dict) -> Fields:
+    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    if types is None:
+        return {HASH_LAYERS: min(config.get("num_hash_layers") or 0, layers)}
+    if len(types) != layers or any(kind not in ("hash_moe", "moe") for kind in types):
+        refuse("mlp_layer_types", types, "must say hash_moe or moe for every layer")
+    count = types.count("hash_moe")
+    if types != ["hash_moe"] * count + ["moe"] * (layers - count):
+        refuse("mlp_layer_types", types, "must have the layers of hash_moe first")
+    return {HASH_LAYERS: count}
+
+
+_DEEPSEEK_V4 = Model(
+    architecture="DeepseekV4ForCausalLM",
+    names=V4,
+    fields={
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "q_lora_rank": "q_lora_rank",
+        "head_dim": "v_head_dim",
+        "sliding_window": "csa_window_size",
+        "o_groups": "o_groups",
+        "o_lora_rank": "o_lora_rank",
+        "rms_norm_eps": "layernorm_epsilon",
+        "scoring_func": "moe_router_score_function",
+    },
+    only={"num_key_value_heads": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    same=(
+        ("v_head_dim", "head_dim"),  # one head of keys and values
+        ("qk_head_dim", "head_dim"),
+        ("head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
+    ),
+    closed={
+        "index": INDEXER,
+        "candidate_": (),
+        "kv_source": (),
+        "compress_": ("compress_ratios", "compress_rates", "compress_rope_theta"),
+    },
+    aliases=_ALIASES | {"intermediate_size": "moe_intermediate_size"},
+    converters=(_v4_rope, _v4_experts, _csa, _streams, _hash_layers),
+)
 
 
 #: By ``model_type`` of config.json.
@@ -180,7 +344,7 @@ MODELS = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _with_indexer("DeepseekV32ForCausalLM", interleaved=False),
     "glm_moe_dsa": _with_indexer("GlmMoeDsaForCausalLM", interleaved=True),
-    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v4": _DEEPSEEK_V4,
 }
 
 #: Fields that keys of other names, or several keys, say.
@@ -205,7 +369,7 @@ _KEYS = {
 
 
 def key_of(name: str) -> str:
-    """Return the key of config.json, or the keys, that say a field of the configuration."""
+    """Return the key or keys of config.json for a field of the configuration."""
     tables = (_KEYS, *({x: k for k, x in kind.fields.items()} for kind in MODELS.values()))
     shared = {field: key for keys in (INDEXER, EXPERTS) for key, field in keys.items()}
     return next((table[name] for table in (shared, *tables) if name in table), name)

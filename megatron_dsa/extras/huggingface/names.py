@@ -16,7 +16,7 @@ from megatron_dsa.errors import ConfigError
 
 
 class Split(enum.Enum):
-    """How tensor-parallel ranks share a parameter."""
+    """Division of a parameter over tensor-parallel ranks."""
 
     WHOLE = "every rank holds it in full"
     ROWS = "by dim 0 (column-parallel linears)"
@@ -27,7 +27,7 @@ class Split(enum.Enum):
 
     @property
     def is_padded(self) -> bool:
-        """Whether Megatron pads the rows, of which there is one per token of the vocabulary."""
+        """Return if dim 0 is the vocabulary, which Megatron pads."""
         return self in (Split.VOCABULARY, Split.TABLE)
 
 
@@ -36,10 +36,10 @@ class Entry:
     """One parameter.
 
     Attributes:
-        hf: Hugging Face's names; the tensors lie one after the other along ``join`` in Megatron.
-        megatron: Megatron's name, and what other layer sets call the same parameter.
+        hf: Hugging Face's names; the tensors lie one after the other along dim ``join`` in
+            Megatron.
+        megatron: Megatron's name, and those in other layer sets.
         split: how tensor-parallel ranks share it; each of the ``hf`` tensors is split by itself.
-        join: dim along which the ``hf`` tensors are joined.
     """
 
     hf: tuple[str, ...]
@@ -49,7 +49,6 @@ class Entry:
 
     @property
     def is_expert(self) -> bool:
-        """Whether there is one such parameter per routed expert."""
         return "{expert}" in self.hf[0]
 
 
@@ -62,16 +61,15 @@ class Match:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is a table of experts, one row per token: integers, not weights."""
+        """Return if it is a table of experts, integers per token of the vocabulary."""
         return self.entry.split is Split.TABLE
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a tensor of a Hugging Face checkpoint belongs.
+    """The layer and expert of a tensor in a Hugging Face checkpoint.
 
     Attributes:
-        name: name of the tensor.
         prefix: how the names of its layer begin; empty outside the layers.
         is_mtp: whether the layer is one of multi-token prediction.
         expert: number of its routed expert.
@@ -89,20 +87,15 @@ class Names:
 
     Attributes:
         models: name of the family in messages.
-        model: parameters outside the layers.
-        layer: parameters of a layer, without the layer's prefix.
-        mtp: parameters that a multi-token-prediction layer has besides a decoder layer's.
-        layer_prefix: prefix of a layer's tensors, with ``{}`` for its number.
-        mtp_prefix: prefix of a multi-token-prediction layer's; ``None``: these layers are numbered
-            on behind the decoder's.
-        copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it
-            repeats. Megatron shares the parameter itself.
-        writes_copies: whether an export writes them.
-        features: feature that a model may be built without -> pattern of the tensors that belong
-            to it.
+        model, layer: parameters outside the layers, and of a layer, without its prefix.
+        mtp: further parameters of a multi-token-prediction layer.
+        layer_prefix, mtp_prefix: with ``{}`` for the layer's number; ``mtp_prefix`` ``None``: these
+            layers are numbered on behind the decoder's.
+        copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it repeats
+            (Megatron shares the parameter); an export writes them if ``writes_copies``.
+        features: feature that a model may be built without -> pattern of its tensors.
         quantised: pattern of the weights that are quantised where a model is released so.
-        scale: name of the scales of such a weight, with ``{}`` for the weight's name without
-            ``.weight``.
+        scale: name of their scales, with ``{}`` for the weight's name without ``.weight``.
         rename: turns the name in a file into the released one.
     """
 
@@ -122,13 +115,8 @@ class Names:
     def match(self, name: str, num_layers: int) -> Match:
         """Return the tensors that make up the Megatron parameter ``name``.
 
-        Args:
-            name: with the numbers of layers and experts in the whole model, see
-                ``ranks.global_name``.
-            num_layers: decoder layers of the whole model.
-
-        Raises:
-            ConfigError: the table does not know the parameter.
+        ``name`` has the numbers of layers and experts in the whole model, of ``num_layers`` decoder
+        layers.
         """
         for pattern, table, is_mtp in (
             (r"decoder\.layers\.(\d+)\.(.*)", self.layer, False),
@@ -154,16 +142,10 @@ class Names:
         return self.layer_prefix.format(layer + num_layers * is_mtp)
 
     def mtp_prefixes(self, count: int, num_layers: int) -> list[str]:
-        """Return how the names of multi-token-prediction layers begin."""
         return [self.prefix(layer, True, num_layers) for layer in range(count)]
 
     def locate(self, hf_name: str, num_layers: int) -> Location | None:
-        """Return where a tensor of a checkpoint belongs; ``None``: the table does not know it.
-
-        Args:
-            hf_name: released name of the tensor.
-            num_layers: decoder layers of the whole model.
-        """
+        """Return where a tensor of a checkpoint belongs; ``None``: the table does not have it."""
         if _find(self.model, "hf", hf_name):
             return Location(hf_name)
         for template, is_mtp in ((self.layer_prefix, False), (self.mtp_prefix, True)):
@@ -180,7 +162,6 @@ class Names:
         return None
 
     def by_feature(self, hf_names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the sorted tensors of every feature that ``hf_names`` have any of."""
         names = sorted(hf_names)
         found = {x: [n for n in names if p.fullmatch(n)] for x, p in self.features.items()}
         return {feature: tensors for feature, tensors in found.items() if tensors}
@@ -202,12 +183,11 @@ def _find(table: tuple[Entry, ...], side: str, name: str) -> tuple[Entry, str | 
 
 
 def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) -> Entry:
-    """Return an entry; single names may be given as they are."""
     hf, megatron = ((x,) if isinstance(x, str) else x for x in (hf, megatron))
     return Entry(hf, megatron, *rest)
 
 
-#: Linears of gated MLPs. The second name of an expert's is that of experts in one grouped linear.
+#: Linears of gated MLPs; an expert's second name is for experts in one grouped linear.
 _DENSE = ("mlp.linear_{fc}.weight",)
 _SHARED = ("mlp.shared_experts.linear_{fc}.weight",)
 _EXPERT = (
@@ -217,7 +197,6 @@ _EXPERT = (
 
 
 def _mlp(prefix: str, ours: tuple[str, ...], gate: str, up: str, down: str) -> tuple[Entry, Entry]:
-    """Return both linears of a gated MLP."""
     fc1, fc2 = (tuple(x.replace("{fc}", fc) for x in ours) for fc in ("fc1", "fc2"))
     both = (f"{prefix}{gate}.weight", f"{prefix}{up}.weight")
     return _entry(both, fc1, Split.ROWS), _entry(f"{prefix}{down}.weight", fc2, Split.COLUMNS)
@@ -228,7 +207,7 @@ _CORE = f"{_ATTN}core_attention."
 INDEXER = f"{_CORE}indexer."
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
-# Where a parameter has two names, the second is that of layers with the norm fused in.
+# Second names are for layers with the norm fused in.
 
 _V3_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -325,7 +304,6 @@ def _v4_compressor(hf: str, ours: str) -> tuple[Entry, ...]:
 
 
 def _connection(kind: str, ours: str = "") -> tuple[Entry, ...]:
-    """Return the parameters of a hyper-connection."""
     names = [f"hc_{kind}_{part}" for part in ("fn", "base", "scale")]
     return tuple(_entry(name, f"{ours}{name}") for name in names)
 

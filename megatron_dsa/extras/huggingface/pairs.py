@@ -5,15 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_dsa.config.model import computes_topk
-from megatron_dsa.extras.huggingface.deepseek_v4 import layer_ratios
-from megatron_dsa.extras.huggingface.rules import refuse, shown
+from megatron_dsa.extras.huggingface.keys import Model, refuse, shown
+from megatron_dsa.extras.huggingface.models import layer_ratios
 
-#: Second name of a key -> the key.
-_ALIASES = {
-    "num_local_experts": "n_routed_experts",
-    "num_experts": "n_routed_experts",
-    "num_mtp_layers": "num_nextn_predict_layers",
-}
 #: Base that transformers takes where neither config.json nor the rope that it uses has one.
 _DEFAULT_THETA = 10_000.0
 _DEFAULT_NOTE = f"rope_theta = {_DEFAULT_THETA:g} is used, as by transformers: none is given"
@@ -21,7 +15,7 @@ _DEFAULT_NOTE = f"rope_theta = {_DEFAULT_THETA:g} is used, as by transformers: n
 _DEFAULT_OFFSET = 2
 
 
-def resolved(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def resolved(config: dict[str, Any], model: Model) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a config.json without second names and with one object for rope, and notes on both.
 
     Raises:
@@ -29,27 +23,28 @@ def resolved(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """
     config, notes = dict(config), []
     v4 = config.get("model_type") == "deepseek_v4"
-    aliases = _ALIASES | ({"intermediate_size": "moe_intermediate_size"} if v4 else {})
-    for alias, key in aliases.items():
+    for alias, key in model.aliases.items():
         if (value := config.pop(alias, None)) is not None:
-            _agree(config, alias, value, key, config.get(key))
+            _agree(alias, value, key, config.get(key))
             config[key] = value
     notes += _one_rope(config, v4)
-    _check_head_dims(config, v4)
+    for key, others in model.same:
+        terms = [config.get(other) for other in others.split(" + ")]
+        _agree(key, config.get(key), others, None if None in terms else sum(terms))
     quantised = config.get("quantization_config") or {}
     inner, outer = quantised.get("expert_dtype"), config.get("expert_dtype")
-    _agree(config, "expert_dtype", outer, "quantization_config.expert_dtype", inner)
+    _agree("expert_dtype", outer, "quantization_config.expert_dtype", inner)
     notes += _lists(config)
     return config, tuple(notes)
 
 
-def _agree(config: dict, key: str, value: Any, other: str, second: Any) -> None:
+def _agree(key: str, value: Any, other: str, second: Any) -> None:
     if value is not None and second is not None and value != second:
         refuse(key, value, f"contradicts {other} = {second!r}: keep one of them")
 
 
 def _one_rope(config: dict, v4: bool) -> list[str]:
-    """Keep the object of rope that transformers takes: ``rope_scaling``, unless it is empty."""
+    """Keep the object of rope that transformers reads: ``rope_scaling``, unless it is empty."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope, notes, dropped = config.get(where) or {}, [], None
     if where == "rope_scaling":
@@ -95,7 +90,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
 
 
 def _v4_bases(config: dict, nested: dict, where: str) -> list[str]:
-    """Settle both bases of a V4; transformers has one default for both parts of an object."""
+    """Set the base of a V4; transformers has one default for both parts of an object."""
     notes = []
     if config.get("rope_theta") is None and (nested.get("main") or {}).get("rope_theta") is None:
         config["rope_theta"] = _DEFAULT_THETA
@@ -125,8 +120,8 @@ def _plain(rope: dict) -> dict:
 def _check_lengths(config: dict, rope: dict, where: str) -> list[str]:
     key = "original_max_position_embeddings"
     original, longest = rope.get(key), config.get("max_position_embeddings")
-    _agree(config, f"{where}.{key}", original, key, config.get(key))
-    _agree(config, f"{where}.rope_type", rope.get("rope_type"), "type", rope.get("type"))
+    _agree(f"{where}.{key}", original, key, config.get(key))
+    _agree(f"{where}.rope_type", rope.get("rope_type"), "type", rope.get("type"))
     factor = rope.get("factor")
     if original is None or longest is None or factor is None:
         return []
@@ -154,23 +149,8 @@ def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
         refuse(f"{where}.partial_rotary_factor", share, f"contradicts qk_rope_head_dim = {dims}")
 
 
-def _check_head_dims(config: dict, v4: bool) -> None:
-    rope, nope = config.get("qk_rope_head_dim"), config.get("qk_nope_head_dim")
-    if v4:  # one head of keys and values
-        for key in ("v_head_dim", "qk_head_dim"):
-            _agree(config, key, config.get(key), "head_dim", config.get("head_dim"))
-    if rope is None or nope is None:
-        return
-    both, total = "qk_nope_head_dim + qk_rope_head_dim", rope + nope
-    if v4:
-        _agree(config, "head_dim", config.get("head_dim"), both, total)
-        return
-    _agree(config, "head_dim", config.get("head_dim"), "qk_rope_head_dim", rope)
-    _agree(config, "qk_head_dim", config.get("qk_head_dim"), both, total)
-
-
 def _lists(config: dict) -> list[str]:
-    """Note where a list of layers is used, and its short form says otherwise."""
+    """Note lists of layers that contradict their short form."""
     layers, kinds = config.get("num_hidden_layers"), config.get("mlp_layer_types")
     notes = []
     for key, kind in (("first_k_dense_replace", "dense"), ("num_hash_layers", "hash_moe")):
@@ -191,7 +171,7 @@ def _lists(config: dict) -> list[str]:
 
 
 def _index_sharing(config: dict) -> list[str]:
-    """Note which of several descriptions of shared selections is used: the first one."""
+    """Note contradicting descriptions of shared selections: the first one is used."""
     said = {}
     for key in ("indexer_types", "index_topk_pattern"):
         if config.get(key):

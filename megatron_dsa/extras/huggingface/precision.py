@@ -1,4 +1,4 @@
-"""The precision of an exported checkpoint: the model's, or quantised as a release is."""
+"""An exported checkpoint with the precision of a release."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +8,9 @@ import torch
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.files import CheckpointReader, Scales
-from megatron_dsa.extras.huggingface.quantised import Format
-from megatron_dsa.extras.huggingface.quantising import quantise
+from megatron_dsa.extras.huggingface.quantised import Format, quantise
 
-#: What ``export-hf --quantise`` takes.
+#: Values of ``export-hf --quantise``.
 MODES = ("fp8", "released")
 #: Columns that share a scale of fp4 numbers, where no release says otherwise.
 _FP4_COLUMNS = 32
@@ -25,49 +24,20 @@ _USUAL = {
 }
 
 
-class Precision:
-    """The dtypes of the model.
-
-    Attributes:
-        config: what config.json says of it.
-    """
-
-    config: dict[str, Any]
-
-    def __init__(self) -> None:
-        self.config = {}
-
-    def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are written for one, ``name`` first."""
-        yield name, tensor
-
-
-class ReleasedPrecision(Precision):
+class ReleasedPrecision:
     """Weights quantised as in a release, the other tensors in the dtypes of the release.
 
-    Which weights are quantised, how, and the scales to keep come from the tensors of the release.
+    The tensors of the release say which weights are quantised, how, and which scales to keep.
     Without them, the table of names says which, and every block gets a scale of its own.
 
-    Args:
-        hf: config.json of the release.
-        mode: ``fp8``, or ``released``: as config.json says.
-        release: the tensors of the release; ``None``: they are not there. Tensors that are not
-            quantised say nothing.
-
     Attributes:
+        config: keys of config.json that describe it.
         blocks, kept: quantised blocks so far, and those with the scale of the release.
         uses_release: whether the release's tensors say how to quantise.
-
-    Raises:
-        ConfigError: config.json does not say how to quantise, or in another way.
     """
 
     def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
-        super().__init__()
-        require(
-            mode in MODES,
-            f"quantise must be {' or '.join(MODES)}, got {mode!r}",
-        )
+        require(mode in MODES, f"quantise must be {' or '.join(MODES)}, got {mode!r}")
         said: dict[str, Any] | None = hf.raw.get("quantization_config")
         fp4 = hf.quantisation.fp4_experts
         if mode == "fp8":
@@ -96,7 +66,7 @@ class ReleasedPrecision(Precision):
         self._block: tuple[int, int] = tuple(said["weight_block_size"])
         self._powers = scales == "ue8m0"
         self._plain = tuple(said.get("modules_to_not_convert") or ())
-        self.config = {"quantization_config": said}
+        self.config: dict[str, Any] = {"quantization_config": said}
         if hf.names.features and "expert_dtype" not in said:
             # Programs take fp4 for granted in a DeepSeek-V4.
             self.config["expert_dtype"] = "fp4" if fp4 else "fp8"
@@ -105,7 +75,7 @@ class ReleasedPrecision(Precision):
         self.blocks = self.kept = 0
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a tensor as it is written and, if it is quantised, its scales."""
+        """Yield the tensors that are written for one, ``name`` first."""
         released = self._release is not None and name in self._release
         scales = self._released_scales(name, tensor) if released else None
         if released and scales is None:
@@ -148,7 +118,6 @@ class ReleasedPrecision(Precision):
     def _format(
         self, name: str, tensor: torch.Tensor, scales: Scales | None
     ) -> tuple[Format, tuple[int, int], torch.dtype]:
-        """Return format and block of a weight, and the dtype of its scales."""
         if scales is not None:
             return scales.form, scales.block, scales.values.dtype
         dtype = torch.float8_e8m0fnu if self._fp4 else torch.float32

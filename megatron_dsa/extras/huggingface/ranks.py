@@ -1,4 +1,4 @@
-"""Ranks: which slices of the full tensors a rank of a parallel model holds, by its place alone."""
+"""Slices of the full tensors that a rank of a parallel model holds."""
 
 import re
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from megatron_dsa.extras.huggingface.names import Entry, Split
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in the grid; the default is the only rank of an unsplit model.
+    """Position of a rank in the grid; the default is the only rank of an unsplit model.
 
     Attributes:
-        tensor, expert_tensor: ``(rank, size)`` of tensor parallelism, for experts and the rest.
-        expert: ``(rank, size)`` of expert parallelism.
+        tensor, expert_tensor, expert: ``(rank, size)`` of tensor parallelism, the same of experts,
+            and of expert parallelism.
         first_layer: decoder layers on earlier pipeline stages.
         num_experts: routed experts of the whole model.
         splits_latents: down projections are split over tensor-parallel ranks (layers without
@@ -69,8 +69,7 @@ def global_name(name: str, place: Place) -> str:
 def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...]:
     """Return the slice that a rank holds of each full tensor in ``entry.hf``.
 
-    ``shape`` is that of the full tensor (of a vocabulary: after padding), which the ranks have to
-    be able to share evenly.
+    ``shape`` is the full tensor's (of a vocabulary: after padding).
     """
     rank, size = place.shard(entry)
     whole = tuple(slice(0, extent) for extent in shape)
@@ -87,10 +86,7 @@ def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...
 
 
 def assemble(entry: Entry, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the full tensors of ``entry.hf``, contiguous; the inverse of :func:`part`.
-
-    ``pieces`` are the parameters of the ranks that share it, in order of rank.
-    """
+    """Return the full tensors of ``entry.hf``, contiguous, from the parameters of all ranks."""
     dim = 1 if entry.split is Split.COLUMNS else 0
     parts = [piece.chunk(len(entry.hf), dim=entry.join) for piece in pieces]
     return tuple(

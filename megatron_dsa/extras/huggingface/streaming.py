@@ -1,8 +1,8 @@
 """Megatron's distributed checkpoints, one tensor at a time: no model has to be held.
 
 The ``sharded_state_dict`` of a model without memory (``build.empty_model``) says which slice of
-which stored tensor a parameter is. This module hands one parameter after the other to torch's
-reader and writer (``torch.distributed.checkpoint``), which Megatron uses, too.
+which stored tensor a parameter is. This module hands one parameter after the other to the reader
+and writer of ``torch.distributed.checkpoint``, which Megatron also uses.
 """
 
 import dataclasses
@@ -42,27 +42,22 @@ type Entry = ShardedTensor | ShardedTensorFactory
 
 
 def _chunk(part: ShardedTensor) -> ChunkStorageMetadata:
-    """Return where a local tensor lies in the stored one."""
     sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
     return ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(sizes))
 
 
 def _parts(entry: Entry) -> list[ShardedTensor]:
-    """Return the stored tensors of a parameter: itself, or the pieces of its factory."""
     if isinstance(entry, ShardedTensorFactory):
         return list(nested_values(entry.build()))
     return [entry]
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
     def __init__(self, tensor: torch.Tensor):
         super().__init__()
         self.tensor = tensor
 
     def lookup_tensor(self, index) -> torch.Tensor:
-        """Return the tensor of which torch takes a part."""
         return self.tensor
 
 
@@ -75,16 +70,12 @@ class StoredParameters:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, entry: Entry) -> torch.Tensor:
-        """Return a parameter, in the dtype that it is stored in.
-
-        Only the place of ``entry`` is looked at. Another stored shape is a :class:`ConfigError`.
-        """
+        """Return a parameter, in the dtype that it is stored in."""
         if isinstance(entry, ShardedTensorFactory):
             return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
         return self._read(entry)
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Return the dtype in which a parameter is stored."""
         stored: dict[str, Any] = self._metadata.state_dict_metadata
         return functools.reduce(
             torch.promote_types, (stored[x.key].properties.dtype for x in _parts(entry))
@@ -108,8 +99,6 @@ class StoredParameters:
 
 
 class _Lazily(DefaultSavePlanner):
-    """Makes a tensor when it is written."""
-
     def __init__(self, make: Callable[[WriteItem], torch.Tensor]):
         super().__init__()
         self.resolve_data = make  # type: ignore[assignment, method-assign]
@@ -127,8 +116,7 @@ def write_checkpoint(
     Args:
         directory: must be empty.
         entries: entries of the model's sharded state dict, by the names that ``values`` takes.
-            The checkpoint gets their dtypes.
-        values: returns a parameter.
+        values: returns a parameter, which gets the dtype of its entry.
         others: the rest of the state dict, small.
         file_bytes: size of a file, about; as much is held.
     """
@@ -161,7 +149,7 @@ def write_checkpoint(
 def _plans(
     entries: dict[str, Entry], file_bytes: int
 ) -> tuple[list[SavePlan], dict[MetadataIndex, tuple[str, int]]]:
-    """Return a plan per file, and of every item the parameter and the number of its piece."""
+    """Return a plan per file, and the parameter and the number of its piece of every item."""
     plans, where, size = [SavePlan([])], {}, 0
     for name, entry in entries.items():
         for number, part in enumerate(_parts(entry)):

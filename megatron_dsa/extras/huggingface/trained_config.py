@@ -11,14 +11,13 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import uses_csa
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.generate.trained_model import READING, adding, taken_over
 from megatron_dsa.extras.huggingface.config_json import UNSAID, HFModel, differences
+from megatron_dsa.extras.huggingface.keys import shown
 from megatron_dsa.extras.huggingface.models import key_of
-from megatron_dsa.extras.huggingface.rules import shown
-from megatron_dsa.extras.planner import command
 from megatron_dsa.training.setup import model_config_from_args
 
 #: Arguments that no field of the transformer configuration has -> key and its only value.
@@ -32,11 +31,6 @@ _FIXED = ("dsa_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon")
 
 def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
     """Compare config.json with the arguments in a distributed checkpoint.
-
-    Args:
-        directory: the checkpoint.
-        hf: the content of config.json.
-        source: what errors call that file.
 
     Returns:
         Notes: differences that users choose, or that no config.json can say.
@@ -60,7 +54,6 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
 
 
 def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str]:
-    """Yield the values of config.json that contradict the training."""
     is_v4 = "csa_compress_ratios" in hf.fields
     if is_v4 != uses_csa(trained):
         kind = {True: "with", False: "without"}
@@ -127,15 +120,17 @@ def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
 
     Other programs than this package's may have trained the model.
     """
-    said = taken_over(saved, data=False)
-    said = {name: value for name, value in said.items() if name not in READING}
+    generate = load_extra("generate.trained_model", "export-hf")
+    planner = load_extra("planner.command", "export-hf")
+    said = generate.taken_over(saved, data=False)
+    said = {name: value for name, value in said.items() if name not in generate.READING}
     said |= {"train_iters": 1, "micro_batch_size": 1, "lr": 1e-4}
     said["padded_vocab_size"] = said.get("padded_vocab_size") or hf.vocab_size
     said.setdefault("dsa_stage", "sparse" if hf.has_indexer else "dense")
     # Rules for trainings that do not matter to a model.
     said |= {"attention_dropout": 0.0, "experimental_attention_variant": None}
     unsaid = {name: said.pop(name) for name in UNSAID if name in said}
-    with command.parsed(["megatron_dsa"], 1, False, adding(said)) as args:
+    with planner.parsed(["megatron_dsa"], 1, False, generate.adding(said)) as args:
         config: Any = model_config_from_args(args).transformer
     # Not every set of layers takes them, which matters to runs only.
     vars(config).update(unsaid)

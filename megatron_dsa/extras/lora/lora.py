@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA; Hu et al. 2021) beside the frozen weights of parallel linears.
+"""Adapters of low rank (LoRA; Hu et al. 2021) next to the frozen weights of parallel linears.
 
 ``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zeros. Both
 are parameters of the linear itself, so that names and hooks of everything else stay. Ranks share
@@ -34,13 +34,13 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules import modules_of_linears, rank_and_alpha
 from megatron_dsa.layers.linears import ReplicatedLinear, replicated_draws
 
-#: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns
-#: (row-parallel ones), or not.
+#: Dim by which tensor-parallel ranks share a weight: 0 (column-parallel linears), 1 (row-parallel
+#: ones), or none.
 Split = Literal["rows", "columns", "none"]
 
 
 class AdaptedLinear:
-    """Mixin of a linear of Megatron's or ours, see :func:`adapt`.
+    """Mixin of a linear of Megatron's or ours.
 
     Attributes:
         parts: linears of released checkpoints that lie in this one, one under the other and of one
@@ -59,7 +59,6 @@ class AdaptedLinear:
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the linear does for ``x [..., in]``, adapters added."""
         out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the linear
         down, up = self._factors()
         inner = self._shared(torch.nn.functional.linear(x, down))
@@ -80,7 +79,7 @@ class AdaptedLinear:
     def _shared(self, inner: torch.Tensor) -> torch.Tensor:
         """Return ``A x [..., n rank]`` of the tokens that ``B`` is for, summed over a split ``A``.
 
-        Tensor parallelism comes with sequence parallelism here: ranks hold different tokens.
+        Tensor parallelism implies sequence parallelism here: ranks hold different tokens.
         """
         if self.ranks == 1 or self.split == "none":
             return inner
@@ -91,16 +90,15 @@ class AdaptedLinear:
     def with_adapters(self, weight: torch.Tensor) -> torch.Tensor:
         """Return ``weight + scale * B A``, this rank's part, rounded once.
 
-        The gradient of a replicated factor is of this rank's part, too; Megatron sums it.
+        The gradient of a replicated factor is also of this rank's part; Megatron sums it.
         """
         down, up = self._factors()
         return torch.addmm(weight, up, down, alpha=self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Return that of the linear, with adapters split as its weight is."""
         own = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
         adapters = {name: x for name, x in own.items() if is_adapter_parameter(name)}
-        # Linears of torch are described by Megatron, whose own know how they are split.
+        # Megatron describes linears of torch, and its own linears themselves.
         describe = getattr(super(), "sharded_state_dict", None)
         state, others = {}, own
         if describe is not None:
@@ -129,13 +127,8 @@ def _adapted_class(kind: type) -> type:
 def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
     """Add to the layers of a model the adapters that its configuration names.
 
-    Layers of multi-token prediction are layers like others. Nothing else of the model changes, and
-    what it computes stays the same: ``B`` is zero.
-
-    Args:
-        model: a GPT model, or a part of a layer.
-        config: its transformer configuration.
-        prefix: of ``model`` in a layer, where it is a part of one.
+    The model computes the same as before: ``B`` is zero. Where ``model`` is a part of a layer,
+    ``prefix`` is its prefix there.
     """
     adapted = linears_with_adapters(config)
     if not adapted:
@@ -156,8 +149,8 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
     Args:
         linear: column- or row-parallel linear of Megatron's (its own or of transformer-engine), or
             one that every rank holds in full.
-        parts: names of the linears in it, of which the last words are taken.
-        adapted: which of them get adapters.
+        parts: names of the linears in it.
+        adapted: those that get adapters.
         config: the transformer configuration.
     """
     (rank, alpha), split = rank_and_alpha(options_of(config)), _split_of(linear)
@@ -192,7 +185,7 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
 def _mark(down: Any, up: Any, split: Split, by_sequence: bool, marks: dict[str, Any]) -> None:
     """Mark for Megatron how ranks share the factors, and which gradients it sums over them.
 
-    ``marks`` are those of the weight, which hold for both factors where it is not split.
+    ``marks`` of the weight hold for both factors where it is not split.
     """
     if split == "none":
         for factor in (down, up):
@@ -209,7 +202,6 @@ def _last_words(names: list[str]) -> tuple[str, ...]:
 
 
 def _split_of(linear: Any) -> Split:
-    """Return how tensor-parallel ranks share the weight of a linear."""
     if isinstance(linear, ReplicatedLinear):
         return "none"
     if isinstance(linear, ColumnParallelLinear):
@@ -222,7 +214,7 @@ def _split_of(linear: Any) -> Split:
 
 
 def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Parameter:
-    """Return ``A``: of all columns the same on every rank, of which a rank takes its own."""
+    """Return ``A``: drawn equally on every rank, which takes its columns."""
     device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
     whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
     if not whole.is_meta:

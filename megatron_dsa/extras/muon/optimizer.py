@@ -14,11 +14,7 @@ from megatron_dsa.layers.weight_blocks import block_rows, is_sharded, local_bloc
 
 
 class _ByBlock:
-    """Mixin in front of Megatron's Muon: what is orthogonalised together.
-
-    The scale of an update follows from the shape of what is orthogonalised, so that of a block
-    follows from the block's.
-    """
+    """Mixin in front of Megatron's Muon: orthogonalises and scales block by block."""
 
     pg_collection: Any
     tp_mode: str
@@ -30,13 +26,7 @@ class _ByBlock:
         self._sharing: dict[tuple[int, ...], Any] = {}
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the scaled update of ``grad [rows, columns]``, this rank's part of a matrix.
-
-        Args:
-            p: the parameter, marked or not (:mod:`megatron_dsa.layers.weight_blocks`).
-            grad: its momentum.
-            **kwargs: settings of its group.
-        """
+        """Return the scaled update of ``grad [rows, columns]``, this rank's part of a matrix."""
         pattern = block_rows(p)
         if pattern is not None:
             return self._by_block(p, grad, pattern)
@@ -98,7 +88,6 @@ class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
         self._scale: torch.Tensor
 
     def _scale_of(self, part, group, dim=None) -> torch.Tensor:
-        """Return the scale of an update ``part`` in every element."""
         size = [part.size(-2), part.size(-1)]
         if dim is not None:
             size[dim] *= get_pg_size(group)
@@ -107,7 +96,7 @@ class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
         return torch.full_like(part, scale)
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the update of ``grad`` without its scale; see :class:`_ByBlock`."""
+        """Return the update of ``grad`` without its scale."""
         self.scaled_orthogonalize_fn = self._scale_of
         self._scale = super().orthogonalize(p, grad, **kwargs)
         self.scaled_orthogonalize_fn = self._scaled

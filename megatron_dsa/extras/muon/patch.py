@@ -5,19 +5,21 @@ a fused QKV projection. Marks (:mod:`megatron_dsa.layers.weight_blocks`) name ta
 matrices. Parameters without marks are treated as before.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import Any
 
+import torch
 from megatron.core.optimizer import emerging_optimizers, layer_wise_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import layers
 
 from megatron_dsa.extras.muon.blocks import is_left_to_adamw
-from megatron_dsa.extras.muon.layer_wise_gather import repair_gather_of_layer_wise_optimizer
 from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
 from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
-from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
-from megatron_dsa.layers.weight_blocks import BLOCK_ROWS, is_left_to_adamw
 from megatron_dsa.patches import OURS, TABLE, Patch
 
 TABLE["Muon"] = Patch(
@@ -26,7 +28,7 @@ TABLE["Muon"] = Patch(
 )  # fmt: skip
 TABLE["layer-wise gather"] = Patch(
     "cannot gather parameters of two precisions, nor of different sizes over gloo",
-    "extras.muon.layer_wise_gather:repair_gather_of_layer_wise_optimizer", "layer specs",
+    "extras.muon.patch:repair_gather_of_layer_wise_optimizer", "layer specs",
     "--optimizer muon --use-distributed-optimizer",
 )  # fmt: skip
 #: ``--optimizer`` -> its class.
@@ -46,7 +48,7 @@ def read_marks_of_muon() -> None:
             optimizer_cls=optimizer_class,
             default_param_overrides={left: {"optimizer": "adam"}},
         )
-    # The layer-wise distributed optimizer asks once more when it divides buffers.
+    # The layer-wise distributed optimizer decides once more when it divides buffers.
     original = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
 
     @functools.wraps(original)
@@ -54,3 +56,54 @@ def read_marks_of_muon() -> None:
         return original(parameter) and not is_left_to_adamw(parameter)
 
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
+
+
+#: Attributes with a list of parameters per rank, ``None`` where there is one rank.
+_LISTS = ("dp_cp_params_list", "expt_dp_params_list")
+
+
+@functools.cache
+def repair_gather_of_layer_wise_optimizer() -> None:
+    """Gather parameters of the narrower dtype at once, and broadcast the others one by one.
+
+    After a step each data-parallel rank sends the parameters that it updated. megatron-core 0.19
+    makes one flat tensor of them and receives into tensors of the first parameter's dtype: 16-bit
+    and fp32 parameters in one model do not fit. gloo also refuses parts of different sizes.
+    """
+    optimizer_class: Any = LayerWiseDistributedOptimizer
+    original = optimizer_class.allgather_params
+
+    @functools.wraps(original)
+    def allgather_params(self):
+        lists = {name: getattr(self, name) for name in _LISTS}
+        held = [p for each in lists.values() for params in each or () for p in params]
+        dtypes = sorted({p.dtype for p in held}, key=lambda dtype: dtype.itemsize)
+        if not held:
+            return
+        whole = torch.distributed.get_backend(self.dp_cp) != "gloo"
+        if whole and len(dtypes) == 1:
+            original(self)
+            return
+        gathered: dict[str, Any] = dict.fromkeys(_LISTS)
+        alone = dict(lists)
+        for name, each in lists.items():
+            # The original takes the dtype of rank 0's first parameter.
+            if whole and each is not None and any(p.dtype == dtypes[0] for p in each[0]):
+                gathered[name] = [[p for p in ps if p.dtype == dtypes[0]] for ps in each]
+                alone[name] = [[p for p in ps if p.dtype != dtypes[0]] for ps in each]
+        with _attributes(self, gathered):
+            original(self)
+        with _attributes(self, alone):
+            self.broadcast_params()
+
+    optimizer_class.allgather_params = allgather_params
+
+
+@contextlib.contextmanager
+def _attributes(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        vars(owner).update(values)
+        yield
+    finally:
+        vars(owner).update(before)

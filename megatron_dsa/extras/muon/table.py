@@ -1,4 +1,4 @@
-"""The list of parameters with what updates them under ``--optimizer muon``."""
+"""The list of parameters with their optimizer under ``--optimizer muon``."""
 
 import re
 from collections import Counter
@@ -16,11 +16,11 @@ from megatron_dsa.layers.weight_blocks import block_rows
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """Parameters that differ in nothing but their layer or expert.
+    """Parameters that differ only in their layer or expert.
 
     Attributes:
         optimizer: ``"AdamW"`` or ``"Muon"``.
-        name: of the parameter, without numbers and without what wraps the model.
+        name: of the parameter, without numbers and without wrappers of the model.
         shape: of the whole matrix, over all tensor-parallel ranks.
         blocks: matrices that Muon orthogonalises in one of them.
         block_rows: rows of consecutive blocks; empty if it is one matrix.
@@ -36,13 +36,7 @@ class Kind:
 def kinds_of(
     models: Iterable[torch.nn.Module], tensor_ranks: int, expert_ranks: int = 1
 ) -> Counter[Kind]:
-    """Count the trained parameters of this rank's stages by kind.
-
-    Args:
-        models: stages, wrapped or not.
-        tensor_ranks: tensor-parallel size, of experts as well.
-        expert_ranks: expert-parallel size: each of these ranks has as many experts.
-    """
+    """Count the trained parameters of this rank's stages by kind, over tensor and expert ranks."""
     found: Counter[Kind] = Counter()
     for model in models:
         for name, parameter in model.named_parameters():
@@ -64,11 +58,7 @@ def _kind(name: str, parameter: Any, ranks: int) -> Kind:
 
 
 def table_of(kinds: Counter[Kind]) -> list[str]:
-    """Return the lines of the table: vectors in one line, a line per kind of matrix.
-
-    Args:
-        kinds: of all pipeline stages.
-    """
+    """Return the lines of the table: vectors in one line, a line per kind of matrix."""
     vectors = {kind: count for kind, count in kinds.items() if len(kind.shape) < 2}
     matrices = sorted(kind for kind in kinds if kind not in vectors)
     table = [("optimizer", "parameters", "shape", "number", "orthogonalised as")]
@@ -87,7 +77,6 @@ def table_of(kinds: Counter[Kind]) -> list[str]:
 
 
 def _short(name: str) -> str:
-    """Return what tells a vector: ``q_layernorm`` of its weight, or its own name."""
     module, _, own = name.rpartition(".")
     return module.rpartition(".")[2] if own == "weight" else own
 

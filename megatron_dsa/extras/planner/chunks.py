@@ -21,11 +21,10 @@ class Layer:
     """A transformer layer of a chunk.
 
     Attributes:
-        number: from 1, within the decoder or within multi-token prediction.
-        is_mtp: which of them.
-        kind: what it is, in words.
+        number: from 1, within the decoder or within multi-token prediction (``is_mtp``).
+        kind: its attention and its MLP, in words.
         kept: bytes that its forward pass leaves for its backward, per microbatch.
-        choices: what runs its operations.
+        choices: implementations of its operations.
     """
 
     number: int
@@ -37,13 +36,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one reduction group (dense or expert) and dtype; tables of hash routing, too.
+    """Count of parameters (and numbers in tables of hash routing) of one kind.
 
     Attributes:
         expert: whether they are reduced over the experts' data-parallel ranks.
         trained: whether they have gradients and optimizer states.
-        itemsize: bytes per number.
-        count: numbers.
     """
 
     expert: bool
@@ -54,15 +51,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a model chunk (one virtual stage of a pipeline rank) is and takes, per microbatch.
+    """A model chunk (one virtual stage of a pipeline rank), in bytes per microbatch.
 
     Attributes:
-        layers: its transformer layers.
-        outside: what it has besides: embedding, output layer.
-        weights: its parameters.
-        kept: bytes alive between its forward and its backward pass, input and output included.
-        forward_peak, backward_peak: the most alive during either, likewise; weights are not in it.
-        received: bytes that it receives per group, and from other stages of its pipeline.
+        outside: its modules around the layers: embedding, output layer.
+        kept: alive between its forward and its backward pass, input and output included.
+        forward_peak, backward_peak: the most alive during either, likewise, without weights.
+        received: per group, and from other stages of its pipeline.
     """
 
     layers: tuple[Layer, ...]
@@ -75,17 +70,7 @@ class Chunk:
 
 
 def measure_rank(args, model, pg_collection) -> list[Chunk]:
-    """Return the chunks of this rank.
-
-    Args:
-        args: validated arguments.
-        model: the model configuration, see
-            :func:`megatron_dsa.training.setup.model_config_from_args`.
-        pg_collection: process groups, from :func:`megatron_dsa.extras.planner.host.ranks`.
-
-    Raises:
-        what building the model raises: its start-up checks.
-    """
+    """Return the chunks of this rank, whose process groups :func:`~.host.ranks` made."""
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
     forget_layouts()  # a rank keeps tables of its own
@@ -101,7 +86,7 @@ def measure_rank(args, model, pg_collection) -> list[Chunk]:
 
 
 def _group_names(pg_collection) -> Callable:
-    """Return what names a process group: the first that has the same ranks."""
+    """Return a function that names a process group: the first with the same ranks."""
     order = {
         "tp": "tensor",
         "cp": "context",
@@ -123,7 +108,6 @@ def _group_names(pg_collection) -> Callable:
 
 
 def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
-    """Run one microbatch through a chunk."""
     tracker = MemoryTracker(name_of)
     tracker.ignore(*chunk.parameters(), *chunk.buffers())
     layers = _follow_layers(chunk, tracker)
@@ -141,28 +125,17 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
         received["pipeline"] += chunk.decoder.input_tensor.nbytes
     if not chunk.post_process:
         received["pipeline"] += output.nbytes  # as much as its gradient
-    outside, whole = [], not args.dsa_dry_run_attention_only
-    if chunk.pre_process and whole:
-        outside.append("embedding")
-    if chunk.post_process and whole:
-        outside.append("output layer and loss")
+    outside = ["embedding"] if chunk.pre_process else []
+    outside += ["output layer and loss"] if chunk.post_process else []
     return Chunk(
-        tuple(layers),
-        tuple(outside),
-        _weights(chunk),
-        kept,
-        forward_peak,
-        tracker.peak,
+        tuple(layers), tuple(outside), _weights(chunk), kept, forward_peak, tracker.peak,
         dict(received),
-    )
+    )  # fmt: skip
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Run the backward pass as Megatron's ``custom_backward`` does: by the engine itself.
-
-    torch's functions for it would be seen by host()'s mode, and what is computed again inside of
-    them would not be.
-    """
+    # As Megatron's custom_backward does: host()'s mode would intercept torch's functions for it,
+    # and miss recomputed operations inside of them.
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -173,11 +146,11 @@ def _drop_gradient(parameter: torch.nn.Parameter) -> None:
 
 
 def _forward(args, chunk):
-    """Return the output of a microbatch, and what makes its gradient."""
-    batch_size, rows = args.micro_batch_size, args.seq_length // args.context_parallel_size
+    """Return the output of a microbatch, and a function of it that returns its gradient."""
+    batch_size, length = args.micro_batch_size, args.seq_length // args.context_parallel_size
     if args.dataloader_inter_document_masking:
-        batch_size, rows = 1, batch_size * rows
-    shape, device = (batch_size, rows), torch.cuda.current_device()
+        batch_size, length = 1, batch_size * length
+    shape, device = (batch_size, length), torch.cuda.current_device()
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     mask = torch.zeros(shape, device=device)
     batch = {
@@ -190,7 +163,7 @@ def _forward(args, chunk):
     }
     if not chunk.pre_process:
         divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        hidden = _input_shape(chunk, rows // divided, batch_size)
+        hidden = _input_shape(chunk, length // divided, batch_size)
         dtype = chunk.config.pipeline_dtype or chunk.config.params_dtype
         chunk.set_input_tensor(torch.zeros(hidden, dtype=dtype, device=device, requires_grad=True))
     output = chunk(**batch)
@@ -200,21 +173,21 @@ def _forward(args, chunk):
     return loss, torch.ones_like
 
 
-def _input_shape(chunk, rows: int, batch_size: int) -> tuple[int, int, int]:
-    """Shape of what a chunk that is not the first gets for ``rows`` tokens of each sequence."""
+def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
+    """Return the input shape of a chunk that is not the first, for ``tokens`` per sequence."""
     config = chunk.config
     if not config.mtp_num_layers or len(chunk.decoder.layers):
-        return rows, batch_size, config.hc_mult * config.hidden_size
+        return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
         # The output of the head, and the streams that it has read.
         tensors = 1 + (config.hc_mult if uses_streams(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers
-    return tensors * rows, batch_size, config.hidden_size
+    return tensors * tokens, batch_size, config.hidden_size
 
 
 def _packed(args, tokens: torch.Tensor):
-    """Documents of packed batches: one that fills each sequence, the most that a row can see."""
+    """Return one document per sequence: queries see the most keys."""
     if not args.dataloader_inter_document_masking:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -231,7 +204,7 @@ def _packed(args, tokens: torch.Tensor):
 
 
 def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
-    """Return the layers of a chunk; ``kept`` is filled in when the chunk runs."""
+    """Return the layers of a chunk; hooks fill in ``kept`` when the chunk runs."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layers: list[Layer] = []
@@ -240,7 +213,7 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         for name, module in chunk.named_modules()
         if isinstance(module, TransformerLayer)
     ]
-    for place, (name, module) in enumerate(modules):
+    for index, (name, module) in enumerate(modules):
         core = module.self_attention.core_attention
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
@@ -255,11 +228,11 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         def begin(_module, _args, before=before):
             before.append(tracker.live)
 
-        def end(_module, _args, _output, before=before, place=place):
+        def end(_module, _args, _output, before=before, index=index):
             # Once: a recomputed layer runs again in the backward pass.
             started = before.pop()
-            if not layers[place].kept:
-                layers[place] = dataclasses.replace(layers[place], kept=tracker.live - started)
+            if not layers[index].kept:
+                layers[index] = dataclasses.replace(layers[index], kept=tracker.live - started)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
@@ -267,7 +240,6 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
 
 
 def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
-    """Return what a layer calls for its streams, and one before an output layer for its head."""
     ops = stream_ops(layer.config)
     if is_mtp or layer.layer_number == layer.config.num_layers:
         ops += stream_ops(layer.config, head=True)
@@ -275,8 +247,7 @@ def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
 
 
 def kind_of(layer) -> str:
-    """Say what a transformer layer is: its attention and its MLP."""
-    from megatron.core.transformer.identity_op import IdentityOp
+    """Return the attention and the MLP of a transformer layer in words."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     core, config = layer.self_attention.core_attention, layer.config
@@ -291,8 +262,6 @@ def kind_of(layer) -> str:
         attention += " with indexer"
     elif ratio is None and core.options.stage == "sparse":
         attention += ", selection of an earlier layer"
-    if isinstance(layer.mlp, IdentityOp):
-        return attention
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
         mlp = f"{config.num_moe_experts} experts"

@@ -17,7 +17,6 @@ from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
 from megatron_dsa.config.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.config.rules.ranges import FLAGS, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
-from megatron_dsa.extras.planner.attention_only import leave_out_flags
 from megatron_dsa.extras.planner.host import META, host
 from megatron_dsa.extras.planner.plan import Plan, make_plan
 from megatron_dsa.extras.planner.text import describe, shortage
@@ -70,7 +69,6 @@ def dry_run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _silence():
-    """Neither warnings nor a log: the plan says it all."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -82,9 +80,9 @@ def _silence():
 
 
 def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return what the plan is made for, and the command line of the job without these flags."""
+    """Return the flags of the plan, and the command line of the job without them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_setting_arguments(parser)
+    add_dry_run_arguments(parser)
     own, job = parser.parse_known_args(argv[1:])
     for ok, message in range_rules(vars(own), FLAGS):
         require(ok, message)
@@ -92,16 +90,9 @@ def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) -> Plan:
-    """Return the :class:`~megatron_dsa.extras.planner.plan.Plan` of a command line.
+    """Return the plan of a command line (program and flags) on ``world`` GPUs.
 
-    Args:
-        argv: program and flags, as for ``megatron_dsa.pretrain``.
-        world: GPUs of the job.
-        gpu: their kind, one of :data:`megatron_dsa.config.gpus.GPUS`.
-        device: see :func:`megatron_dsa.extras.planner.host.host`.
-
-    Raises:
-        AssertionError, ConfigError, ...: what the start-up of the job would raise.
+    ``device`` is passed to :func:`~.host.host`. Raises what the start-up of the job would raise.
     """
     with host(gpu.capability, device), parsed(argv, world) as args:
         if args.num_layers > _MANY_LAYERS:
@@ -120,13 +111,9 @@ def parsed(
     planning: bool = True,
     add_arguments: Callable[[argparse.ArgumentParser], Any] = add_dsa_arguments,
 ) -> Iterator[Any]:
-    """Yield Megatron's validated arguments, of rank 0 of ``world``; nothing is printed meanwhile.
+    """Yield Megatron's validated arguments, of rank 0 of ``world``; print nothing meanwhile.
 
-    Args:
-        argv: program and flags.
-        world: GPUs of the job.
-        planning: whether flags are preset for a GPU where there is none.
-        add_arguments: adds this package's flags to the parser of Megatron's.
+    ``planning`` presets flags for a GPU where there is none.
     """
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
@@ -135,8 +122,6 @@ def parsed(
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):
         preset_flags(argv, planning)
         args = arguments.parse_args(add_arguments)
-        if args.dsa_dry_run_attention_only:
-            leave_out_flags(args)
         _refuse_files(args)
         _check_batch(args)
         arguments.validate_args(args)
@@ -153,7 +138,6 @@ def parsed(
 
 
 def _refuse_files(args) -> None:
-    """Nothing is read or downloaded."""
     if args.padded_vocab_size is None and args.vocab_size is None:
         raise ConfigError(
             "--vocab-size or --padded-vocab-size is required with --dsa-dry-run, which does not "
@@ -169,7 +153,7 @@ def _refuse_files(args) -> None:
 
 
 def _check_batch(args) -> None:
-    """Name the flags of a batch that the ranks cannot divide; Megatron names some of evaluation."""
+    """Name the flags of a batch that the ranks cannot divide: Megatron names evaluation's."""
     model_ranks = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -189,7 +173,7 @@ def _check_batch(args) -> None:
 
 @contextlib.contextmanager
 def _environment(world: int):
-    """Variables of rank 0; what Megatron sets for ``--deterministic-mode`` ends with it, too."""
+    """Set variables of rank 0; end them, and the mode of ``--deterministic-mode``, at exit."""
     ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -202,7 +186,7 @@ def _environment(world: int):
 
 @contextlib.contextmanager
 def _arguments(argv: list[str]):
-    """Megatron parses ``sys.argv``; it also keeps the number of microbatches in the process."""
+    """Set ``sys.argv`` for Megatron, which also keeps the number of microbatches."""
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
     before, sys.argv = sys.argv, argv

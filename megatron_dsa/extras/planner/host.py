@@ -1,6 +1,7 @@
 """A job's ranks on one machine without a GPU: modules on the meta device, groups that send nothing.
 
-Everything here lasts as long as its context. Real process groups must not exist beside it.
+:func:`host` stands in for the GPU, :func:`ranks` for the other ranks; both end with their context.
+Real process groups must not exist meanwhile.
 """
 
 import contextlib
@@ -21,8 +22,87 @@ from megatron_dsa.patches.cpu_host import CudaTo, NoStream
 META = torch.device("meta")
 
 
+@contextlib.contextmanager
+def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
+    """Build and run Megatron's modules on another device than a GPU.
+
+    Args:
+        capability: of the GPU for which kernels are chosen; ``None``: a CPU's.
+        device: meta; or the CPU, where everything runs as it does there (to test what stands in).
+    """
+    cuda = mock.patch.multiple(torch.cuda, **_cuda(capability, device))
+    patches = [cuda, *_state_of_the_process()]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        if device == META:
+            stack.enter_context(meta_dispatch(capability))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context((CudaTo if capability is None else _AsOnGPU)(device))
+        yield
+
+
+def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str, Any]:
+    """Return functions of ``torch.cuda`` as they answer on a machine with one kind of GPU."""
+    properties = SimpleNamespace(
+        major=(capability or (10,))[0],
+        multi_processor_count=0 if capability is None else planned_processors(capability),
+        L2_cache_size=50 * 2**20,  # no memory depends on it: ordered lists are not sorted
+    )
+    streams = dict.fromkeys(("Stream", "Event"), NoStream)
+    ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
+    return streams | ignored | {
+        "current_device": lambda: device,
+        "get_device_capability": lambda *_args: capability or (0, 0),
+        "get_device_properties": lambda *_args: properties,
+        "current_stream": lambda *_args, **_kwargs: NoStream(),
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "get_rng_state": _random_state,
+    }  # fmt: skip
+
+
+def _nothing(*_args, **_kwargs) -> None:
+    return None
+
+
+def _random_state(*_args, **_kwargs) -> torch.Tensor:
+    return torch.get_rng_state()  # the CPU's: nothing is drawn on the meta device
+
+
+def _state_of_the_process() -> Iterator[Any]:
+    """Yield patches that keep a model of this process and a planned one from sharing state."""
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_logging, moe_utils
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    yield mock.patch.multiple(
+        megatron_random,
+        _get_cuda_rng_state=_random_state,
+        _set_cuda_rng_state=_nothing,
+        _CUDA_RNG_STATE_TRACKER=megatron_random._CUDA_RNG_STATE_TRACKER,
+        _CUDA_RNG_STATE_TRACKER_INITIALIZED=False,
+    )
+    scale = "main_loss_backward_scale"
+    for owner, name, value in (
+        (moe_utils, "te_general_gemm", None),  # routers' of transformer-engine, which needs a GPU
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),  # made once per process
+        (IndexerLog._state, "sums", None),
+        (moe_logging, "_MOE_METRICS_TRACKER", None),
+        (MTPLossLoggingHelper, "tracker", {}),
+        # A schedule leaves tensors of the device there that it ran on.
+        (MoEAuxLossAutoScaler, scale, None),
+        (MTPLossAutoScaler, scale, torch.tensor(1.0)),
+    ):
+        yield mock.patch.object(owner, name, value)
+
+
 class _AsOnGPU(CudaTo):
-    """Norms that a GPU runs as one kernel are one elsewhere, too."""
+    """Norms that a GPU runs as one kernel are also one elsewhere."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (functional.rms_norm, torch.rms_norm):
@@ -31,7 +111,7 @@ class _AsOnGPU(CudaTo):
 
 
 def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
-    """torch's fused RMSNorm of GPUs on the meta device: keeps its input and a number per row."""
+    """torch's fused RMSNorm of GPUs on the meta device: keeps its input and a number per token."""
 
     def forward(x, weight):
         return (torch.empty_like(x),), (x, weight, empty_sums(x, *x.shape[:-1], 1))
@@ -43,89 +123,12 @@ def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
-    """Build and run Megatron's modules on another device than a GPU.
-
-    Args:
-        capability: of the GPU for which kernels are chosen; ``None``: a CPU's.
-        device: meta; or the CPU, where everything runs as it does there (to test what stands in).
-    """
-    from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import moe_logging, moe_utils
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.multi_token_prediction import (
-        MTPLossAutoScaler,
-        MTPLossLoggingHelper,
-    )
-
-    def state(*_args, **_kwargs):
-        return torch.get_rng_state()
-
-    def nothing(*_args, **_kwargs):
-        return None
-
-    # Memory does not hang on the cache: lists that come in order are not sorted.
-    properties = SimpleNamespace(
-        major=(capability or (10,))[0],
-        multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,
-    )
-    # One kind of GPU, whose random state is the CPU's: nothing is drawn on the meta device.
-    answers: dict[str, Any] = {
-        "current_device": lambda: device,
-        "get_device_capability": lambda *_args: capability or (0, 0),
-        "get_device_properties": lambda *_args: properties,
-        "synchronize": nothing,
-        "set_device": nothing,
-        "current_stream": lambda *_args, **_kwargs: NoStream(),
-        "Stream": NoStream,
-        "Event": NoStream,
-        "stream": lambda _stream: contextlib.nullcontext(),
-        "manual_seed": nothing,
-        "get_rng_state": state,
-        "set_rng_state": nothing,
-    }
-    random: dict[str, Any] = {
-        "_get_cuda_rng_state": state,
-        "_set_cuda_rng_state": nothing,
-        "_CUDA_RNG_STATE_TRACKER": megatron_random._CUDA_RNG_STATE_TRACKER,
-        "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
-    }
-    patches: tuple[Any, ...] = (
-        mock.patch.multiple(torch.cuda, **answers),
-        mock.patch.multiple(megatron_random, **random),
-        # transformer-engine's, which routers take where it is installed: it needs a GPU.
-        mock.patch.object(moe_utils, "te_general_gemm", None),
-        # Made once per process, by the first layer.
-        mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
-        # What layers log there is of the process's own model.
-        mock.patch.object(IndexerLog._state, "sums", None),
-        mock.patch.object(moe_logging, "_MOE_METRICS_TRACKER", None),
-        mock.patch.object(MTPLossLoggingHelper, "tracker", {}),
-        # A schedule leaves its factors there, tensors of the device that it ran on.
-        mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
-        mock.patch.object(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)),
-    )
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        if device == META:
-            stack.enter_context(meta_dispatch(capability))
-        # torch.compile has nothing to compile for.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context((CudaTo if capability is None else _AsOnGPU)(device))
-        yield
-
-
-@contextlib.contextmanager
-def ranks(args, rank: int, seed: int = 1) -> Iterator:
+def ranks(args, rank: int) -> Iterator:
     """Be one of ``args.world_size`` ranks, sharded as ``args`` say; yields Megatron's groups.
 
     Args:
         args: validated arguments.
         rank: which one, with pipeline stages outermost.
-        seed: for Megatron's random states, which exist and are not used.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -133,21 +136,19 @@ def ranks(args, rank: int, seed: int = 1) -> Iterator:
 
     new_group = torch.distributed.new_group
 
-    def own_group(ranks=None, *_args, **_kwargs):
+    def local_group(ranks=None, *_args, **_kwargs):
         if ranks is not None and rank not in ranks:
             return torch.distributed.GroupMember.NON_GROUP_MEMBER
         return new_group(ranks, backend="fake")
 
+    def one_by_one(operations) -> list:
+        return [each.op(each.tensor, each.peer, each.group) for each in operations]
+
     torch.distributed.init_process_group(
         "fake", rank=rank, world_size=args.world_size, store=FakeStore()
     )
-    stack = contextlib.ExitStack()
     try:
-        stack.enter_context(
-            # Batches of them would ask for the backend of the device.
-            mock.patch.object(torch.distributed, "batch_isend_irecv", _one_by_one)
-        )
-        with mock.patch.object(torch.distributed, "new_group", own_group):
+        with mock.patch.object(torch.distributed, "new_group", local_group):
             parallel_state.initialize_model_parallel(
                 args.tensor_model_parallel_size,
                 args.pipeline_model_parallel_size,
@@ -158,13 +159,10 @@ def ranks(args, rank: int, seed: int = 1) -> Iterator:
                 expert_tensor_parallel_size=args.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        yield ProcessGroupCollection.use_mpu_process_groups()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        # Batches would need the backend of the device.
+        with mock.patch.object(torch.distributed, "batch_isend_irecv", one_by_one):
+            yield ProcessGroupCollection.use_mpu_process_groups()
     finally:
-        stack.close()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-
-
-def _one_by_one(operations) -> list:
-    return [each.op(each.tensor, each.peer, each.group) for each in operations]

@@ -7,7 +7,6 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.planner.chunks import Chunk, Weights
-from megatron_dsa.extras.planner.schedule import most_kept
 from megatron_dsa.versions import installed_version, why_not_transformer_engine
 
 #: Workspaces of matrix products, one per thread that calls them (forward, backward), on Hopper.
@@ -19,11 +18,9 @@ class RankMemory:
     """Bytes on one GPU, without the CUDA context, NCCL's buffers and fragmentation.
 
     Attributes:
-        weights: parameters as the layers use them.
-        gradients: Megatron's buffer of main gradients.
         optimizer: main parameters and moments, this rank's part.
         activations: the most that activations and temporaries take at once.
-        step: what the optimizer's step takes at most, when there are no activations.
+        step: temporaries of the optimizer's step, when there are no activations.
     """
 
     weights: int
@@ -34,18 +31,12 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most at any time of an iteration."""
         passing = max(self.activations, self.step)
         return self.weights + self.gradients + self.optimizer + passing + LIBRARIES
 
 
 def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
-    """Return what the chunks of a rank take under Megatron's optimizer and schedule.
-
-    Args:
-        args: validated arguments; Megatron's parallel state tells which rank this is.
-        chunks: see :func:`megatron_dsa.extras.planner.chunks.measure_rank`.
-    """
+    """Return the memory of a rank's chunks under Megatron's optimizer and schedule."""
     weights = [each for chunk in chunks for each in chunk.weights]
     trained = [each for each in weights if each.trained]
     kept = [chunk.kept for chunk in chunks]
@@ -56,13 +47,40 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
         optimizer=sum(
             each.count * _state_bytes(args, each) // shards(args, each) for each in trained
         ),
-        activations=most_kept(args, kept, extra),
+        activations=_most_kept(args, kept, extra),
         step=sum(each.count * _step_bytes(args, each) // shards(args, each) for each in trained),
     )
 
 
+def _most_kept(args, kept: Sequence[int], extra: Sequence[int]) -> int:
+    """Return the most bytes that activations take at any time of an iteration on this rank.
+
+    Follows Megatron's schedule: the warm-up's forward passes, then forward and backward in turn.
+    ``extra`` is the most that either pass of a chunk takes in addition to ``kept``.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
+
+    count, chunks = get_num_microbatches(), len(kept)
+    group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    warmup = get_pp_rank_microbatches(count, chunks, group)[2]
+    order = [chunk for _, chunk in get_schedule_table(count, chunks, group)]
+    forward, backward = iter(order), iter([chunks - 1 - chunk for chunk in order])
+    steps = [("forward", next(forward)) for _ in range(warmup)]
+    for chunk in forward:
+        steps += [("forward", chunk), ("backward", next(backward))]
+    steps += [("backward", chunk) for chunk in backward]
+    alive = most = 0
+    for step, chunk in steps:
+        most = max(most, alive + extra[chunk] + (kept[chunk] if step == "forward" else 0))
+        alive += kept[chunk] if step == "forward" else -kept[chunk]
+    return most
+
+
 def gradient_bytes(args, weights: Weights) -> int:
-    """Return the bytes of a main gradient."""
     return 4 if args.accumulate_allreduce_grads_in_fp32 else weights.itemsize
 
 
@@ -80,7 +98,6 @@ def shards(args, weights: Weights) -> int:
 
 
 def _state_bytes(args, weights: Weights) -> int:
-    """Bytes of main parameter and moments per number."""
     if args.use_precision_aware_optimizer:
         main = args.main_params_dtype.itemsize
         if _keeps_main_parameters(args) and main == 4 and args.bf16 and weights.itemsize == 2:
@@ -91,18 +108,15 @@ def _state_bytes(args, weights: Weights) -> int:
 
 
 def _keeps_main_parameters(args) -> bool:
-    """Whether transformer-engine's precision-aware Adam keeps them, not Megatron."""
+    # transformer-engine's precision-aware Adam, not Megatron.
     if args.main_params_dtype != torch.float32:
         return True
-    return args.fp8_recipe in (None, "delayed")  # Megatron asks for the recipe alone
+    return args.fp8_recipe in (None, "delayed")  # Megatron tests only the recipe
 
 
 def _step_bytes(args, weights: Weights) -> int:
-    """Temporary bytes per number of the optimizer's step.
-
-    Without transformer-engine's optimizer torch's is used, which forms the square roots of all
-    second moments at once; gradients that are not fp32 are copied.
-    """
+    # Gradients that are not fp32 are copied, and torch's Adam computes the square roots of all
+    # second moments at once.
     copies = 4 if gradient_bytes(args, weights) < 4 else 0
     if args.optimizer != "adam" or _uses_transformer_engine():
         return copies
@@ -110,7 +124,7 @@ def _step_bytes(args, weights: Weights) -> int:
 
 
 def _uses_transformer_engine() -> bool:
-    """Whether optimizers are transformer-engine's; without a GPU, where one that trains has it."""
+    # Without a GPU, the training machine is assumed to have the same packages.
     if torch.cuda.is_available():
         return why_not_transformer_engine(has_gpu=True) is None
     return installed_version("transformer-engine") is not None

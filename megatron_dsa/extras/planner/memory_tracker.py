@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 c10d = torch.ops.c10d
 
-#: Collective -> place of its process group among the arguments, and of the tensors (those that are
-#: not divided over ranks) whose bytes count, how often.
+#: Collective -> indices of its process group and of the whole (undivided) tensors among the
+#: arguments, and how often their bytes count.
 _COLLECTIVES = {
     c10d.allreduce_.default: (1, 0, 2),
     c10d._allgather_base_.default: (2, 0, 1),
@@ -31,15 +31,13 @@ class MemoryTracker(TorchDispatchMode):
     """Follows the storages that are made under it, of any device.
 
     Where a tensor gets several gradients, autograd writes their sum to one that nothing else refers
-    to, but not under a dispatch mode. A sum counts beside its terms only if all of them stay alive.
+    to, but not under a dispatch mode. A sum counts in addition to its terms only if all of them
+    stay alive.
 
     Attributes:
         live: bytes of storages that were made and are still alive.
         peak: the most that were alive at once since :meth:`restart`.
-        received: bytes that this rank receives, per name of a group.
-
-    Args:
-        name_of: names a process group.
+        received: bytes that this rank receives, by the name (``name_of``) of a group.
     """
 
     def __init__(self, name_of: Callable[[ProcessGroup], str] = lambda group: "ranks"):
@@ -49,7 +47,7 @@ class MemoryTracker(TorchDispatchMode):
         self._bytes: dict[int, int] = {}
         #: Storage -> number of the node of the backward pass that made it.
         self._makers: dict[int, int] = {}
-        #: What was alive beside the last sum of gradients, and the storages it may be written to.
+        #: Bytes alive with the last sum of gradients, and the storages it may be written to.
         self._sum: tuple[int, list[int]] | None = None
         self._name_of = name_of
 
@@ -70,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
             self._bytes.setdefault(tensor.untyped_storage()._cdata, 0)
 
     def __enter__(self):
-        # No operation: Megatron empties the storage of what it will compute again.
+        # No operation: Megatron empties the storage of tensors that it will recompute.
         resize = torch.UntypedStorage.resize_
         tracker = self
 
@@ -132,7 +130,7 @@ class MemoryTracker(TorchDispatchMode):
         """Return the storages that autograd may write a sum of gradients to."""
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         keys = [x.untyped_storage()._cdata for x in tensors]
-        # What a node adds while it forms its gradient was made by itself.
+        # A node adds tensors of its own while it computes its gradient.
         if all(self._makers.get(key) == node for key in keys):
             return []
         return [key for key, x in zip(keys, tensors, strict=True) if self._may_be_written(key, x)]
@@ -142,7 +140,6 @@ class MemoryTracker(TorchDispatchMode):
         return self._bytes.get(key, 0) > 0 and span == x.numel()
 
     def _count_last_sum(self) -> None:
-        """Count the last sum of gradients: what it was written to is not alive any more."""
         if self._sum is not None:
             (live, terms), self._sum = self._sum, None
             if all(key in self._bytes for key in terms):
@@ -153,8 +150,8 @@ class MemoryTracker(TorchDispatchMode):
         if func in _RECEIVES:
             self.received[self._name_of(ProcessGroup.unbox(args[1]))] += _size(args[0])
         elif func in _COLLECTIVES:
-            place, tensors, times = _COLLECTIVES[func]
-            group = ProcessGroup.unbox(args[place])
+            group_index, tensors, times = _COLLECTIVES[func]
+            group = ProcessGroup.unbox(args[group_index])
             share = (group.size() - 1) / group.size()
             size = round(times * share * _size(args[tensors]))
             if size:
@@ -162,7 +159,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _autograd_calls() -> bool:
-    """Whether autograd itself called the operation at hand, and no code of a function or hook."""
+    """Return if autograd itself called this operation, not code of a function or hook."""
     frame = sys._getframe(2)  # below __torch_dispatch__
     while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # of its wrapper
         frame = frame.f_back

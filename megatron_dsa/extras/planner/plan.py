@@ -1,7 +1,7 @@
 """The plan of a job: every pipeline rank built, checked and measured."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -10,7 +10,6 @@ from megatron_dsa import specs
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
 from megatron_dsa.config.gpus import GPU
 from megatron_dsa.config.model import options_of
-from megatron_dsa.extras.planner import attention_only
 from megatron_dsa.extras.planner.chunks import Chunk, measure_rank
 from megatron_dsa.extras.planner.host import ranks
 from megatron_dsa.extras.planner.memory import (
@@ -26,13 +25,7 @@ from megatron_dsa.training.model import padded_vocabulary
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline rank.
-
-    Attributes:
-        chunks: its model chunks.
-        memory: of the rank with most.
-        received: bytes that a rank receives per iteration, per kind of group.
-    """
+    """One pipeline rank; ``received``: bytes per iteration, per kind of group."""
 
     chunks: tuple[Chunk, ...]
     memory: RankMemory
@@ -41,17 +34,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job will do.
+    """The plan of a job.
 
     Attributes:
-        args: validated arguments.
-        config: the transformer configuration.
-        gpu: what it is planned for.
-        stages: per pipeline rank.
         microbatches: of an iteration, per data-parallel rank.
         operations: floating-point operations of a sequence, per part (docs/guide/throughput.md).
-        attention: how keys are attended to.
-        remarks: what was planned otherwise than it will run, or is no flag of ``--dsa-model``.
+        remarks: differences between plan and run, and flags that change ``--dsa-model``.
     """
 
     args: Any
@@ -65,14 +53,7 @@ class Plan:
 
 
 def make_plan(args, model, gpu: GPU) -> Plan:
-    """Build and measure every pipeline rank, inside of
-    :func:`megatron_dsa.extras.planner.host.host`.
-
-    Args:
-        args: validated arguments; ``world_size`` is the job's.
-        model: their model configuration
-            (:func:`megatron_dsa.training.setup.model_config_from_args`).
-        gpu: what to plan for.
+    """Build and measure every pipeline rank, inside of :func:`~.host.host`.
 
     Raises:
         ConfigError, FallbackError, ImplementationError: as the start-up of the job would.
@@ -86,22 +67,14 @@ def make_plan(args, model, gpu: GPU) -> Plan:
     vocabulary = padded_vocabulary(model)
     work = model_work(model.transformer, vocabulary)
     operations = flops_by_part(work, lambda keys: keys.pairs(args.seq_length))
-    alone = args.dsa_dry_run_attention_only
-    if alone:
-        operations = {
-            part: n for part, n in operations.items() if part not in attention_only.LEFT_OUT
-        }
     stages = []
-    layers = attention_only.layers_without_mlp() if alone else nullcontext()
-    with layers, _for_planning(model.transformer) as remarks:
+    with _for_planning(model.transformer) as remarks:
         for pp_rank in range(args.pipeline_model_parallel_size):
             first = pp_rank * (args.world_size // args.pipeline_model_parallel_size)
-            with ranks(args, first) as groups, _place(args, pp_rank):
+            with ranks(args, first) as groups, _naming_rank(args, pp_rank):
                 chunks = measure_rank(args, model, groups)
                 memory = rank_memory(args, chunks)
                 stages.append(Stage(tuple(chunks), memory, _received(args, chunks)))
-    if alone:
-        remarks = [*attention_only.remarks(args), *remarks]
     return Plan(
         args, model.transformer, gpu, tuple(stages), get_num_microbatches(), operations,
         attention_of(model.transformer), (*args.dsa_model_changes, *remarks),
@@ -109,8 +82,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
 
 
 @contextmanager
-def _place(args, pp_rank: int):
-    """Say of an error which pipeline rank it is of."""
+def _naming_rank(args, pp_rank: int):
     try:
         yield
     except Exception as error:
@@ -121,7 +93,7 @@ def _place(args, pp_rank: int):
 
 @contextmanager
 def _for_planning(config) -> Iterator[list[str]]:
-    """Set a configuration so that shapes alone can run; yields remarks on what that changes."""
+    """Let a configuration run without values or a GPU; yield remarks on what that changes."""
     from megatron.core.transformer.moe import moe_utils
 
     changes: dict[str, Any] = {"perform_initialization": False}
@@ -164,7 +136,6 @@ def _for_planning(config) -> Iterator[list[str]]:
 
 
 def _as_local_layers(config) -> dict[str, Any]:
-    """Return the changes that let Megatron's local layers stand for transformer-engine's."""
     changes: dict[str, Any] = {
         "transformer_impl": "local",
         # Local linears cannot fuse what transformer-engine's do (Apex's kernel is needed).
@@ -181,10 +152,6 @@ def _as_local_layers(config) -> dict[str, Any]:
 
 
 def _received(args, chunks) -> dict[str, int]:
-    """Return the bytes that a rank receives per iteration, per kind of group.
-
-    Per microbatch as counted; then gradients and parameters.
-    """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     count = get_num_microbatches()
@@ -199,7 +166,7 @@ def _received(args, chunks) -> dict[str, int]:
 
 
 def _data_parallel(args, chunks) -> int:
-    """Gradients reduced and scattered, and as many parameters (or gradients) gathered."""
+    """Return bytes of gradients that are reduced, and of parameters or gradients gathered."""
     from megatron.core import parallel_state
 
     total = 0.0

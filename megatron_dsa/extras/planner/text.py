@@ -22,14 +22,13 @@ _TP_MODES = {
 
 
 def shortage(plan: Plan) -> str | None:
-    """Return why the plan does not hold in the GPU's memory, or ``None``."""
+    """Return why the plan does not fit in the GPU's memory, or ``None``."""
     worst, rank = max((stage.memory.peak, -rank) for rank, stage in enumerate(plan.stages))
     if worst <= plan.gpu.memory_gib * _GIB:
         return None
     return (
         f"out of memory: pipeline rank {-rank} needs {worst / _GIB:.1f} GiB of the "
-        f"{plan.gpu.memory_gib} that {plan.gpu.name} has. "
-        f"Shard the model over more ranks, divide "
+        f"{plan.gpu.memory_gib} that {plan.gpu.name} has. Shard the model over more ranks, divide "
         "the optimizer (--use-distributed-optimizer), recompute (--recompute-granularity), or "
         "shorten --seq-length or --micro-batch-size"
     )
@@ -59,8 +58,7 @@ def _job(plan: Plan) -> Iterator[str]:
         sizes.append(f"EP {args.expert_model_parallel_size}")
     sizes.append(f"DP {args.data_parallel_size}")
     yield (
-        f"plan {'of the attention alone ' if args.dsa_dry_run_attention_only else ''}"
-        f"for {args.world_size} x {plan.gpu.name}: {', '.join(sizes)}; stage "
+        f"plan for {args.world_size} x {plan.gpu.name}: {', '.join(sizes)}; stage "
         f"{options_of(config).stage}; {plan.microbatches} microbatches of "
         f"{args.micro_batch_size} x {args.seq_length} tokens per rank and iteration"
     )
@@ -84,12 +82,11 @@ def _packages(plan: Plan) -> Iterator[str]:
 def _stages(plan: Plan) -> Iterator[str]:
     yield "pipeline ranks"
     for rank, stage in enumerate(plan.stages):
-        for place, chunk in enumerate(stage.chunks):
-            name = f"{rank}" if len(stage.chunks) == 1 else f"{rank}.{place}"
-            first, last = chunk.outside[:1], chunk.outside[-1:]
-            parts = [part for part in first if part == "embedding"]
+        for index, chunk in enumerate(stage.chunks):
+            name = f"{rank}" if len(stage.chunks) == 1 else f"{rank}.{index}"
+            parts = [part for part in chunk.outside if part == "embedding"]
             parts += [f"{_numbers(some)}: {kind}" for kind, some in _by_kind(chunk.layers)]
-            parts += [part for part in last if part != "embedding"]
+            parts += [part for part in chunk.outside if part != "embedding"]
             yield f"  {name}: {' | '.join(parts) or 'nothing'}"
 
 
@@ -140,8 +137,6 @@ def _work(plan: Plan) -> Iterator[str]:
     args, total = plan.args, sum(plan.operations.values())
     per_token = f"{total / args.seq_length / 1e9:.4g} GFLOP per token"
     yield f"{per_token} (docs/guide/throughput.md): {shares(plan.operations)}"
-    if args.dsa_dry_run_attention_only:
-        return  # MFU is that of a whole model
     peak = peak_tflops(plan.config, plan.gpu.name)
     if peak is None:
         yield "  no MFU: the peak of this GPU and precision is not known"
@@ -173,7 +168,6 @@ def _all_layers(plan: Plan) -> list[Layer]:
 
 
 def _by_kind(layers: Iterable[Layer]) -> Iterator[tuple[str, list[Layer]]]:
-    """Yield each kind with its layers, decoder layers and those of prediction apart."""
     found: dict[tuple[str, bool], list[Layer]] = {}
     for layer in layers:
         found.setdefault((layer.kind, layer.is_mtp), []).append(layer)

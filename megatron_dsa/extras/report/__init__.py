@@ -1,4 +1,1 @@
-"""Reports of training runs: ``python -m megatron_dsa report LOG_DIR``.
-
-See ``docs/guide/reports.md``.
-"""
+"""Reports of training runs: ``python -m megatron_dsa report LOG_DIR``."""

@@ -1,25 +1,9 @@
 """The command ``report``."""
 
 import argparse
-from pathlib import Path
 
 from megatron_dsa.errors import require
 from megatron_dsa.extras.report.events import find_runs, missing_package, printable, read_run
-
-
-def add_command(commands) -> None:
-    """Add ``report`` to the parser of the command line tools."""
-    parser = commands.add_parser("report", help="a page on training runs, from TensorBoard's files")
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="LOG_DIR",
-        help="what --tensorboard-dir was, or a folder of such folders; several runs are compared",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, nargs="+", default=[Path("report.html")], metavar="FILE",
-        help="files to write, .html or .png (report.html)",
-    )  # fmt: skip
-    parser.add_argument("--title", default="Training report")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

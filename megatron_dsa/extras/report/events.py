@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, VersionError, require
 
-#: How event files are called, by every writer of TensorBoard.
+#: Names of event files, of every writer of TensorBoard.
 PATTERN = "*tfevents*"
 
 Series = list[tuple[int, float]]
@@ -13,10 +13,10 @@ Series = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run: everything that its event files hold.
+    """The content of a run's event files.
 
     Attributes:
-        name: what tells it from the other runs of a report.
+        name: unique among the runs of a report.
         scalars: tag -> ``(step, value)``, steps in ascending order. Where a step was written twice
             (resumed from an older checkpoint), the later value counts.
         restarts: tag -> values as they were written, for counters, which a restart sets back.
@@ -63,20 +63,18 @@ class RunLog:
 
 
 def printable(text: str) -> str:
-    """Return a word of the command line with escapes for bytes that are not UTF-8."""
+    """Return a text with escapes for bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def missing_package(name: str) -> VersionError:
-    """Return the error that says how to get a package."""
     return VersionError(f"report needs {name}: pip install 'megatron-dsa[report]'")
 
 
 def find_runs(folders: list[Path]) -> dict[str, Path]:
     """Return the folders with event files, in and below ``folders``, by the names of the runs.
 
-    A run is a folder that holds event files. Its name is its path below their common
-    parent.
+    A run is a folder that holds event files. Its name is its path below their common parent.
 
     Raises:
         ConfigError: a folder does not exist, there are no event files, or a path is not UTF-8.
@@ -101,7 +99,7 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Shorten paths: the parts that all have in front and behind are left out."""
+    """Shorten paths by the parts that all have in front and behind."""
     if len(paths) == 1:
         return ["/".join(paths[0].parts[-2:])]
     parts = [path.parts for path in paths]
@@ -151,7 +149,7 @@ def read_run(name: str, folder: Path) -> RunLog:
 
 
 def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:
-    """First steps and stages of the processes: each wrote its arguments at the step it loaded."""
+    """Return the processes' first steps and stages: each wrote its arguments at its start."""
     stages = written.get("dsa_stage") or [(step, "") for step, _ in written.get("seq_length", ())]
     found: list[tuple[int, str]] = []
     for loaded, stage in stages:

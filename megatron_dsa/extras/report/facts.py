@@ -1,4 +1,4 @@
-"""The words and numbers of a report about a run: model, results, calls, arguments."""
+"""Words and numbers of a report about a run: model, results, calls, arguments."""
 
 import math
 import statistics
@@ -17,26 +17,22 @@ ON_REQUEST = {
     "time per operation": (TIME, "--dsa-time-operations"),
 }
 
-#: Megatron's timers (``--timing-log-level 2``) that together make up most of a step.
-TIMERS = ("batch-generator", "forward-compute", "backward-compute", "all-grads-sync", "optimizer")
-
-#: The rest of a step beside the operations or timers.
+#: The part of a step that operations do not take.
 REST = "everything else"
 
-#: Characters of an argument that is the same for all runs; lists of data can be very long.
+#: Shown characters of an argument that all runs share; lists of data can be very long.
 SHOWN = 200
 
 
 def settled(series: Series) -> float | None:
-    """Median of the second half of a series, where a run has found its pace; NaN if one is."""
+    """Return the median of the second half of a series, NaN if one is NaN."""
     values = [value for _, value in series[len(series) // 2 :]]
-    if any(map(math.isnan, values)):  # it has no place in an order
+    if any(map(math.isnan, values)):
         return math.nan
     return statistics.median(values) if values else None
 
 
 def last(log: RunLog, tag: str) -> float | None:
-    """The value that was written last."""
     series = log.scalars.get(tag)
     return series[-1][1] if series else None
 
@@ -57,28 +53,17 @@ def compiled(log: RunLog, series: Series) -> Series:
 
 
 def step_shares(log: RunLog) -> dict[str, float]:
-    """Return the seconds of a step by operation, else by Megatron's timers.
+    """Return the seconds of a step by operation (``--dsa-time-operations``), the rest last.
 
-    Operations are what dispatch timed (``--dsa-time-operations``); the rest of the step is the
-    last entry. It is negative if they were measured to take longer than the step. Empty if
-    nothing was measured.
-
-    All are means over the same log points. They come from the last stage and hold a value of each;
-    the first half and the quarters of the shortest and of the longest steps are left out. Medians,
-    each of its own, would not add up to a step.
+    The rest is negative if operations were measured to take longer than the step. Empty if nothing
+    was measured. All are means over the same steps of the last stage, without the first half and
+    the quarters of the shortest and longest steps: medians would not add up to a step.
     """
     times = log.scalars.get("iteration-time", [])
-    if not times:
-        return {}
-    end = times[-1][0]
-
-    def written_last(tags: dict[str, str]) -> dict[str, dict[int, float]]:
-        # An operation of an earlier stage is no longer written.
-        found = {name: dict(log.scalars.get(tag, ())) for name, tag in tags.items()}
-        return {name: values for name, values in found.items() if end in values}
-
-    parts = written_last({name.replace("_", " "): time_tag(name) for name in OPERATIONS})
-    parts = parts or written_last({name: f"{name}-time" for name in TIMERS})
+    end = times[-1][0] if times else 0
+    parts = {name: dict(log.scalars.get(time_tag(name), ())) for name in OPERATIONS}
+    # An operation of an earlier stage is no longer written.
+    parts = {name: values for name, values in parts.items() if end in values}
     if not parts:
         return {}
     first = max((step for step, _ in log.stages() if step <= end), default=0)
@@ -112,7 +97,7 @@ def tokens_per_second(log: RunLog) -> Series:
 
 
 def _argument(log: RunLog, name: str) -> str:
-    """An argument of the run as it was written; empty if it is not there, ``None`` or ``False``."""
+    """Return an argument as it was written; empty if it is absent, ``None`` or ``False``."""
     value = log.texts.get(name, "")
     return "" if value in ("None", "False") else value
 
@@ -163,7 +148,7 @@ def attention(log: RunLog) -> str:
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:
-    """Return the calls by operation and implementation, over all restarts."""
+    """Return calls by operation and implementation, over all restarts."""
     found: dict[str, dict[str, int]] = {}
     for name in log.under(CALLS):
         operation, implementation = name.split("/", 1)

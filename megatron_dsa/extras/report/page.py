@@ -17,16 +17,14 @@ from megatron_dsa import __version__
 from megatron_dsa.errors import require
 from megatron_dsa.extras.report import facts
 from megatron_dsa.extras.report.events import RunLog
-from megatron_dsa.extras.report.lines import color_of
-from megatron_dsa.extras.report.panels import PANELS, Panel
+from megatron_dsa.extras.report.panels import PANELS, Panel, color_of
 from megatron_dsa.training.files.whole import whole_file
 
 matplotlib.rcParams["text.parse_math"] = False  # names of runs may hold dollar signs
 
-#: Stands for the colour of text and axes, which the page sets for light and dark ground.
-INK = "#010203"
-GRID = "#040506"
-LOOK = {
+#: Stand for the colours of text and grid, which the page sets for light and dark ground.
+_INK, _GRID = "#010203", "#040506"
+_LOOK = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -37,8 +35,7 @@ LOOK = {
     "svg.fonttype": "none",
     "font.family": ["DejaVu Sans"],
 }
-
-TEMPLATE = Path(__file__).with_name("page.html")
+_TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_html(runs: list[RunLog], title: str, path: Path) -> None:
@@ -50,6 +47,7 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
             "attention": facts.attention(run),
             "results": facts.results(run),
             "calls": facts.calls(run),
+            "shares": facts.step_shares(run),
         }
         for number, run in enumerate(runs)
     ]
@@ -60,8 +58,9 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
     for run in runs:
         if text := facts.model(run):
             models.setdefault(text, []).append(run.name)
+    names = [name for run in described for name in (*run["calls"], *run["shares"])]
     differ, same = facts.arguments(runs)
-    page = Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text("utf-8"))
+    page = Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE.read_text("utf-8"))
     text = page.render(
         title=title,
         version=__version__,
@@ -70,7 +69,7 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
         models=models,
         charts=[(panel, svg) for panel in PANELS if (svg := draw_svg(panel, runs))],
         missing=facts.missing(runs),
-        operations=list(dict.fromkeys(name for run in described for name in run["calls"])),
+        operations=sorted(dict.fromkeys(names), key=lambda name: name == facts.REST),
         differ=differ,
         same=same,
     )
@@ -80,10 +79,10 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
     """Return a chart as SVG whose text and axes take the page's colours; ``None`` if empty."""
-    colors = {"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK}
-    colors |= {"xtick.color": INK, "ytick.color": INK, "grid.color": GRID}
-    with pyplot.rc_context(LOOK | colors):
-        figure, axis = pyplot.subplots(figsize=_size(panel, runs), layout="constrained")
+    colors = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK}
+    colors |= {"xtick.color": _INK, "ytick.color": _INK, "grid.color": _GRID}
+    with pyplot.rc_context(_LOOK | colors):
+        figure, axis = pyplot.subplots(figsize=(5.0, 3.1), layout="constrained")
         drawn = panel.show(axis, runs)
         buffer = io.StringIO()
         if drawn:
@@ -95,14 +94,10 @@ def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
     if not drawn:
         return None
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
+    svg = svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
     # Ids are unique within a page only with a mark of their own.
     mark = re.sub(r"\W+", "-", panel.title.lower())
     return Markup(re.sub(r'(id="|href="#|url\(#)', rf"\1{mark}-", svg))
-
-
-def _size(panel: Panel, runs: list[RunLog]) -> tuple[float, float]:
-    return (13.0, 1.5 + 0.4 * len(runs)) if panel.wide else (5.0, 3.1)
 
 
 def write_png(runs: list[RunLog], title: str, path: Path) -> None:
@@ -111,8 +106,7 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
     Raises:
         ConfigError: there is nothing to draw.
     """
-    with pyplot.rc_context(LOOK | {"grid.color": "#dfe3e8"}):
-        # Drawing tells whether there is anything to draw.
+    with pyplot.rc_context(_LOOK | {"grid.color": "#dfe3e8"}):
         probe = pyplot.figure()
         panels = [panel for panel in PANELS if panel.show(probe.add_subplot(), runs)]
         pyplot.close(probe)
@@ -120,18 +114,13 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
             bool(panels),
             f"--output {path}: the runs logged nothing that is drawn, write a page (.html) of them",
         )
-        normal = [panel for panel in panels if not panel.wide]
-        wide = [panel for panel in panels if panel.wide]
-        columns = min(3, max(len(normal), 1))
-        titles = [panel.title for panel in normal] + ["."] * (-len(normal) % columns)
-        mosaic = [titles[start : start + columns] for start in range(0, len(titles), columns)]
-        heights = [3.1] * len(mosaic) + [_size(panel, runs)[1] for panel in wide]
-        mosaic += [[panel.title] * columns for panel in wide]
-        figure = pyplot.figure(figsize=(5.2 * columns, sum(heights) + 0.5), layout="constrained")
-        axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
-        for panel in panels:
-            panel.show(axes[panel.title], runs)
-            axes[panel.title].set_title(panel.title, loc="left", weight="bold")
+        columns = min(3, len(panels))
+        lines = -(-len(panels) // columns)
+        figure = pyplot.figure(figsize=(5.2 * columns, 3.1 * lines + 0.5), layout="constrained")
+        for number, panel in enumerate(panels, 1):
+            axis = figure.add_subplot(lines, columns, number)
+            panel.show(axis, runs)
+            axis.set_title(panel.title, loc="left", weight="bold")
         figure.suptitle(title, fontsize=13, weight="bold", x=0.01, ha="left")
         try:
             with whole_file(path) as file:

@@ -1,4 +1,4 @@
-"""How a training step agrees with the rollout that it learns from: keys, log probabilities.
+"""Agreement of a training step with the rollout that it learns from: keys, log probabilities.
 
 These functions wait for the device: they are meant for a look between steps.
 """
@@ -20,7 +20,7 @@ _BYTES_PER_ENTRY = 48
 
 @dataclass(frozen=True)
 class LayerAgreement:
-    """How the selections of a layer agree on one rank.
+    """Agreement of the selections of a layer on one rank.
 
     Attributes:
         layer, rank: which.
@@ -66,7 +66,7 @@ def compare_selections(
     shown: int = 4,
     workspace_bytes: int = 2**28,
 ) -> list[LayerAgreement]:
-    """Compare the selections of an engine with those of this rank, layer by layer.
+    """Compare an engine's selections with this rank's, layer by layer.
 
     Args:
         recorded: by layer number, positions int32 ``[all tokens, K]`` as
@@ -129,7 +129,7 @@ def _compared(layer, rank, given, own, tokens, shown, workspace_bytes) -> LayerA
 
 
 def _missing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return bool ``[r, K]``: entries of ``a`` that are keys and not in the same row of ``b``."""
+    """Return bool ``[r, K]``: keys of ``a`` that ``b`` lacks for the same token."""
     ordered = torch.where(b < 0, _NONE, b).sort(1).values
     place = torch.searchsorted(ordered, a.contiguous()).clamp_max(ordered.shape[1] - 1)
     return (a >= 0) & (ordered.gather(1, place) != a)
@@ -144,7 +144,7 @@ def _listed(numbers) -> str:
 
 
 class LogProbGap(NamedTuple):
-    """How log probabilities of sampled tokens differ between rollout and training.
+    """Difference of log probabilities of sampled tokens between rollout and training.
 
     Attributes:
         kl: estimate of KL(rollout || training) per token, the mean of ``exp(d) - 1 - d`` with
@@ -198,7 +198,7 @@ def log_prob_gap(
 
 
 def lines(agreements: list[LayerAgreement]) -> Iterator[str]:
-    """Yield what people want to see: layers that differ, then the share over all of them."""
+    """Yield layers that differ, then the share over all of them."""
     for each in agreements:
         if each.differing:
             yield each.describe()

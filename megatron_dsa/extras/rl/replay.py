@@ -1,4 +1,4 @@
-"""Replay: layers attend to given keys in place of what their indexers select; and capture.
+"""Replay of given keys instead of the indexers' selections, and capture of selections.
 
 A training step on rollouts replays what the rollout engine selected, so that both see the same
 keys::
@@ -13,12 +13,12 @@ keys::
 (:mod:`megatron_dsa.ops.layout.positions`), so that what was captured replays to the last bit.
 
 Layers are numbered from 1 over all pipeline stages; those that select are meant: with index sharing
-the first of each group, in V4's attention those of ratio 4, whose positions count groups. Layers
+the first of each group, in V4's attention layers of ratio 4, whose positions count groups. Layers
 of multi-token prediction always select for themselves.
 
 Every schedule of Megatron takes the microbatches through a layer in order, in the forward as in the
-backward. So a layer needs no more than two queues: what comes next, and what a recomputed layer
-will need again.
+backward. So a layer needs two queues: the next microbatches, and those that a recomputed layer will
+need again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class IndexReplay:
                 there or not. Tensors on the host (best pinned) are moved when their layer runs.
 
         Raises:
-            ConfigError: for what is not of this form, or does not fit the model in use.
+            ConfigError: not of this form, or unfit for the model in use.
         """
         for layer, positions in indices.items():
             check_form(positions, f"indices[{layer}]")
@@ -149,10 +149,7 @@ class IndexReplay:
     def given(
         self, core: CoreAttention, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` for the microbatch that a layer runs now.
-
-        See :meth:`~megatron_dsa.layers.core.CoreAttention.given_selection`.
-        """
+        """Return ``indices`` and ``length`` for the microbatch that a layer runs now."""
         name = f"indices[{core.layer_number}]"
         positions = local_rows(
             self.take(core.layer_number, core.training), layout, ranks.queries, name

@@ -22,7 +22,7 @@ from megatron_dsa.config.model import selects_keys, uses_csa
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
 
-#: What is recorded, and the flag of both engines' servers that asks for it.
+#: Recorded quantity, and the flag of both engines' servers for it.
 Field = Literal["indexer_topk", "routed_experts"]
 Engine = Literal["sglang", "vllm"]
 _FLAGS = {
@@ -35,7 +35,7 @@ _DTYPES = ("int32", "uint16", "uint8")
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """What an engine recorded for one sequence.
+    """An engine's record of one sequence.
 
     Attributes:
         values: int32 ``[tokens, layers, K]``: positions of keys within the sequence (V4: numbers of
@@ -195,8 +195,7 @@ def selections_of(
         row[: len(latest)] = latest
         return row.expand(1, record.shape[1], width)
 
-    padded = list(lengths if padded_lengths is None else padded_lengths)
-    whole = list(_whole(records, lengths, padded, last, -1, "records"))
+    whole = list(_whole(records, lengths, padded_lengths, last))
     return _by_layer(whole, columns, alternating)
 
 
@@ -219,36 +218,36 @@ def experts_of(
         experts = torch.arange(record.shape[2], dtype=torch.int32)
         return experts.expand(1, record.shape[1], -1)
 
-    padded = list(lengths if padded_lengths is None else padded_lengths)
     whole = [
         torch.where(x < 0, torch.arange(x.shape[2], dtype=torch.int32), x)
-        for x in _whole(records, lengths, padded, first, -1, "records")
+        for x in _whole(records, lengths, padded_lengths, first)
     ]
     return {layer: x.long() for layer, x in _by_layer(whole, columns, alternating).items()}
 
 
-def _whole(records, lengths, padded, last, padding, name: str) -> Iterator[torch.Tensor]:
-    """Yield the records of whole sequences ``[padded length, layers, K]``."""
+def _whole(records, lengths, padded_lengths, last) -> Iterator[torch.Tensor]:
+    """Yield the records of whole sequences ``[padded length, layers, K]``, padded with -1."""
+    padded = list(lengths if padded_lengths is None else padded_lengths)
     require(
         len(records) == len(lengths) == len(padded),
-        f"{name}, lengths and padded_lengths must have one entry per sequence, got {len(records)}, "
-        f"{len(lengths)} and {len(padded)}",
+        "records, lengths and padded_lengths must have one entry per sequence, got "
+        f"{len(records)}, {len(lengths)} and {len(padded)}",
     )
     for i, (record, length, total) in enumerate(zip(records, lengths, padded, strict=True)):
         values, known = record.values, len(record.values)
         require(
             record.start == 0,
-            f"{name}[{i}] must begin with the first token, got start {record.start}: ask the "
+            f"records[{i}] must begin with the first token, got start {record.start}: ask the "
             "engine for all tokens, or join it with the record of the tokens before",
         )
         require(
             known in (length - 1, length) and total >= length,
-            f"{name}[{i}] must have {length - 1} or {length} tokens for a sequence of {length} "
+            f"records[{i}] must have {length - 1} or {length} tokens for a sequence of {length} "
             f"tokens (padded to {total}), got {known}: give the lengths of prompt and answer "
             "together",
         )
         parts = [values] if known == length else [values, last(values, length)]
-        parts.append(values.new_full((total - length, *values.shape[1:]), padding))
+        parts.append(values.new_full((total - length, *values.shape[1:]), -1))
         yield torch.cat(parts)
 
 

@@ -81,8 +81,8 @@ def test_a_name_stands_for_the_flags_of_a_model(name):
 def test_named_models_are_the_released_ones(name):
     """The flags of their config.json are among them."""
     from megatron_dsa.config.presets import MODELS, RELEASED, model_flags
+    from megatron_dsa.extras.huggingface.build import flags_of
     from megatron_dsa.extras.huggingface.config_json import parse_config
-    from megatron_dsa.extras.huggingface.flags import flags_of
     from tests.cases.released_models import CONFIGS
 
     assert name in MODELS and set(MODELS) == set(SMALL) | set(RELEASED)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_dsa.config.presets import AROUND, PRESETS
+from megatron_dsa.extras.huggingface.build import flags_of
 from megatron_dsa.extras.huggingface.config_json import check_model, parse_config
-from megatron_dsa.extras.huggingface.flags import flags_of
 from tests.cases.launch_scripts import EXAMPLES, TRAINING, launch, launched, logs
 from tests.cases.released_models import CONFIGS, GLM_5
 from tests.host import parsed

@@ -41,7 +41,7 @@ def test_missing_package_is_named_with_what_to_do(module, command, package):
 
 
 @pytest.mark.parametrize(
-    "module", ["megatron_dsa.extras.doctor", "megatron.core.datasets.indexed_dataset"]
+    "module", ["megatron_dsa.training.data", "megatron.core.datasets.indexed_dataset"]
 )
 def test_what_else_is_missing_keeps_its_traceback(module, tmp_path):
     """A part of this package, or of one that is there: installing it again would not help."""

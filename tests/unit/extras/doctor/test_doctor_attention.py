@@ -26,16 +26,14 @@ from tests.doctor_harness import (
 def test_right_implementations_pass(capsys):
     code, data = run(capsys, f"{SMALL} --allow-unfused --sink both --packed both")
     assert code == 0, [r["verdict"] for r in data["results"]]
-    checks = {"sparse attention": 4, "teacher": 4, "index selection": 2, "indexer loss": 2}
+    checks = {"forward": 4, "backward": 4, "teacher": 4, "index selection": 2, "indexer loss": 2}
     for check, shapes in checks.items():
         assert len([r for r in data["results"] if r["check"] == check]) == shapes, check
     for result in data["results"]:
-        assert result["chosen"]
-        for part in result["parts"]:
-            assert part["same_bits"] is True
-            assert all(error < 1e-4 for error in part["errors"].values())
-    with_sink = next(result for result in data["results"] if "sink" in result["label"])
-    assert set(with_sink["parts"][1]["errors"]) == {"dq", "dkv", "dsink", "p_sum"}
+        assert result["chosen"] and result["same_bits"] is True
+        assert all(error < 1e-4 for error in result["errors"].values())
+    with_sink = (r for r in data["results"] if "sink" in r["label"] and r["check"] == "backward")
+    assert set(next(with_sink)["errors"]) == {"dq", "dkv", "dsink", "p_sum"}
 
 
 def test_without_a_gpu_nothing_is_proven(capsys):
@@ -58,9 +56,12 @@ def test_a_fused_implementation_that_is_right_proves_something(capsys, add):
     add(BACKWARD, unchanged)
     code, data = run(capsys)
     assert code == 0, data["verdict"]
-    pairs = verdicts(data)
-    assert set(pairs) == {("made_up", "made_up"), ("made_up", "torch"), ("torch", "made_up")}
-    assert [pair for pair, result in pairs.items() if result["chosen"]] == [("made_up", "made_up")]
+    found = verdicts(data)
+    pairs = {("made_up", "made_up"), ("made_up", "torch"), ("torch", "made_up")}
+    assert set(found) == {("forward", "made_up"), *(("backward", *pair) for pair in pairs)}
+    assert {key for key, result in found.items() if result["chosen"]} == {
+        ("forward", "made_up"), ("backward", "made_up", "made_up"),
+    }  # fmt: skip
 
 
 def nan_in_empty_rows(call, result):
@@ -130,24 +131,23 @@ def test_wrong_attention_is_found(capsys, add, operation, change, said):
     add(operation, altered(change))
     code, data = run(capsys, f"{SMALL} --sink on")
     assert code == 1
-    pairs = verdicts(data)
-    assert pairs
-    for result in pairs.values():
+    found = [r for r in verdicts(data).values() if r["check"] == operation.rsplit("_", 1)[-1]]
+    assert found
+    for result in found:
         assert said in result["verdict"], result["verdict"]
-        role = operation.rsplit("_", 1)[-1]
-        crossed = len(result["parts"]) == 2
-        assert not crossed or f"{role} made_up: " in result["verdict"]
     assert others_are_ok(data)
-    assert data["verdict"].startswith(f"WRONG: {len(pairs)} of ")
-    assert "1 of them what dispatch would run" in data["verdict"]
+    wrong = [result for result in data["results"] if not result["ok"]]
+    assert data["verdict"].startswith(f"WRONG: {len(wrong)} of ")
+    assert f"{sum(r['chosen'] for r in wrong)} of them what dispatch" in data["verdict"]
 
 
 def test_base_2_lse_spoils_a_right_backward_and_the_forward_is_named(capsys, add):
     add(FORWARD, altered(scale(1, 1 / math.log(2))))
     _, data = run(capsys)
-    verdict = verdicts(data)["made_up", "torch"]["verdict"]
-    assert "WRONG forward made_up: lse" in verdict and "WRONG backward torch: dq" in verdict
-    assert verdicts(data, "torch")["torch", "torch"]["verdict"] == "ok"
+    found = verdicts(data)
+    assert "WRONG lse" in found["forward", "made_up"]["verdict"]
+    assert "WRONG dq" in found["backward", "made_up", "torch"]["verdict"]
+    assert verdicts(data, "torch")["backward", "torch", "torch"]["verdict"] == "ok"
 
 
 def noisy():
@@ -166,15 +166,12 @@ def test_only_declared_determinism_is_demanded(capsys, add, operation, declared)
     # Tests run in deterministic mode, which an undeclared one must at least be able to honour.
     add(operation, noisy(), deterministic=declared, deterministic_mode=True)
     code, data = run(capsys)
-    parts = [
-        part
-        for result in verdicts(data).values()
-        for part in result["parts"]
-        if "made_up" in part["implementations"].values()
-    ]
-    assert parts and all(part["same_bits"] is False for part in parts)
+    checked = operation.rsplit("_", 1)[-1]
+    found = [result for result in verdicts(data).values() if result["check"] == checked]
+    assert found and all(result["same_bits"] is False for result in found)
     wrong = ["repeats differ, though declared deterministic"] if declared else []
-    assert all(part["wrong"] == wrong for part in parts)
+    # torch's backward is not declared deterministic, nor is a pair with it.
+    assert all(result["wrong"] == wrong for result in found)
     assert code == (1 if declared else 0)
 
 
@@ -200,8 +197,7 @@ def test_a_crash_is_a_verdict_and_the_rest_goes_on(capsys, add, operation):
         assert "ValueError: no such kernel image" in result["verdict"]
         assert "traceback" not in result["verdict"]
     assert {result["check"] for result in data["results"]} == {
-        "sparse attention", "teacher", "index selection", "engine scores",
-        "indexer loss",
+        "forward", "backward", "teacher", "index selection", "engine scores", "indexer loss",
     }  # fmt: skip
 
 
@@ -212,10 +208,10 @@ def test_a_crash_that_takes_the_gpu_with_it(capsys, add, monkeypatch):
     code, data = run(capsys)
     assert code == 1
     wrong = [result for result in data["results"] if not result["ok"]]
-    assert [r["parts"][1]["implementations"] for r in wrong] == [{BACKWARD: "made_up"}]
+    assert [r["implementations"] for r in wrong] == [{FORWARD: "torch", BACKWARD: "made_up"}]
     reasons = {entry["operation"]: entry["reason"] for entry in data["not_checked"]}
-    assert "the GPU was lost when made_up crashed" in reasons["selection"]
-    assert "the GPU was lost when made_up crashed" in reasons[BACKWARD]
+    for skipped in ("selection", BACKWARD, TEACHER):
+        assert "the GPU was lost when torch + made_up crashed" in reasons[skipped]
 
 
 def test_too_little_memory_for_the_reference_proves_nothing(capsys, add, monkeypatch):

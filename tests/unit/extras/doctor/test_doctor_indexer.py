@@ -5,18 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.extras.doctor.engine import check_engine_scores
-from megatron_dsa.extras.doctor.results import Report
-from megatron_dsa.extras.doctor.session import Session
-from megatron_dsa.extras.doctor.shapes import shapes_from
-from tests.doctor_harness import (
-    SMALL,
-    TEACHER,
-    others_are_ok,
-    parse,
-    run,
-    verdicts,
-)
+from megatron_dsa.extras.doctor import shapes_from
+from megatron_dsa.extras.doctor.checks import engine_scores
+from tests.doctor_harness import SMALL, TEACHER, others_are_ok, parse, run, verdicts
 
 
 def select(pick):
@@ -160,10 +151,8 @@ def test_wrong_engine_scores_are_found(capsys, add, wrap, said):
 
 def test_engines_have_no_wider_heads():
     (shape,) = shapes_from(parse(f"{SMALL} --index-dim 256"))
-    report = Report({}, [], [])
-    check_engine_scores(Session(torch.device("cpu"), shape.dtype, None, report), shape)
-    (entry,) = report.not_checked
-    assert not report.results and "at most 128 index dims" in entry.reason
+    (check,) = engine_scores(shape, torch.device("cpu"))
+    assert "at most 128 index dims" in check.unsupported
 
 
 def scaled_gradients(original):

@@ -43,9 +43,6 @@ def test_without_a_dtype_weights_keep_theirs(dtype, tmp_path, capsys):
     assert {stored[name] for name in stored.keys() - bias} == {dtype}
     paths = ["--config", str(there), "--output", str(back)]
     assert main(["export-hf", "--input", str(out), *paths]) == 0
-    card = (back / "README.md").read_text()
-    assert f"| hidden size | {config['hidden_size']} |" in card
-    assert "Not known: the checkpoint" in card
     before, after = (open_checkpoint(x, parse_config(written)) for x in (there, back))
     for name in before.names():
         ours = after.read(name)

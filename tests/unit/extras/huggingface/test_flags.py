@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.build import flags_of
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
-from megatron_dsa.extras.huggingface.deepseek_v4 import HASH_LAYERS
-from megatron_dsa.extras.huggingface.flags import flags_of
+from megatron_dsa.extras.huggingface.models import HASH_LAYERS
 from tests.helpers import relative_error
 from tests.host import parsed
 from tests.tiny_models import YARN, logits_of, tiny_config, tiny_model, tiny_v4

@@ -381,7 +381,7 @@ def test_states_of_the_precision_aware_optimizer(flags, size, monkeypatch):
 
 
 def test_tables_of_hash_routing_are_buffers():
-    """4 bytes per token id and expert, without gradients; none with the attention alone."""
+    """4 bytes per token id and expert, without gradients."""
     learned, hashed = (plan(c) for c in (HASH | {"--moe-hash-layers": None}, HASH))
     before, after = (p.stages[0].memory for p in (learned, hashed))
     assert after.weights - before.weights == 264 * 2 * 4
@@ -391,7 +391,6 @@ def test_tables_of_hash_routing_are_buffers():
     assert kinds == [
         "DSA with indexer; 8 experts, looked up by token", "DSA with indexer; 8 experts",
     ]  # fmt: skip
-    assert plan(HASH | {"--dsa-dry-run-attention-only": True}).stages
 
 
 @pytest.mark.parametrize("virtual", [False, True])

@@ -17,8 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dsa.extras.report import facts
 from megatron_dsa.extras.report.events import RunLog, read_run
-from megatron_dsa.extras.report.lines import thinned
-from megatron_dsa.extras.report.panels import PANELS, draw_shares
+from megatron_dsa.extras.report.panels import PANELS, thinned
 
 LAYERS = (2, 3, 10)
 PANEL = {panel.title: panel for panel in PANELS}
@@ -41,19 +40,8 @@ def test_shares_are_of_the_steps_of_the_last_stage(tmp_path, before):
     write_stage(tmp_path, "sparse", 100, [9.0] + [1.0] * 10 + [5.0], operations)
     found = facts.step_shares(read_run("run", tmp_path))
     assert found == pytest.approx(
-        {"indexer topk": 0.25, "sparse attention forward": 0.5, "everything else": 0.25}
+        {"indexer_topk": 0.25, "sparse_attention_forward": 0.5, "everything else": 0.25}
     )
-
-
-def test_timers_are_those_of_the_last_stage(tmp_path):
-    """Unlike operations, timers are written in all stages."""
-    write_stage(tmp_path, "dense", 0, [1.0] * 30)
-    write_stage(tmp_path, "sparse", 30, [3.0] * 4)
-    with SummaryWriter(str(tmp_path)) as writer:
-        for step in range(1, 35):
-            writer.add_scalar("forward-compute-time", 0.5 if step < 31 else 2.0, step)
-    shares = facts.step_shares(read_run("run", tmp_path))
-    assert list(shares.values()) == pytest.approx([2.0, 1.0])
 
 
 def test_operations_that_take_turns_do_not_exceed_the_step():
@@ -66,18 +54,10 @@ def test_operations_that_take_turns_do_not_exceed_the_step():
     assert list(shares.values()) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
 
 
-def test_operations_longer_than_the_step_are_told():
+def test_operations_longer_than_the_step_leave_a_negative_rest():
     scalars = {"iteration-time": [(1, 1.0)], "dsa/time/indexer_topk": [(1, 1.25)]}
-    runs = [RunLog("long", scalars, {}, {})]
-    scalars = {"iteration-time": [(1, 1.0)], "dsa/time/indexer_topk": [(1, 0.5)]}
-    runs.append(RunLog("short", scalars, {}, {}))
-    assert facts.step_shares(runs[0])[facts.REST] == pytest.approx(-0.25)
-    figure, axis = pyplot.subplots()
-    assert draw_shares(axis, runs)
-    labels = [label.get_text() for label in axis.get_yticklabels()]
-    assert labels == ["long\nmeasured 125 % of the step", "short"]
-    assert max(bar.get_x() + bar.get_width() for bar in axis.patches) == pytest.approx(1250)
-    pyplot.close(figure)
+    shares = facts.step_shares(RunLog("long", scalars, {}, {}))
+    assert shares[facts.REST] == pytest.approx(-0.25)
 
 
 def test_only_compilation_is_left_out_of_speed(tmp_path):
@@ -85,23 +65,18 @@ def test_only_compilation_is_left_out_of_speed(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
         for start, end in ((0, 60), (40, 100)):  # resumed from an older step
             writer.add_text("seq_length", "100", global_step=start)
-            writer.add_scalar("throughput", 1.0, start + 1)
             for step in range(start + 10, end + 1, 10):
                 value = {start + 10: 2.0, 70: 3.0}.get(step, 300.0)
-                writer.add_scalar("throughput", value, step)
                 writer.add_scalar("iteration-time", 1 / value, step)
                 writer.add_scalar("batch-size", 1, step)
     run = read_run("run", tmp_path)
     assert run.starts == ((1, ""), (41, ""))
-    lines = []
-    for title in ("Throughput", "Speed"):
-        figure, axis = pyplot.subplots()
-        assert PANEL[title].show(axis, [run])
-        lines.append(axis.lines[0].get_xydata().tolist())
-        pyplot.close(figure)
+    figure, axis = pyplot.subplots()
+    assert PANEL["Speed"].show(axis, [run])
     values = [(20, 300), (30, 300), (40, 300), (60, 300), (70, 3), (80, 300), (90, 300), (100, 300)]
-    assert [(step, round(value)) for step, value in lines[0]] == values
-    assert [(step, round(value / 100)) for step, value in lines[1]] == values
+    points = axis.lines[0].get_xydata().tolist()
+    assert [(step, round(value / 100)) for step, value in points] == values
+    pyplot.close(figure)
 
 
 def test_of_unknown_starts_only_the_first_point_is_left_out():

@@ -50,7 +50,7 @@ def equal(one, other):
 @pytest.mark.parametrize("recompute", [{}, full(1), full(2), CORE], ids=["", "1", "2", "core"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_was_captured_replays_to_the_last_bit(kind, recompute):
-    """Trap 20: also when layers run again in the backward, with two microbatches in flight."""
+    """Also when layers run again in the backward, with two microbatches in flight."""
     config, arguments, changes = MODELS[kind]
     model = gpt(config(*arguments, **changes, **recompute))
     capture = IndexCapture()
@@ -307,7 +307,7 @@ def test_layers_of_multi_token_prediction_select_for_themselves():
 
 @pytest.mark.gpu
 def test_no_host_synchronisation():
-    """Trap 24: captured, then replayed from the host."""
+    """Captured, then replayed from the host."""
     module = attention_module(small_config(dtype=torch.bfloat16)).train()
     x = hidden_like(module, 96, 2)
     with IndexCapture().on(module) as first:

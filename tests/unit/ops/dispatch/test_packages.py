@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dsa.extras import cli
-from megatron_dsa.extras.support_table import support_table
+from megatron_dsa.extras.info import support_table
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import packages
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA

@@ -9,16 +9,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_dsa import specs
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import AROUND, PRESETS, preset
 from megatron_dsa.extras.muon.table import Kind, kinds_of, table_of
-from megatron_dsa.extras.planner.attention_only import layers_without_mlp
-from megatron_dsa.extras.planner.host import host, ranks
 from megatron_dsa.ops.dispatch import choices_unlogged
 
-PerHead = Literal["none", "attention", "all"]
-#: One rank.
-_ALONE = SimpleNamespace(
+_ONE_RANK = SimpleNamespace(
     world_size=1,
     tensor_model_parallel_size=1,
     pipeline_model_parallel_size=1,
@@ -28,20 +25,18 @@ _ALONE = SimpleNamespace(
     expert_tensor_parallel_size=None,
     num_distributed_optimizer_instances=1,
 )
+#: Parts that presets do not describe.
+_LEFT_OUT = ("output_layer.", "decoder.layers.*.mlp.")
 
 
-def released_kinds(name: str, per_head: PerHead = "none") -> Counter[Kind]:
-    """Count the parameters of a released model by kind; nothing is allocated.
+def released_kinds(
+    name: str, per_head: Literal["none", "attention", "all"] = "none"
+) -> Counter[Kind]:
+    """Count the parameters of a preset, which has the attention, by kind; allocate nothing.
 
-    Args:
-        name: of a preset, which has the attention. MLPs and experts, embedding and output layer
-            are left out, and so are layers of multi-token prediction.
-        per_head: value of ``--dsa-muon-per-head``.
-
-    Raises:
-        ConfigError: an unknown preset.
+    ``per_head`` is the value of ``--dsa-muon-per-head``.
     """
-    released = PRESETS.get(name, {})
+    released = PRESETS[name]
     changes: dict[str, Any] = {}
     if "csa_compress_ratios" in released:
         layers = released["num_layers"]
@@ -55,11 +50,11 @@ def released_kinds(name: str, per_head: PerHead = "none") -> Counter[Kind]:
         dsa_indexer_loss_coeff=1.0, transformer_impl="local", persist_layer_norm=False,
         gradient_accumulation_fusion=False, perform_initialization=False, **changes,
     )  # fmt: skip
+    planner = load_extra("planner.host", "info --muon")
     with (
         choices_unlogged(),
-        host(None),
-        ranks(_ALONE, 0),
-        layers_without_mlp(),
+        planner.host(None),
+        planner.ranks(_ONE_RANK, 0),
         mock.patch.object(specs, "install"),
     ):
         model = GPTModel(
@@ -67,12 +62,11 @@ def released_kinds(name: str, per_head: PerHead = "none") -> Counter[Kind]:
             position_embedding_type="rope", share_embeddings_and_output_weights=False,
         )  # fmt: skip
         kinds = kinds_of([model], tensor_ranks=1)
-    left_out = ("output_layer.", "decoder.layers.*.mlp.")
-    return Counter({kind: n for kind, n in kinds.items() if not kind.name.startswith(left_out)})
+    return Counter({kind: n for kind, n in kinds.items() if not kind.name.startswith(_LEFT_OUT)})
 
 
-def describe(name: str, per_head: PerHead = "none") -> str:
-    """Return the table of :func:`released_kinds` and what it leaves out."""
+def describe(name: str, per_head: Literal["none", "attention", "all"] = "none") -> str:
+    """Return the table of :func:`released_kinds` with a note on omitted parts."""
     lines = table_of(released_kinds(name, per_head))
     lines.append("and in any model: embedding and output layer by AdamW, MLPs, experts and routers")
     lines.append("by Muon. --optimizer muon prints the list of the whole model at start")

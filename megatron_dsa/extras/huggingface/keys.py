@@ -1,0 +1,243 @@
+"""Keys of a ``config.json``: ranges and refusals of every model, and readers that models share."""
+
+import math
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.huggingface.names import Names
+
+Fields = dict[str, Any]
+
+_LARGEST = sys.float_info.max
+#: Entries of a list and characters of a string that a message shows.
+_ENTRIES, _CHARACTERS = 8, 60
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model type. Fields are arguments of Megatron's transformer configuration.
+
+    Attributes:
+        architecture: class of ``transformers``, for Megatron-Bridge.
+        names: names of the tensors.
+        fields: required key -> field of the same meaning.
+        only: optional key -> the only value that Megatron's layers implement.
+        same: pairs of keys (or sums of keys, ``"a + b"``) that must agree where both are given.
+        closed: prefix of keys -> the understood ones; others may change what weights mean.
+        aliases: second name of a key -> the key.
+        converters: called in order with config.json; they return further fields, or raise.
+        latent_norm_epsilon: epsilon of the norms of latents, if it is not ``rms_norm_eps``.
+        remarks: optional key -> a small difference of Megatron's layers if it is set.
+    """
+
+    architecture: str
+    names: Names
+    fields: dict[str, str]
+    only: dict[str, Any]
+    same: tuple[tuple[str, str], ...]
+    converters: tuple[Callable[[dict], Fields], ...]
+    closed: dict[str, Collection[str]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    latent_norm_epsilon: float | None = None
+    remarks: dict[str, str] = field(default_factory=dict)
+
+
+#: Keys that may be absent -> the only value that Megatron's layers implement, in all models.
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+}
+
+
+def check_keys(config: dict, model: Model) -> None:
+    """Raise for a key that is not understood, and for a value that is not supported."""
+    for key, value in (_ONLY | model.only).items():
+        if config.get(key, value) not in (value, None):
+            refuse(key, config[key], f"only {value!r} is supported; such a model cannot be used")
+    for prefix, known in model.closed.items():
+        if unknown := sorted(key for key in config if key.startswith(prefix) and key not in known):
+            rule = "this key is not understood, and may change what weights mean"
+            refuse(unknown[0], config[unknown[0]], rule)
+
+
+def refuse(key: str, value: Any, rule: str) -> NoReturn:
+    """Raise :class:`ConfigError` for a key of config.json and its value."""
+    raise ConfigError(f"{key} = {shown(value)}: {rule}")
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: the start of a long one, with its length."""
+    most = _CHARACTERS if isinstance(value, str) else _ENTRIES
+    if not isinstance(value, list | str) or len(value) <= most:
+        return repr(value)
+    return f"{repr(value[:most])[:-1]}... ({len(value)} entries)"
+
+
+def required(config: dict, key: str) -> Any:
+    """Return the value of a key, or raise if it is absent or null."""
+    if config.get(key) is None:
+        refuse(key, None, "it must be given; use the config.json that came with the weights")
+    return config[key]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number ``>= least``, ``> above`` and ``<= most``; an integer if ``whole``."""
+
+    least: float = -_LARGEST
+    above: float = -math.inf
+    most: float = _LARGEST
+    whole: bool = False
+
+    def __str__(self) -> str:
+        bounds = ((">=", self.least), (">", self.above), ("<=", self.most))
+        rules = [f"{sign} {bound:g}" for sign, bound in bounds if abs(bound) < _LARGEST]
+        return f"must be a {'whole' if self.whole else 'finite'} number {' and '.join(rules)}"
+
+    def allows(self, value: Any) -> bool:
+        kinds = int if self.whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return False
+        return self.least <= value <= self.most and value > self.above
+
+
+SIZE, COUNT = Number(least=1, whole=True), Number(least=0, whole=True)
+_POSITIVE = Number(above=0)
+#: Keys at any depth -> their numbers.
+_NUMBERS = {
+    **dict.fromkeys(
+        (
+            *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            *("index_n_heads", "index_head_dim", "index_topk", "index_topk_freq"),
+            *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
+            *("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters"),
+            *("max_position_embeddings", "original_max_position_embeddings"),
+        ),
+        SIZE,
+    ),
+    **dict.fromkeys(
+        (
+            *("num_nextn_predict_layers", "first_k_dense_replace", "n_shared_experts"),
+            *("num_hash_layers", "index_skip_topk_offset"),
+        ),
+        COUNT,
+    ),
+    **dict.fromkeys(("rope_theta", "compress_rope_theta"), Number(above=1)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE),
+    **dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE),
+    "hc_eps": Number(least=0, most=0.01),
+    # Released models have 1e-6 and 1e-5; a hundredth outweighs activations.
+    "rms_norm_eps": Number(above=0, most=0.01),
+    "factor": Number(least=1),
+    "partial_rotary_factor": Number(above=0, most=1),
+    "swiglu_limit": Number(least=0),
+}
+#: Keys with other values than numbers -> type, and its name in JSON.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
+    **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
+    **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),
+    **dict.fromkeys(("indexer_types", "modules_to_not_convert"), (list, "list")),
+    "index_topk_pattern": ((str, list), "string or list"),
+}
+
+
+def check_values(config: dict[str, Any], where: str = "") -> None:
+    """Raise for a number out of its range, and for a value of another type.
+
+    Keys that are absent or null pass. ``where`` is the key of an object in config.json, with a dot
+    behind.
+    """
+    for key, value in config.items():
+        if value is None:
+            continue
+        number = _NUMBERS.get(key)
+        if number is not None and not number.allows(value):
+            refuse(where + key, value, str(number))
+        kind, called = _KINDS.get(key, (object, ""))
+        if not isinstance(value, kind):
+            refuse(where + key, value, f"must be a JSON {called}")
+        if isinstance(value, dict) and key in _KINDS:
+            check_values(value, f"{where}{key}.")
+
+
+INDEXER = {
+    "index_n_heads": "dsa_indexer_n_heads",
+    "index_head_dim": "dsa_indexer_head_dim",
+    "index_topk": "dsa_indexer_topk",
+}
+EXPERTS = {
+    "n_routed_experts": "num_moe_experts",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "num_experts_per_tok": "moe_router_topk",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+}
+_PLAIN_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+_YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
+
+
+def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
+    """Return if rope parameters are YaRN's, or raise for a key or type that is not understood.
+
+    ``yarn`` has this model's keys of YaRN in addition to :data:`_YARN_KEYS`; ``None``: no YaRN.
+    """
+    keys = {"default": _PLAIN_KEYS}
+    if yarn is not None:
+        keys["yarn"] = _PLAIN_KEYS | _YARN_KEYS | yarn
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in tuple(keys):
+        refuse(f"{where}.rope_type", kind, f"must be {' or '.join(keys)}")
+    for key in sorted(set(rope) - keys[kind]):
+        refuse(f"{where}.{key}", rope[key], f"not understood for rope type {kind}")
+    return kind == "yarn"
+
+
+def yarn_fields(rope: dict, where: str) -> Fields:
+    """Return the fields of YaRN but for the base and its factors of attention."""
+    for key in ("factor", "original_max_position_embeddings"):
+        if rope.get(key) is None:
+            refuse(f"{where}.{key}", None, "must be given with yarn")
+    if rope.get("truncate", True) is not True:
+        refuse(f"{where}.truncate", rope["truncate"], "must be true: Megatron rounds YaRN's range")
+    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+    if fast <= slow:
+        refuse(f"{where}.beta_fast", fast, f"must be larger than beta_slow ({slow})")
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": fast,
+        "beta_slow": slow,
+    }
+
+
+def indexer_fields(config: dict, rope_interleaved: bool) -> Fields:
+    """Return the fields of an indexer, whose rope pairs neighbouring dims or halves."""
+    return {ours: required(config, key) for key, ours in INDEXER.items()} | {
+        "dsa_indexer_rope_interleaved": rope_interleaved,
+        "dsa_indexer_scoring_relu": True,
+    }
+
+
+def expert_fields(config: dict, pattern: list[int]) -> Fields:
+    """Return the fields of experts; ``pattern`` has 1 for a layer with experts, 0 for another."""
+    fields = {ours: required(config, key) for key, ours in EXPERTS.items()}
+    chosen = fields["moe_router_topk"]
+    if chosen < 2:
+        refuse("num_experts_per_tok", chosen, "must be 2 or more: Megatron does not normalise one")
+    shared = config.get("n_shared_experts") or 0
+    return fields | {
+        "moe_layer_freq": pattern,
+        "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"] or None,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+    }
