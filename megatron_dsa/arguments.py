@@ -32,7 +32,10 @@ _FORMER_OPERATIONS = (
 _GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
 #: Flags of earlier versions -> why they are refused.
 FORMER = {
-    **{f"--dsa-{old}-impl": f"it is {FLAG} OPERATION=NAME now" for old in _FORMER_OPERATIONS.split()},
+    **{
+        f"--dsa-{old}-impl": f"it is {FLAG} OPERATION=NAME now"
+        for old in _FORMER_OPERATIONS.split()
+    },
     "--csa-dense-mode": "it is --dsa-stage dense now",
     "--dsa-health-rows": "it is --dsa-health-tokens now",
     "--dsa-health-fp8": _GONE,

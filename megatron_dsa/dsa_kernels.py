@@ -6,17 +6,6 @@ They need no Megatron.
 """
 
 from megatron_dsa.ops.dense_attention.ring.api import dense_attention, gathered_latent_attention
-from megatron_dsa.ops.indexer_loss.api import (
-    IndexerTraining,
-    dense_indexer_loss,
-    sparse_indexer_loss,
-)
-from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys
-from megatron_dsa.layers.parallel.absorbed_attention import (
-    AbsorbedAttentionOutput,
-    absorbed_attention,
-)
-from megatron_dsa.layers.parallel.ring.api import dense_attention, gathered_latent_attention
 from megatron_dsa.ops.indexer_loss.api import dense_indexer_loss, sparse_indexer_loss
 from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining

@@ -26,11 +26,8 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.quality import query_scores, recall, visible_keys
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.indexer_topk import engine
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Seen, bshd_layout
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import Seen, bshd_layout
 from megatron_dsa.testing.comparison import relative_error
 from megatron_dsa.versions import why_not_transformer_engine
 

@@ -11,8 +11,8 @@ from megatron_dsa.config.options import TPMode
 from megatron_dsa.ops.attention_costs import PairDims, attention_costs, expansion_ps
 from megatron_dsa.ops.dispatch import Operation, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.masked_attention import declaration as masked
-from megatron_dsa.ops.masked_attention.visible import MOST_KEPT, describe_visible_call
+from megatron_dsa.ops.masked_attention import spec as masked
+from megatron_dsa.ops.masked_attention.api import MOST_KEPT, describe_visible_call
 
 #: What masked dense attention to selected keys calls.
 MASKED_OPERATIONS = (masked.KEY_BITS, masked.FORWARD, masked.BACKWARD, masked.PROBABILITIES)

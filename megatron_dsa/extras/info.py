@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_dsa import __version__
-from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
 from megatron_dsa import __version__, patches
-from megatron_dsa.config.extras import optional_extra
+from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
+from megatron_dsa.config.extras import load_extra, optional_extra
 from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config.presets import PRESETS, model_preset, preset
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.errors import require
-from megatron_dsa.extras.muon.released_muon import describe
-from megatron_dsa.extras.support_table import support_table
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops, stream_ops, visible_ops
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
@@ -336,7 +333,6 @@ def _versions() -> str:
         install = package.install.format(floor=package.minimum)
         lines.append(f"**{package.module}**: {install}.\n")
         lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
-        lines += [f"* {bad.version} is refused: {bad.what}" for bad in package.known_bad]
         lines += [
             f"* from {n.since} it needs {n.distribution} >= {n.minimum}" for n in package.needs
         ]

@@ -27,8 +27,8 @@ from megatron_dsa.metrics.log import (
 )
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.common.scaling import Factor, Scaled
-from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
+from megatron_dsa.ops.indexer_topk.api import require_finite_scores
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 

@@ -25,7 +25,7 @@ from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.hyper_connections.declaration import HEAD, READ, WRITE
+from megatron_dsa.ops.hyper_connections.spec import HEAD, READ, WRITE
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.masked_attention import spec as masked
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teacher

@@ -20,7 +20,6 @@ from megatron_dsa.metrics.quality import (
     chooses,
     visible_keys,
 )
-from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.indexer_loss.spec import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout

@@ -10,25 +10,15 @@ from megatron_dsa.ops.compressor.spec import COMPRESSOR
 from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.hyper_connections import spec as hyper_connections
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
-from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
-from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
+from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, SPARSE_LOSS
+from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, SCORES, TOPK
+from megatron_dsa.ops.key_lists.spec import KEY_LISTS
 from megatron_dsa.ops.masked_attention.spec import BACKWARD as MASKED_BACKWARD
 from megatron_dsa.ops.masked_attention.spec import FORWARD as MASKED_FORWARD
 from megatron_dsa.ops.masked_attention.spec import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.spec import PROBABILITIES as MASKED_PROBABILITIES
-from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
-from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
-from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, SPARSE_LOSS
-from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, SCORES, TOPK
-from megatron_dsa.ops.key_lists.spec import KEY_LISTS
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BACKWARD
-from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
-from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
-from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
 from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
 
 #: By name, in the order in which a training step calls them.
 OPERATIONS: dict[str, Operation] = {

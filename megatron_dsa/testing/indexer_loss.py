@@ -4,13 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.ops.indexer_loss.reference import dense_teacher, kl_sum
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.testing.cases import Lists, chunks, visible_keys
 from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs, dense_teacher, kl_sum
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
+from megatron_dsa.testing.cases import Lists, chunks, visible_keys
 from megatron_dsa.testing.comparison import Comparison
 
 

@@ -11,19 +11,11 @@ import torch
 
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import engine_scores, index_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, engine_scores, index_scores
 from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 from megatron_dsa.ops.naive import indexer_topk
 from megatron_dsa.testing.cases import Shape, chunks, layout_of_tokens, normal, visible_keys
 from megatron_dsa.testing.comparison import LEAST_ENGINE_SHARE, LEAST_RECALL, Comparison
-from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
-from megatron_dsa.ops.layout.layout import Layout
-from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.layouts import chunks, visible_keys
-from megatron_dsa.testing.shapes import Shape
-from megatron_dsa.testing.sparse_attention import normal
-from megatron_dsa.testing.tolerances import LEAST_RECALL
 
 
 def random_index_inputs(

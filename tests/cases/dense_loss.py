@@ -6,9 +6,8 @@ import torch
 
 from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.testing.cases import visible_keys
 from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
+from megatron_dsa.testing.cases import visible_keys
 from megatron_dsa.testing.comparison import Comparison
 from tests.helpers import leaf
 

@@ -18,7 +18,7 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.doctor.report import Report, as_json, print_report
 from megatron_dsa.extras.doctor.session import Session
 from megatron_dsa.ops.dispatch import choices_unlogged, uncounted
-from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.cases import Shape
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -15,18 +15,24 @@ from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.engine import LARGEST_DIM
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
-from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
+from megatron_dsa.ops.indexer_topk.spec import describe_index_call
+from megatron_dsa.testing.cases import (
+    Shape,
+    difficult_lists,
+    full_lists,
+    layout_of,
+    layout_of_tokens,
+    sampled_tokens,
+)
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.engine_scores import EngineCase, exact_products
 from megatron_dsa.testing.indexer_loss import expected_loss, random_teacher
 from megatron_dsa.testing.indexer_topk import (
+    EngineCase,
     SelectionCase,
+    exact_products,
     integer_index_inputs,
     random_index_inputs,
 )
-from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
-from megatron_dsa.testing.lists import difficult_lists, full_lists, layout_of
-from megatron_dsa.testing.shapes import Shape
 from megatron_dsa.testing.sparse_attention import (
     AttentionReference,
     attention_case,

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_dsa.ops.dispatch.support import short_dtype
+from megatron_dsa.testing.cases import Shape
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.shapes import Shape
 
 OK, WRONG, NOT_PROVEN = 0, 1, 2
 _FULL_SIZE = " at full size"

@@ -13,15 +13,13 @@ from unittest import mock
 
 import torch
 
-from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
+from megatron_dsa.arguments import add_dry_run_arguments, add_dsa_arguments
 from megatron_dsa.config.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.config.rules.ranges import FLAGS, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.extras.planner.host import META, host
 from megatron_dsa.extras.planner.plan import Plan, make_plan
 from megatron_dsa.extras.planner.text import describe, shortage
-from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
-from megatron_dsa.ops.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.training.entry_errors import explain
 from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags

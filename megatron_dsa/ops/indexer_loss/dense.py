@@ -18,20 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.scaling import scaled_together
-from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
-from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
-from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Layout, Seen
 from megatron_dsa.ops.indexer_loss.api import with_backward
 from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.torch import Gradients
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import QueryRange, Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 
 
 class TileFunctions(Protocol):

@@ -24,11 +24,8 @@ from megatron_dsa.ops.indexer_topk.spec import (
     check_indexer,
     describe_index_call,
 )
-from megatron_dsa.ops.indexer_topk.listed import chosen, put
-from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 from megatron_dsa.ops.indexer_topk.torch import largest, put, sums_fit
-from megatron_dsa.ops.layout.blocks import Block, Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 
 
 def indexer_topk(

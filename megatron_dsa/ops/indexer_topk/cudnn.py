@@ -8,10 +8,8 @@ top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 64. Sele
 
 import torch
 
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.padding import padded_heads, with_heads
 
 

@@ -24,15 +24,10 @@ import torch
 
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import slices
-from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
-from megatron_dsa.ops.indexer_topk.fp8 import DTYPE, LARGEST, converts
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized_by_powers as quantized
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Block, Seen
 
 #: Dims that share a scale in the engines; more would need several.
 LARGEST_DIM = 128

@@ -18,8 +18,7 @@ from megatron_dsa.ops.dispatch import Candidate, OpCall, Operation, Support, des
 from megatron_dsa.ops.dispatch.gpus import HOPPER
 from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG
 from megatron_dsa.ops.dispatch.support import HALF
-from megatron_dsa.ops.layout.blocks import Block, Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 _HERE = __package__

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm, slices
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Block, Seen
 
 #: Index heads multiplied at a time: enough for a good matrix product, few enough for the budget.
 HEADS_AT_ONCE = 8

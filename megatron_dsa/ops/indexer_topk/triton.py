@@ -8,9 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.layout import Seen
-from megatron_dsa.ops.layout.blocks import Seen
 
 #: Elements that a program quantizes, and the largest e4m3.
 ELEMENTS = 8192

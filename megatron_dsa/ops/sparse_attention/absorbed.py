@@ -30,7 +30,7 @@ from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter
 from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.fixed_point import largest
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad, token_blocks
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,
@@ -39,11 +39,6 @@ from megatron_dsa.ops.sparse_attention.spec import (
     KeyGradientAccumulator,
     SparseAttentionInputs,
 )
-from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
-from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad
-from megatron_dsa.ops.sparse_attention.blocks import token_blocks
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
 
 
 class AbsorbedAttentionOutput(NamedTuple):

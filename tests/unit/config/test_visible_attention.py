@@ -13,9 +13,6 @@ from megatron_dsa.layers.required_ops import required_ops
 from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.masked_attention.api import MOST_KEPT
 from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
-from megatron_dsa.training.model import print_start_table
-from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
-from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
 from tests.plans import BF16, only_chunk, plan
 

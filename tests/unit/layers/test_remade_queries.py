@@ -11,8 +11,6 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers import dsa_indexer
 from megatron_dsa.layers.dsa_indexer import DSAIndexer
 from megatron_dsa.layers.linears import uses_plain_weight
-from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs, LatentQueries
-from megatron_dsa.layers.precision import multiplies_plainly
 from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, LatentQueries
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error

@@ -16,7 +16,6 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.ring.attention import attend, gradients
 from megatron_dsa.ops.dense_attention.ring.exchange import Ring
 from megatron_dsa.ops.dense_attention.ring.payload import KeysAndValues, Latent

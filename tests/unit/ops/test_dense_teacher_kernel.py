@@ -11,11 +11,8 @@ import torch
 from megatron_dsa.dsa_kernels import ExpandedKeys, LatentKeys
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
-from megatron_dsa.ops.layout.layout import Seen, bshd_layout
 from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import Seen, bshd_layout
 from tests.cases.dense_loss import HOPPER, SCALE, Shape, make
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas, relative_error
 

@@ -12,10 +12,7 @@ from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.api import selection_calls
-from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES
-from megatron_dsa.ops.indexer_topk.reference import engine_scores
 from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, engine_scores
-from megatron_dsa.ops.layout.blocks import Block, QueryRange, Seen
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import Block, QueryRange, Seen, bshd_layout
 from megatron_dsa.ops.rope.api import rotate_index

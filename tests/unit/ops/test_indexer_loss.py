@@ -9,10 +9,7 @@ from megatron_dsa.ops.indexer_topk.spec import index_scores
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.testing.cases import Lists
 from megatron_dsa.testing.comparison import INDEXER_LOSS
-from megatron_dsa.testing.indexer_loss import expected_dense_loss, expected_loss
 from megatron_dsa.testing.indexer_loss import expected_loss
-from megatron_dsa.testing.lists import Lists
-from megatron_dsa.testing.tolerances import INDEXER_LOSS
 from tests.cases.indexer_loss import LAYOUTS, check
 from tests.helpers import leaf, relative_error
 

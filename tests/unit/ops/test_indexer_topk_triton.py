@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.ops.indexer_topk import fp8
 from megatron_dsa.ops.indexer_topk.torch import put, sums_fit
-from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Seen
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 from tests.helpers import leaf, relative_error
 

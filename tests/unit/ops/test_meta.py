@@ -12,10 +12,8 @@ import torch
 from megatron_dsa.extras.planner.host import host
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.dispatch.operation import import_attribute
-from megatron_dsa.ops.masked_attention.spec import groups
 from megatron_dsa.ops.dispatch.support import import_attribute
-from megatron_dsa.ops.masked_attention.bits import groups
+from megatron_dsa.ops.masked_attention.spec import groups
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.meta import NoOpKernels
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs

@@ -8,7 +8,6 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
-from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.ring import attention
 from megatron_dsa.ops.dense_attention.ring.attention import describe_dense_call
 from megatron_dsa.ops.dense_attention.ring.runs import PackedRuns
@@ -18,7 +17,6 @@ from megatron_dsa.ops.dense_attention.ring.shards import (
     TokenShard,
     ZigzagShard,
 )
-from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
 from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.layout.layout import Layout

@@ -27,11 +27,8 @@ from megatron_dsa.ops.indexer_loss.spec import (
     TeacherKeys,
 )
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Layout, Seen
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Seen
-from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout, Seen
 
 #: Teachers and gradients on scores have multiples of so many tokens and columns.
 BLOCK = 128

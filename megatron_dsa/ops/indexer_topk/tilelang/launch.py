@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.ops.dispatch.gpus import processors
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
-from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Block, Seen
 from megatron_dsa.ops.padding import padded_heads, with_heads
 
 

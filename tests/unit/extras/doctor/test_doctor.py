@@ -7,12 +7,11 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras import doctor
-from megatron_dsa.extras.doctor import examine as examination
-from megatron_dsa.extras.doctor import session as sessions
-from megatron_dsa.extras.doctor.measure import same_bits
-from megatron_dsa.extras.doctor.results import Part, Report
-from megatron_dsa.extras.doctor.shapes import shapes_from
+from megatron_dsa.extras.doctor import session, shapes_from
+from megatron_dsa.extras.doctor.report import Report
+from megatron_dsa.extras.doctor.session import same_bits
 from megatron_dsa.testing.cases import difficult_lists, layout_of, layout_of_tokens, sampled_tokens
+from megatron_dsa.testing.comparison import Comparison
 from tests.doctor_harness import (
     BACKWARD,
     FORWARD,
