@@ -14,10 +14,12 @@ from megatron_dsa.config.rules import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
-from megatron_dsa.layers.parallel.groups import Ranks
+from megatron_dsa.layers.parallel.groups import Ranks, gather_same, gather_tokens
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
 from megatron_dsa.layers.warm_up import resolve_kernels, resolving
 from megatron_dsa.metrics.health import Attended, selection_health
+from megatron_dsa.layers.weight_blocks import mark_row_blocks
+from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
     EVALUATION,
     IndexerLog,
@@ -29,8 +31,60 @@ from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.common.scaling import Factor, Scaled
 from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.api import require_finite_scores
+from megatron_dsa.ops.dispatch.policy import EXACT
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
+from megatron_dsa.ops.indexer_topk.engine import fp32_weights
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
+
+
+class Indexer(MegatronModule):
+    """The part of an indexer that all layers share: linears and weights of the index heads.
+
+    Subclasses have ``linear_wq_b`` and ``linear_weights_proj``.
+    """
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.policy = options_of(config).policy
+        # Scores that select are computed as inference engines compute them.
+        self.as_engine = self.policy.indexer_numerics != EXACT
+
+    def linear(self, spec, input_size: int, output_size: int) -> Any:
+        """Build a linear that every tensor-parallel rank holds in full."""
+        return build_module(
+            spec, input_size, output_size, config=self.config, init_method=self.config.init_method,
+            bias=False, skip_bias_add=False, skip_weight_param_allocation=False,
+            parallel_mode="duplicated",
+        )  # fmt: skip
+
+    def mark_query_heads(self) -> None:
+        """Mark a matrix of queries per head, if Muon takes them apart."""
+        if options_of(self.config).muon_per_head == "all":
+            ranks = self.config.tensor_model_parallel_size
+            mark_row_blocks(self.linear_wq_b.weight, (self.dim,), ranks)
+
+    def latents(self, qr: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return the latents of the query tokens."""
+        if ranks.token_group is not None:
+            qr = gather_tokens(qr, ranks.token_group)
+        return qr.flatten(0, 1)
+
+    def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weights of the query tokens, and in fp32 if scores are an engine's."""
+        weights, _ = self.linear_weights_proj(x)
+        if ranks.token_group is not None:
+            weights = gather_same(weights, ranks.token_group)
+        weights = weights.flatten(0, 1)
+        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
+        return weights * (self.heads**-0.5 * self.dim**-0.5), in_fp32
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients."""
+        self.linear_wq_b.backward_dw()
+        self.linear_weights_proj.backward_dw()
 
 
 class CoreAttention(MegatronModule):
@@ -63,11 +117,12 @@ class CoreAttention(MegatronModule):
         self,
         config,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        softmax_scale: float | None,
-        pg_collection,
-        is_mtp: bool,
-        choice: AttentionChoice | None,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        is_mtp: bool = False,
+        choice: AttentionChoice | None = None,
+        **_megatron,
     ):
         super().__init__(config=config)
         validate(config)

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
 
-from megatron_dsa.config.attention_choice import AttentionChoice
 from megatron_dsa.config.model import uses_indexer
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
@@ -46,28 +44,16 @@ class CSACoreAttentionSubmodules:
 class CSACoreAttention(Fp32Parameters, CoreAttention):
     """Attention to the window and to compressed keys, with a learned sink per head.
 
-    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
-    a multi-token-prediction layer, whose ratio stands behind those of the decoder.
+    Takes the arguments of :class:`CoreAttention`, submodules after the configuration.
     """
 
     fp32_parameters = ("attn_sink",)
 
     def __init__(
-        self,
-        config,
-        submodules: CSACoreAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        softmax_scale: float | None = None,
-        pg_collection=None,
-        is_mtp: bool = False,
-        choice: AttentionChoice | None = None,
-        **_megatron,
+        self, config, submodules: CSACoreAttentionSubmodules, layer_number: int, *args, **kwargs
     ):
-        super().__init__(
-            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, choice
-        )
-        self.ratio = config.ratio(layer_number, is_mtp)
+        super().__init__(config, layer_number, *args, **kwargs)
+        self.ratio = config.ratio(layer_number, self.is_mtp)
         local_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attn_sink = new_parameter(config, local_heads)
         sink: Any = self.attn_sink

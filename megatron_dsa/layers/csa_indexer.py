@@ -1,24 +1,19 @@
 """The indexer of CSA layers, which scores the keys of a compressor of its own."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config.model import options_of
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.layers.core import Indexer
 from megatron_dsa.layers.linears import ReplicatedLinear
 from megatron_dsa.layers.parallel.csa_keys import index_keys_of_ranks
-from megatron_dsa.layers.parallel.groups import Ranks, gather_same, gather_tokens
+from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope, hadamard
-from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.dispatch.policy import EXACT
-from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import rotate_index
@@ -32,7 +27,7 @@ class CSAIndexerSubmodules:
     compressor: ModuleSpec | type = None
 
 
-class CSAIndexer(MegatronModule):
+class CSAIndexer(Indexer):
     """Projections of the indexer over compressed keys (DeepSeek-V4).
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(compressor(x))``, ``w = W_w x * HI^-1/2 * DI^-1/2``
@@ -41,27 +36,15 @@ class CSAIndexer(MegatronModule):
     """
 
     def __init__(self, config, submodules: CSAIndexerSubmodules, tp_mode: TPMode = "heads"):
-        super().__init__(config=config)
-        self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        self.policy = options_of(config).policy
-        # Scores that select are computed as inference engines compute them.
-        self.as_engine = self.policy.indexer_numerics != EXACT
-
-        def linear(inputs: int, outputs: int) -> Any:
-            return build_module(
-                submodules.linear, inputs, outputs, config=config, init_method=config.init_method,
-                bias=False, skip_bias_add=False, skip_weight_param_allocation=False,
-                parallel_mode="duplicated",
-            )  # fmt: skip
-
-        self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
+        super().__init__(config)
+        linear = submodules.linear
+        self.linear_wq_b = self.linear(linear, config.q_lora_rank, self.heads * self.dim)
         # It sees local tokens, or all: averaging keeps equal gradients equal to the last bit.
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = tp_mode == "sequence"
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"
-        if options_of(config).muon_per_head == "all":
-            mark_row_blocks(weight, (self.dim,), config.tensor_model_parallel_size)
-        self.linear_weights_proj = linear(config.hidden_size, self.heads)
+        self.mark_query_heads()
+        self.linear_weights_proj = self.linear(linear, config.hidden_size, self.heads)
         # It sees local tokens: the gradient is summed over ranks.
         self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
@@ -91,9 +74,7 @@ class CSAIndexer(MegatronModule):
             queries and weights of the query tokens, and one key per compressed slot of all ranks.
         """
         config = self.config
-        if ranks.token_group is not None:
-            qr = gather_tokens(qr, ranks.token_group)
-        q, _ = self.linear_wq_b(qr.flatten(0, 1))
+        q, _ = self.linear_wq_b(self.latents(qr, ranks))
         q = q.view(-1, self.heads, self.dim)
         transform = config.dsa_indexer_rotate_activation
         tables = rope.of_tokens(layout, q.dtype)
@@ -102,12 +83,7 @@ class CSAIndexer(MegatronModule):
             policy=self.policy,
         )  # fmt: skip
         k = self.compressor(x, keys, rope, ranks)
-        weights, _ = self.linear_weights_proj(x)
-        if ranks.token_group is not None:
-            weights = gather_same(weights, ranks.token_group)
-        weights = weights.flatten(0, 1)
-        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
-        weights = weights * (self.heads**-0.5 * self.dim**-0.5)
+        weights, in_fp32 = self.weights(x, ranks)
         if transform:
             k = self._transformed(k)
         if ranks.group is not None:
@@ -121,8 +97,3 @@ class CSAIndexer(MegatronModule):
         # Rounded once, as engines do; without columns in the tables nothing is rotated.
         none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
         return rotate_index(k[:, None], none, none, policy=self.policy)[:, 0]
-
-    def backward_dw(self) -> None:
-        """Compute delayed weight gradients."""
-        self.linear_wq_b.backward_dw()
-        self.linear_weights_proj.backward_dw()

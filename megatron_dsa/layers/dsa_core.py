@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.config.attention_choice import AttentionChoice
 from megatron_dsa.config.model import selects_keys, uses_indexer
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
@@ -68,7 +66,9 @@ class TopKIndices(NamedTuple):
 class DSACoreAttention(CoreAttention):
     """Core attention with the indexer inside, as ``self_attention.core_attention``.
 
-    A method per way to attend (:mod:`megatron_dsa.config.attention_choice`). They share arguments:
+    Takes the arguments of :class:`CoreAttention`, submodules after the configuration.
+
+    A method per way to attend (:mod:`megatron_dsa.config.attention_choice`); shared arguments:
 
     * ``q``: ``[tokens, H, 192]`` queries, of the local heads or (by sequence) of all;
     * ``layout``: which keys each query token sees;
@@ -80,21 +80,10 @@ class DSACoreAttention(CoreAttention):
     """
 
     def __init__(
-        self,
-        config,
-        submodules: DSACoreAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        softmax_scale: float | None = None,
-        pg_collection=None,
-        is_mtp: bool = False,
-        choice: AttentionChoice | None = None,
-        **_megatron,
+        self, config, submodules: DSACoreAttentionSubmodules, layer_number: int, *args, **kwargs
     ):
-        super().__init__(
-            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, choice
-        )
-        self.computes_topk = is_mtp or self.selects
+        super().__init__(config, layer_number, *args, **kwargs)
+        self.computes_topk = self.is_mtp or self.selects
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
         if resolving() and not on_meta():

@@ -4,20 +4,14 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config.model import options_of
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.layers.core import Indexer
 from megatron_dsa.layers.linears import can_read_weight, weight_of
 from megatron_dsa.layers.parallel.gather import start_gather
-from megatron_dsa.layers.parallel.groups import (
-    Ranks,
-    finish_index_gather,
-    gather_same,
-    gather_tokens,
-)
+from megatron_dsa.layers.parallel.groups import Ranks, finish_index_gather
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.dispatch.policy import EXACT
@@ -26,7 +20,6 @@ from megatron_dsa.ops.indexer_loss.training import (
     LatentQueries,
     TrainedIndexer,
 )
-from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.rope.api import rotate_index
 
 
@@ -40,7 +33,7 @@ class DSAIndexerSubmodules:
     linear_weights_proj: ModuleSpec | type = None
 
 
-class DSAIndexer(MegatronModule):
+class DSAIndexer(Indexer):
     """Projections of the indexer (``docs/design/maths.md``; DeepSeek-V3.2, eq. 1).
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and
@@ -49,20 +42,13 @@ class DSAIndexer(MegatronModule):
     """
 
     def __init__(self, config, submodules: DSAIndexerSubmodules, tp_mode: TPMode = "heads"):
-        super().__init__(config=config)
-        self.policy = options_of(config).policy
-        self.heads = config.dsa_indexer_n_heads
-        self.dim = config.dsa_indexer_head_dim
-        # Scores that select are computed as inference engines compute them.
-        self.as_engine = self.policy.indexer_numerics != EXACT
-        query_size = config.q_lora_rank if config.q_lora_rank is not None else config.hidden_size
-        self.linear_wq_b = self._linear(submodules.linear_wq_b, query_size, self.heads * self.dim)
-        self.linear_wk = self._linear(submodules.linear_wk, config.hidden_size, self.dim)
-        self.linear_weights_proj = self._linear(
-            submodules.linear_weights_proj, config.hidden_size, self.heads
-        )
-        if options_of(config).muon_per_head == "all":
-            mark_row_blocks(self.linear_wq_b.weight, (self.dim,), config.tensor_model_parallel_size)
+        super().__init__(config)
+        hidden = config.hidden_size
+        query_size = config.q_lora_rank if config.q_lora_rank is not None else hidden
+        self.linear_wq_b = self.linear(submodules.linear_wq_b, query_size, self.heads * self.dim)
+        self.linear_wk = self.linear(submodules.linear_wk, hidden, self.dim)
+        self.linear_weights_proj = self.linear(submodules.linear_weights_proj, hidden, self.heads)
+        self.mark_query_heads()
         norm_config = copy.copy(config)
         norm_config.normalization = "LayerNorm"
         eps = config.dsa_indexer_k_norm_epsilon
@@ -80,19 +66,6 @@ class DSAIndexer(MegatronModule):
             local = tp_mode != "heads" if of_queries else config.sequence_parallel
             parameter.sequence_parallel = local
             parameter.average_gradients_across_tp_domain = not local
-
-    def _linear(self, spec, input_size: int, output_size: int):
-        return build_module(
-            spec,
-            input_size,
-            output_size,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            skip_weight_param_allocation=False,
-            parallel_mode="duplicated",
-        )
 
     def forward(
         self,
@@ -118,21 +91,14 @@ class DSAIndexer(MegatronModule):
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._rotated(self._norm_keys(k)[:, None], rope.local(ranks)).flatten(1)
         gathering = None if ranks.group is None else start_gather(k, ranks.group)
-        if ranks.token_group is not None:
-            qr = gather_tokens(qr, ranks.token_group)
-        latent = qr.flatten(0, 1)
+        latent = self.latents(qr, ranks)
         q = None
         if not (remake_queries and can_read_weight(self.linear_wq_b, self.config)):
             q, _ = self.linear_wq_b(latent)
             q = self._rotated(q.view(-1, self.heads, self.dim), rope)
-        weights, _ = self.linear_weights_proj(x)
-        if ranks.token_group is not None:
-            weights = gather_same(weights, ranks.token_group)
-        weights = weights.flatten(0, 1)
+        weights, in_fp32 = self.weights(x, ranks)
         if gathering is not None:
             k = finish_index_gather(gathering, ranks)
-        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
-        weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         relu = self.config.dsa_indexer_scoring_relu
         if q is not None:
             return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
@@ -176,6 +142,5 @@ class DSAIndexer(MegatronModule):
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients."""
-        self.linear_wq_b.backward_dw()
+        super().backward_dw()
         self.linear_wk.backward_dw()
-        self.linear_weights_proj.backward_dw()

@@ -7,27 +7,17 @@ gather of gathered blocks returns their gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
 
 
-class Exchange(Protocol):
-    """One step round the ring at a time."""
-
-    def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        """Begin sending to the next rank and receiving from the one before, without waiting.
-
-        Neither tensor may be written, nor ``receive`` read, before :meth:`wait`.
-        """
-
-    def wait(self) -> None:
-        """End the step: from here on ``receive`` can be read, and ``send`` written."""
-
-
 class RingExchange:
-    """Point-to-point messages between neighbours of a process group (NCCL or gloo)."""
+    """Point-to-point messages between neighbours of a process group (NCCL or gloo).
+
+    Between :meth:`start` and :meth:`wait` neither tensor may be written, nor ``receive`` read.
+    """
 
     def __init__(self, group, cp: int, rank: int):
         self._group = group
@@ -36,6 +26,7 @@ class RingExchange:
         self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
+        """Begin sending to the next rank and receiving from the one before."""
         # One batch: a rank that sends first and receives later would wait for itself.
         requests = distributed.batch_isend_irecv(
             [
@@ -47,6 +38,7 @@ class RingExchange:
         self._pending = (requests, send, receive)
 
     def wait(self) -> None:
+        """End the step; with NCCL the current stream waits, the host does not."""
         assert self._pending is not None
         for request in self._pending[0]:
             request.wait()
@@ -54,9 +46,9 @@ class RingExchange:
 
 
 class Ring:
-    """Blocks go round a ring; ``exchange`` makes an :class:`Exchange` per kind of message."""
+    """Blocks go round a ring; ``exchange`` makes a :class:`RingExchange` per kind of message."""
 
-    def __init__(self, exchange: Callable[[], Exchange], cp: int, rank: int):
+    def __init__(self, exchange: Callable[[], RingExchange], cp: int, rank: int):
         self._exchange, self._cp, self._rank = exchange, cp, rank
 
     def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
@@ -91,7 +83,7 @@ class Ring:
 class RingGradients:
     """Gradients that travel with their blocks; every rank adds its part, or nothing."""
 
-    def __init__(self, exchange: Exchange | None, buffer: torch.Tensor):
+    def __init__(self, exchange: RingExchange | None, buffer: torch.Tensor):
         self._exchange, self._fresh, self._coming = exchange, True, False
         self._current = buffer
         self._spare: torch.Tensor | None = None
