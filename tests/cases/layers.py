@@ -9,7 +9,7 @@ from tests.ranks import Case
 
 DSA = Case(
     config="small_config",
-    selector="modules.dsa_core",
+    selector="layers.dsa_core",
     by_sequence=(
         "linear_q_down_proj",
         "linear_q_up_proj",
@@ -21,7 +21,7 @@ DSA = Case(
 )
 HYBRID = Case(
     config="small_csa_config",
-    selector="modules.csa_core",
+    selector="layers.csa_core",
     by_sequence=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
     by_columns=("linear_proj",),
     rows=96,

@@ -198,7 +198,7 @@ def no_pairs(monkeypatch):
         return touch(v, q, k), None
 
     start()
-    for name in ("modules.dsa_core", "modules.csa_core"):
+    for name in ("layers.dsa_core", "layers.csa_core"):
         module = importlib.import_module(f"megatron_dsa.{name}")
         monkeypatch.setattr(module, "balanced_topk", select)
         monkeypatch.setattr(module, "dense_indexer_loss", loss)
