@@ -240,16 +240,21 @@ class _Unseen(NamedTuple):
 
 def _unseen(layout: Layout) -> _Unseen:
     def find() -> _Unseen:
-        sees = (layout.end > layout.start).int()
-        # Ranges begin and end: their sum up to a slot is how many of them cover it.
-        changes = sees.new_zeros(layout.num_keys + 1)
-        changes.index_add_(0, layout.start, sees).index_add_(0, layout.end, -sees)
-        keys = changes.cumsum(0)[:-1] == 0
+        keys = ~seen_slots(layout)
         if layout.key_rows is not None:
             keys = torch.empty_like(keys).index_copy_(0, layout.key_rows, keys)
-        return _Unseen(sees == 0, keys)
+        return _Unseen(layout.end <= layout.start, keys)
 
     return _Unseen() if layout.real is None else layout.derive("unseen queries and keys", find)
+
+
+def seen_slots(layout: Layout) -> torch.Tensor:
+    """Return bool ``[num_keys]``: slots that any query sees."""
+    sees = (layout.end > layout.start).int()
+    # Ranges begin and end: their sum up to a slot is how many of them cover it.
+    changes = sees.new_zeros(layout.num_keys + 1)
+    changes.index_add_(0, layout.start, sees).index_add_(0, layout.end, -sees)
+    return changes.cumsum(0)[:-1] > 0
 
 
 def _explain(tensors, hidden, where: str) -> str:

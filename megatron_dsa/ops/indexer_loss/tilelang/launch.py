@@ -43,18 +43,10 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
         dweights, units = unused, unused.view(1)
     if runs:
         compiled(heads, wanted, fixed)(
-            q.view(-1, DIM),
-            k,
-            x.weights.float().contiguous().view(-1),
-            inputs.indices.contiguous(),
-            _lengths(inputs),
-            inputs.teacher.contiguous(),
-            value,
-            dq.view(-1, DIM),
-            dweights.view(-1),
-            dk,
-            units,
-        )
+            q.view(-1, DIM), k, x.weights.float().contiguous().view(-1),
+            inputs.indices.contiguous(), _lengths(inputs), inputs.teacher.contiguous(), value,
+            dq.view(-1, DIM), dweights.view(-1), dk, units,
+        )  # fmt: skip
     elif wanted:
         dq.zero_()
         dweights.zero_()

@@ -27,6 +27,7 @@ from megatron_dsa.ops.indexer_loss.spec import (
     TeacherKeys,
 )
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
+from megatron_dsa.ops.indexer_topk.api import seen_slots
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
@@ -114,7 +115,7 @@ class TritonTiles:
     def __init__(self, inputs: DenseLossInputs):
         self.shape, self._heads_at_once = tile_shape(inputs, self.copies)
         self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
-        self._covered = inputs.layout.derive("covered", lambda: covered(inputs.layout))
+        self._covered = inputs.layout.derive("covered", lambda: seen_slots(inputs.layout))
         self._launches = launches(self._keys.device)
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
@@ -255,15 +256,6 @@ class TritonTiles:
             own = own.unflatten(1, (-1, dim))
             shared = latents[:, rank:]
             yield some, own, shared, (own.stride(0), dim, shared.stride(0))
-
-
-def covered(layout: Layout) -> torch.Tensor:
-    """Return bool ``[slots]``: slots that any query sees."""
-    real = (layout.start < layout.end).int()
-    changes = torch.zeros(layout.num_keys + 1, dtype=torch.int32, device=real.device)
-    changes.index_add_(0, layout.start.long(), real)
-    changes.index_add_(0, layout.end.long(), -real)
-    return changes.cumsum(0)[:-1] > 0
 
 
 def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
