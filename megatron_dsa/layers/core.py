@@ -17,9 +17,8 @@ from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
 from megatron_dsa.layers.parallel.groups import Ranks, gather_same, gather_tokens
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
 from megatron_dsa.layers.warm_up import resolve_kernels, resolving
-from megatron_dsa.metrics.health import Attended, selection_health
 from megatron_dsa.layers.weight_blocks import mark_row_blocks
-from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
+from megatron_dsa.metrics.health import Attended, selection_health
 from megatron_dsa.metrics.log import (
     EVALUATION,
     IndexerLog,
@@ -29,12 +28,10 @@ from megatron_dsa.metrics.log import (
 )
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.common.scaling import Factor, Scaled
+from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.api import require_finite_scores
-from megatron_dsa.ops.dispatch.policy import EXACT
-from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 

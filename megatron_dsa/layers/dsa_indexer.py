@@ -13,8 +13,6 @@ from megatron_dsa.layers.linears import can_read_weight, weight_of
 from megatron_dsa.layers.parallel.gather import start_gather
 from megatron_dsa.layers.parallel.groups import Ranks, finish_index_gather
 from megatron_dsa.layers.rope import TokenRope
-from megatron_dsa.layers.weight_blocks import mark_row_blocks
-from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.indexer_loss.training import (
     LatentIndexerInputs,
     LatentQueries,
