@@ -7,6 +7,7 @@ import zlib
 import pytest
 import torch
 
+from megatron_dsa.training.launching import remove_stale_build_lock
 from tests import tiers
 
 # An assertion there says what it compared, as in a test.
@@ -33,6 +34,7 @@ def pytest_configure(config):
     Where there is no GPU, transformer-engine is hidden, as this package's commands do.
     """
     tiers.start(config)
+    remove_stale_build_lock()  # tests that wait for it would hang
     if not torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
         from megatron_dsa.patches.cpu_host import hide_transformer_engine
 

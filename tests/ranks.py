@@ -251,7 +251,7 @@ def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=None
         for what in ("out", "dx"):
             error = relative_error(rank[what], one[what][own])
             assert error < tolerance, (what, index, error)
-        # Trap 17: the selection is the same on any number of ranks, to the last index.
+        # The selection is the same on any number of ranks, to the last index.
         assert len(rank["slots"]) == len(one["slots"])
         element = torch.arange(case.batch)
         for got, want in zip(rank["slots"], one["slots"], strict=True):

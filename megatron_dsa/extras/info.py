@@ -249,7 +249,7 @@ def _print_operations(operations: dict) -> None:
 
 _HEAD = """# What every implementation can run
 
-Printed by `python -m megatron_dsa info --support-table` from `megatron_dsa/ops/*/declaration.py`.
+Printed by `python -m megatron_dsa info --support-table` from `megatron_dsa/ops/*/spec.py`.
 
 Dispatch tries the implementations of an operation in the order of this table, torch last, but for
 the numbers of heads for which the committed benchmark shows another one to be the fastest. "With

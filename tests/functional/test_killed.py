@@ -1,4 +1,4 @@
-"""Trap 28: a run that is killed resumes to the same bits.
+"""A run that is killed resumes to the same bits.
 
 Every optimizer, by itself: tests/unit/patches/test_optimizers.py.
 """

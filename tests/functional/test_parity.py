@@ -37,7 +37,7 @@ def test_indexer_loss_per_token(single, one_step):
 
 @pytest.mark.ranks(2)
 def test_pipeline_stage_without_layers(single, one_step):
-    """Trap 19: the first stage has no indexer; logging must not wait for it."""
+    """The first stage has no indexer; logging must not wait for it."""
     layout = {"--pipeline-model-parallel-layout": "E|ttL", "--pipeline-model-parallel-size": 2}
     compare(one_step(layout, 2), single, TOLERANCE)
 
@@ -54,7 +54,7 @@ def test_frozen_warmup_in_a_pipeline(one_step):
 
 
 def test_report_names_what_ran(single):
-    """Trap 15: the implementation of every operation is printed at the end."""
+    """The implementation of every operation is printed at the end."""
     log = single[2].log
     for operation in (
         "indexer_topk",

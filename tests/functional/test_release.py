@@ -197,7 +197,7 @@ def test_first_steps_from_the_wheel(python, tmp_path):
 
 
 def test_resume_and_export_in_a_fresh_environment(fresh_python, tmp_path):
-    """Trap 26: what pip installs today trains, saves, resumes and exports."""
+    """What pip installs today trains, saves, resumes and exports."""
     fresh = command_of(fresh_python, tmp_path)
     torch_version = fresh("-c", "import torch; print(torch.__version__)").strip()
     assert "warning: torch" not in fresh("-m", "megatron_dsa", "info"), torch_version

@@ -4,7 +4,7 @@ from tests.functional.launch import train
 
 
 def test_shares_stay_shares_where_steps_are_skipped(data):
-    """Trap 34: the first line of several iterations, most of them skipped."""
+    """The first line of several iterations, most of them skipped."""
     run = train(
         {
             "--data-path": data,

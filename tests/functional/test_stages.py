@@ -30,7 +30,7 @@ def test_resume_equals_uninterrupted(data, tmp_path):
 
 
 def test_dense_to_warmup_to_sparse(data, tmp_path):
-    """Trap 21: each stage resumes from the one before; the frozen model stays as it was.
+    """Each stage resumes from the one before; the frozen model stays as it was.
 
     All of them write to one TensorBoard folder, of which the report is made.
     """
@@ -129,7 +129,7 @@ def shared_single(one_step, shared_start):
 def test_shared_indices_under_recompute_and_pipeline(
     one_step, shared_start, shared_single, recompute
 ):
-    """Trap 20: with several microbatches in flight, a recomputed layer sees its own selection."""
+    """With several microbatches in flight, a recomputed layer sees its own selection."""
     base = SHARED | {"--load": shared_start}
     pipelined = one_step(base | recompute | {"--pipeline-model-parallel-size": 2}, 2)
     compare(pipelined, shared_single, 2e-5)
@@ -183,7 +183,7 @@ def test_experts_and_multi_token_prediction(data, tmp_path):
 
 
 def test_no_fused_package_falls_back_aloud(data):
-    """Trap 22: without optional packages it trains, and says what runs and why."""
+    """Without optional packages it trains, and says what runs and why."""
     run = train({"--data-path": data, "--train-iters": 1})
     if torch.cuda.is_available():
         start = "megatron_dsa sparse_attention_forward:"
@@ -198,7 +198,7 @@ def test_no_fused_package_falls_back_aloud(data):
 
 
 def test_strict_refuses_before_training(data):
-    """Trap 16: the refusal comes while the model is built, with every reason."""
+    """The refusal comes while the model is built, with every reason."""
     run = train({"--data-path": data, "--dsa-strict": True}, check=False)
     assert run.returncode != 0
     assert "--dsa-strict refuses" in run.log

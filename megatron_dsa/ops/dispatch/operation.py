@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -115,12 +115,10 @@ class Operation:
     name: str
     title: str
     candidates: tuple[Candidate, ...]
-    fake: str = ""
+    fake: str
     first: tuple[First, ...] = ()
-    meta: InitVar[str] = ""  # the former name of ``fake``
 
-    def __post_init__(self, meta: str):
-        self.fake = self.fake or meta
+    def __post_init__(self):
         if self.name in _declared:
             raise ValueError(f"{self.name}: an operation has this name already")
         self._check(self.candidates)

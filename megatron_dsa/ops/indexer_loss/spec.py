@@ -186,7 +186,7 @@ SPARSE_LOSS = Operation(
             fused=False,
         ),
     ),
-    meta=f"{_HERE}.spec:fake_sparse",
+    fake=f"{_HERE}.spec:fake_sparse",
 )
 
 DENSE_LOSS = Operation(
@@ -225,7 +225,7 @@ DENSE_LOSS = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch_dense:dense", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_dense",
+    fake=f"{_HERE}.spec:fake_dense",
 )
 
 

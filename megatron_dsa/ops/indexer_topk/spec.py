@@ -185,7 +185,7 @@ SCORES = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:Scores", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_scores",
+    fake=f"{_HERE}.spec:fake_scores",
 )
 
 ENGINE_SCORES = Operation(
@@ -206,7 +206,7 @@ ENGINE_SCORES = Operation(
         ),
         Candidate("torch", f"{_HERE}.engine:Scores", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_scores",
+    fake=f"{_HERE}.spec:fake_scores",
 )
 
 TOPK = Operation(
@@ -240,7 +240,7 @@ TOPK = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:Selection", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_selection",
+    fake=f"{_HERE}.spec:fake_selection",
 )
 
 

@@ -60,7 +60,7 @@ KEY_LISTS = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:build", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_lists",
+    fake=f"{_HERE}.spec:fake_lists",
 )
 
 

@@ -157,7 +157,7 @@ KEY_BITS = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:key_bits", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_key_bits",
+    fake=f"{_HERE}.spec:fake_key_bits",
 )
 
 VISIBLE_BITS = Operation(
@@ -171,7 +171,7 @@ VISIBLE_BITS = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:visible_bits", Support(covers="any shape"), fused=False),
     ),
-    meta=f"{_HERE}.spec:fake_visible_bits",
+    fake=f"{_HERE}.spec:fake_visible_bits",
 )
 
 FORWARD = Operation(
@@ -181,7 +181,7 @@ FORWARD = Operation(
         _ours("forward", covers="out, lse"),
         _torch("forward"),
     ),
-    meta=f"{_HERE}.spec:fake_forward",
+    fake=f"{_HERE}.spec:fake_forward",
 )
 
 BACKWARD = Operation(
@@ -191,7 +191,7 @@ BACKWARD = Operation(
         _ours("backward", covers="dq, dkv, dk_pe", **ATOMIC_SUMS),
         _torch("backward"),
     ),
-    meta=f"{_HERE}.spec:fake_backward",
+    fake=f"{_HERE}.spec:fake_backward",
 )
 
 PROBABILITIES = Operation(
@@ -201,7 +201,7 @@ PROBABILITIES = Operation(
         _ours("probabilities", covers="p_sum and its keys from q, kv, k_pe, lse"),
         _torch("probabilities"),
     ),
-    meta=f"{_HERE}.spec:fake_probabilities",
+    fake=f"{_HERE}.spec:fake_probabilities",
 )
 
 

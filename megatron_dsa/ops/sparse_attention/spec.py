@@ -126,7 +126,7 @@ FORWARD = Operation(
         ),
     ),
     first=(_FEW_HEADS,),
-    meta=f"{_HERE}.meta:forward",
+    fake=f"{_HERE}.meta:forward",
 )
 
 BACKWARD = Operation(
@@ -168,7 +168,7 @@ BACKWARD = Operation(
     ),
     # Others need an operation of its own for the teacher.
     first=(_FEW_HEADS, First("tilelang", heads=(1, 128), teacher=True)),
-    meta=f"{_HERE}.meta:backward",
+    fake=f"{_HERE}.meta:backward",
 )
 
 PROBABILITIES = Operation(
@@ -202,7 +202,7 @@ PROBABILITIES = Operation(
             "torch", f"{_HERE}.torch:probabilities", Support(covers="any shape"), fused=False
         ),
     ),
-    meta=f"{_HERE}.meta:probabilities",
+    fake=f"{_HERE}.meta:probabilities",
 )
 
 

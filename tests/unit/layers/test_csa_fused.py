@@ -62,7 +62,7 @@ def test_fused_equals_float64(ratio, lengths):
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_no_host_synchronisation(ratio):
-    """Trap 24, for packed and unpacked batches, after the first call has compiled everything."""
+    """For packed and unpacked batches, after the first call has compiled everything."""
     config = small_csa_config(ratio, dtype=torch.bfloat16, **V4, **{"dsa_indexer_topk": 64})
     module = attention_module(config).train()
     x = torch.randn(ROWS, 1, 256, device=start(), dtype=torch.bfloat16, requires_grad=True)

@@ -111,7 +111,7 @@ def test_csa(case):
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("ratio", [0, 4, 9])
 def test_packed_sequences_do_not_see_each_other(ratio, stage):
-    """Trap 10: segments that are empty, shorter than the ratio, and shorter than the window."""
+    """Segments that are empty, shorter than the ratio, and shorter than the window."""
     options = WARMUP if stage == "warmup" else None
     changes = {"dsa_indexer_use_sparse_loss": stage == "sparse"}
     lengths = [3, 60, 0, 6, 1, 45]

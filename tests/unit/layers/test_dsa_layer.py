@@ -109,7 +109,7 @@ def test_dense_stage_has_no_indexer():
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_packed_sequences_do_not_see_each_other(stage):
-    """Trap 10: a packed batch equals each sequence alone, one of them shorter than the top-k."""
+    """A packed batch equals each sequence alone, one of them shorter than the top-k."""
     config = small_config(options=DSAOptions(stage=stage, freeze_main=False))
     lengths = [5, 60, 17]
     compare(

@@ -132,7 +132,7 @@ def test_router_equals_transformers():
 @pytest.mark.parametrize("kind", ["dsa", "csa", "streams"])
 @pytest.mark.parametrize("name", RECOMPUTE)
 def test_recompute_with_two_microbatches_in_flight(kind, name):
-    """Trap 20: a layer that is computed again takes the ids of its own microbatch."""
+    """A layer that is computed again takes the ids of its own microbatch."""
     changes = {"num_moe_experts": 5, "moe_hash_layers": 2}
     if kind == "streams":
         changes |= {"hc_mult": 2, "normalization": "RMSNorm"}
@@ -288,7 +288,7 @@ def test_wrong_tables_are_found_before_the_first_step(value):
 
 
 def test_tables_are_read_once(monkeypatch):
-    """Reading one is a host synchronisation (trap 24)."""
+    """Reading one is a host synchronisation."""
     from megatron_dsa.layers.v4 import hash_routing
 
     calls, original = [], hash_routing.check_table

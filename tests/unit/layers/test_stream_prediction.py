@@ -150,7 +150,7 @@ def test_model_against_the_reference(layers, recomputed):
 
 
 def test_packed_sequences_are_predicted_apart():
-    """Trap 10: one shorter than a group, and one shorter than the window."""
+    """One shorter than a group, and one shorter than the window."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = [25, 3, 40, 12]

@@ -24,7 +24,7 @@ def indexer_gradients(module, x):
 
 
 def test_loss_scale_reaches_only_the_indexer():
-    """Trap 13: Megatron's factor (loss scale / microbatches) multiplies the indexer's gradient."""
+    """Megatron's factor (loss scale / microbatches) multiplies the indexer's gradient."""
     config = small_config()
     module = attention_module(config).train()
     x = hidden_like(module, 64)
@@ -57,7 +57,7 @@ def test_per_token_loss_is_the_sum():
 
 
 def test_delayed_weight_gradients_include_the_indexer():
-    """Trap 20: ``backward_dw`` reaches every linear that ran, and no other."""
+    """``backward_dw`` reaches every linear that ran, and no other."""
     module = attention_module(small_config()).train()
     called = []
     for name, child in module.named_modules():
@@ -148,7 +148,7 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
 def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
-    """Trap 20: also where layers run again; MTP layers learn as well, evaluation leaves nothing."""
+    """Also where layers run again; MTP layers learn as well, evaluation leaves nothing."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.config.model import DSAOptions
@@ -197,7 +197,7 @@ def test_hadamard_is_the_reference_transform():
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_projections_match_the_reference(interleaved):
-    """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
+    """The rotation cancels in the scores, so the projections are compared themselves."""
     from megatron_dsa.layers.parallel.groups import Ranks
     from megatron_dsa.layers.rope import TokenRope
     from megatron_dsa.ops.layout.layout import bshd_layout
@@ -304,7 +304,7 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
 @pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_no_host_synchronisation_in_a_layer(stage, is_packed):
-    """Trap 24: forward and backward of the attention, indexer, loss and figures included."""
+    """Forward and backward of the attention, indexer, loss and figures included."""
     from megatron_dsa.config.model import DSAOptions
 
     options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
