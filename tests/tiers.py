@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 
 #: Variables that hand the tier and the seed of its sample on to pytest's workers.
-TIER, SEED = "MEGATRON_DSA_TEST_TIER", "MEGATRON_DSA_TEST_SEED"
+TIER, SEED = "TESTS_OF_TIER", "TESTS_SEED"
 #: Cases of one test in the push tier, and where it has more values of one parameter.
 CASES = 5
 MOST = 12

@@ -115,7 +115,7 @@ class Operation:
     name: str
     title: str
     candidates: tuple[Candidate, ...]
-    fake: str
+    fake: str = ""
     first: tuple[First, ...] = ()
 
     def __post_init__(self):

@@ -103,7 +103,10 @@ class Settings:
 
 
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
-    """Write ``part`` to the ``tokens`` of ``whole``; a part with all tokens is returned itself."""
+    """Write ``part`` to the ``tokens`` of ``whole``; a part with all tokens is returned itself.
+
+    Sizes are not read by ``len``, which would compile a graph per size.
+    """
     if part is None or part.shape[0] == total:
         # A view would keep the padding behind it.
         return None if part is None else part.contiguous()
@@ -127,9 +130,11 @@ class _SparseAttention(torch.autograd.Function):
             if s.want_p_sum:
                 if part_p_sum is None:
                     part_p_sum = s.run(PROBABILITIES, inputs, part_lse)
-                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, tokens), tokens, len(q))
-            out = _put(out, part, tokens, len(q))
-            lse = _put(lse, part_lse, tokens, len(q))
+                p_sum = _put(
+                    p_sum, s.teacher_columns(part_p_sum, indices, tokens), tokens, q.shape[0]
+                )
+            out = _put(out, part, tokens, q.shape[0])
+            lse = _put(lse, part_lse, tokens, q.shape[0])
         ctx.save_for_backward(q, kv, sink, indices, length, out, lse, *index_tensors)
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
@@ -153,14 +158,16 @@ class _SparseAttention(torch.autograd.Function):
             part_dq, part_dkv, part_dsink, p_sum = s.run(
                 BACKWARD, inputs, out[tokens], lse[tokens], dout[tokens], teacher=wants_p_sum
             )
-            dq = _put(dq, part_dq, tokens, len(q))
+            dq = _put(dq, part_dq, tokens, q.shape[0])
             dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
             if part_dsink is not None:
                 dsink = part_dsink if dsink is None else dsink + part_dsink
             if wants_p_sum:
                 if p_sum is None:
                     p_sum = s.run(PROBABILITIES, inputs, lse[tokens])
-                teacher = _put(teacher, s.teacher_columns(p_sum, indices, tokens), tokens, len(q))
+                teacher = _put(
+                    teacher, s.teacher_columns(p_sum, indices, tokens), tokens, q.shape[0]
+                )
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
             if teacher is None:

@@ -169,7 +169,7 @@ def test_a_quantised_weight_is_read_dequantised(monkeypatch):
 )
 def test_an_attention_reads_quantised_weights(config, reads, monkeypatch):
     """Absorption, index queries and output groups get the values, whatever keeps them."""
-    from megatron_dsa.layers import frame
+    from megatron_dsa.layers import linears
 
     module = attention_module(config(dtype=torch.float32))
     x = torch.randn(32, 1, 32, device=start())
@@ -180,5 +180,5 @@ def test_an_attention_reads_quantised_weights(config, reads, monkeypatch):
         seen.append(weight.shape)
         return weight * 2
 
-    monkeypatch.setattr(frame, "dequantised", recorded)
+    monkeypatch.setattr(linears, "dequantised", recorded)
     assert not module(x, None)[0].equal(expected) and len(seen) == reads
