@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.errors import require
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.common.capture import capturing, tensor_cache
 from megatron_dsa.ops.common.checks import require_on_device, require_values
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
@@ -105,11 +105,11 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
         "pass packed_seq_params=None for unpacked batches.",
     )
     cu_seqlens = packed_seq_params.cu_seqlens_q
-    require(
-        cu_seqlens is not None and cu_seqlens.numel() >= 2,
-        "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
-        f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}.",
-    )
+    if cu_seqlens is None or cu_seqlens.numel() < 2:  # the text of a tensor waits for the GPU
+        raise ConfigError(
+            "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
+            f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
+        )
     require(
         batch == 1,
         f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into one "

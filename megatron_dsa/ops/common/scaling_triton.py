@@ -44,13 +44,13 @@ def _scale(
     factor = _factor(number, times, over).to(tl.float32)
     # A count above 2^31 is int64, and both branches below must have one dtype.
     block = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(count, BLOCK)
+    blocks = tl.cdiv(count, BLOCK).to(tl.int64)
     if block < blocks:
         _scale_block(x, out, block, count, factor, BLOCK)
     else:
         block -= blocks
         if x_b is not None:
-            blocks = tl.cdiv(count_b, BLOCK)
+            blocks = tl.cdiv(count_b, BLOCK).to(tl.int64)
             if block < blocks:
                 _scale_block(x_b, out_b, block, count_b, factor, BLOCK)
             else:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.layers.linears import ReplicatedLinear
+from tests import host
 from tests.host import small_config, start
 
 
@@ -43,3 +44,21 @@ def test_the_usual_state_is_left_alone():
     torch.manual_seed(3)
     drawn(config)
     assert torch.equal(torch.rand(4, device=device), expected)
+
+
+@pytest.mark.parametrize("batch", ["packed", "unpacked"])
+@pytest.mark.parametrize("kind", ["dsa", "csa"])
+def test_no_tensor_becomes_text(kind, batch, monkeypatch):
+    """A message made before it is needed would wait for the GPU in every step, or end a capture."""
+    config = host.small_config() if kind == "dsa" else host.small_csa_config(4)
+    module = host.attention_module(config)
+    x = host.hidden_like(module, 40)
+    documents = host.packed(17, 23) if batch == "packed" else None
+
+    def text(tensor, *_):
+        raise AssertionError(f"text of a tensor of shape {tuple(tensor.shape)}")
+
+    for name in ("__format__", "__repr__", "__str__"):
+        monkeypatch.setattr(torch.Tensor, name, text)
+    out, _ = module(x, packed_seq_params=documents)
+    out.sum().backward()
