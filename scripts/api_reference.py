@@ -41,7 +41,6 @@ MODULES = (
     "metrics.flops",
     "ops.dispatch.operation",
     "ops.dispatch.policy",
-    "ops.dispatch.counts",
     "ops.dispatch.support",
     "errors",
 )

@@ -15,7 +15,7 @@ from megatron_dsa.config.model import trains_main
 from megatron_dsa.layers.required_ops import Keys
 from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_work
 from megatron_dsa.metrics.tags import MFU, operation_metrics, write
-from megatron_dsa.ops.dispatch.counts import TIMES
+from megatron_dsa.ops.dispatch.operation import TIMES
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
 #: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.

@@ -19,7 +19,7 @@ from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.ops.dispatch import log_all_candidates
-from megatron_dsa.ops.dispatch.counts import TIMES
+from megatron_dsa.ops.dispatch.operation import TIMES
 from megatron_dsa.training.data import check_cp_layout, get_batch
 from megatron_dsa.training.flag_rules import MUON, apply_yarn_flags, check_flags
 from megatron_dsa.training.model import DSAModelConfig

@@ -13,15 +13,18 @@ from megatron_dsa.ops.dispatch.choice_log import (
     log_all_candidates,
     log_once,
 )
-from megatron_dsa.ops.dispatch.counts import count, report, reset_report, uncounted
 from megatron_dsa.ops.dispatch.operation import (
     First,
     Operation,
+    count,
     describe_call,
     deterministic_mode,
     forget_choices,
     meta_dispatch,
     on_meta,
+    report,
+    reset_report,
+    uncounted,
 )
 from megatron_dsa.ops.dispatch.packages import Reason
 from megatron_dsa.ops.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy

@@ -74,29 +74,23 @@ def listed(rejected: tuple[tuple[str, Reason], ...]) -> str:
 
 
 #: The list of :func:`collect_choices`, if one is open.
-_collected: list[Choice] | None = None
+collected: list[Choice] | None = None
 
 
 @contextlib.contextmanager
 def collect_choices() -> Iterator[list[Choice]]:
     """Collect the choices made inside, each once, for a table; only fallbacks also log a line."""
-    global _collected
-    before, _collected = _collected, []
+    global collected
+    before, collected = collected, []
     try:
-        yield _collected
+        yield collected
     finally:
-        _collected = before
+        collected = before
 
 
 def choices_are_collected() -> bool:
     """Whether a table will list the choices made now."""
-    return _collected is not None
-
-
-def collect(choice: Choice) -> None:
-    """Add a choice to the list of :func:`collect_choices`, if one is open."""
-    if _collected is not None and choice not in _collected:
-        _collected.append(choice)
+    return collected is not None
 
 
 def log_all_candidates() -> None:

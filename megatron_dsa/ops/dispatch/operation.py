@@ -1,9 +1,12 @@
-"""Operations: describe a call, choose a candidate, run it."""
+"""Operations: describe a call, choose a candidate, run it, count it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
-from megatron_dsa.ops.dispatch.choice_log import Choice, collect, listed, log_choice, log_once
-from megatron_dsa.ops.dispatch.counts import measured, uncounted
+from megatron_dsa.ops.dispatch import choice_log
+from megatron_dsa.ops.dispatch.choice_log import Choice, listed, log_choice, log_once
 from megatron_dsa.ops.dispatch.gpus import of_device
 from megatron_dsa.ops.dispatch.packages import Reason
 from megatron_dsa.ops.dispatch.policy import (
@@ -44,6 +47,99 @@ class First:
         """Whether ``call`` is one of them."""
         low, high = self.heads
         return low <= call.heads <= high and (call.teacher or not self.teacher)
+
+
+#: Calls by operation and implementation.
+_calls: Counter[tuple[str, str]] = Counter()
+_counting = True
+
+
+def count(what: str, name: str) -> None:
+    """Count for :func:`report` that ``name`` ran ``what``."""
+    if _counting:
+        _calls[what, name] += 1
+
+
+def report() -> dict[str, dict[str, int]]:
+    """Return how often each implementation of each operation ran in this process."""
+    counts: dict[str, dict[str, int]] = {}
+    for (operation, name), calls in sorted(_calls.items()):
+        counts.setdefault(operation, {})[name] = calls
+    return counts
+
+
+def reset_report() -> None:
+    """Set the counts of :func:`report` back to zero."""
+    _calls.clear()
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave calls inside out of :func:`report` (warm-up and plans)."""
+    global _counting
+    before, _counting = _counting, False
+    try:
+        yield
+    finally:
+        _counting = before
+
+
+class OperationTimes:
+    """Time per operation (``--dsa-time-operations``), without the operations called inside it.
+
+    On a GPU by events, without synchronisation. A backward that an implementation leaves to
+    autograd runs outside of dispatch and is not included. ``paused``: evaluation is no part of an
+    iteration.
+    """
+
+    def __init__(self):
+        self.on = self.paused = False
+        self._done: list[tuple[str, str | None, Any, Any]] = []
+        self._running = threading.local()  # the backward runs in threads of its own
+
+    @contextlib.contextmanager
+    def measure(self, operation: str, cuda: bool) -> Iterator[None]:
+        """Measure what runs inside as ``operation``."""
+        if not self.on or self.paused:
+            yield
+            return
+        running = self._running.__dict__.setdefault("operations", [])
+        around = running[-1] if running else None
+        running.append(operation)
+        begin = _now(cuda)
+        try:
+            yield
+        finally:
+            running.pop()
+            self._done.append((operation, around, begin, _now(cuda)))
+
+    def take(self) -> dict[str, float]:
+        """Return seconds by operation since the last call; waits for the GPU."""
+        done, self._done = self._done, []
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for operation, around, begin, end in done:
+            if isinstance(end, float):
+                elapsed = end - begin
+            else:
+                end.synchronize()
+                elapsed = begin.elapsed_time(end) / 1e3
+            seconds[operation] += elapsed
+            if around is not None:
+                seconds[around] -= elapsed
+        return dict(seconds)
+
+
+def _now(cuda: bool):
+    """Return an event on the current stream, or seconds of the host's clock."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+#: Times of this process.
+TIMES = OperationTimes()
 
 
 #: Device and compute capability that a plan describes calls for, in place of the real ones.
@@ -162,7 +258,9 @@ class Operation:
             ConfigError: an implementation was named that does not exist.
         """
         choice = _choose(self, call, policy, logged=not on_meta())
-        collect(choice)
+        collected = choice_log.collected
+        if collected is not None and choice not in collected:
+            collected.append(choice)
         return choice
 
     def why_not_fused(self, call: OpCall, policy: Policy) -> str | None:
@@ -183,8 +281,19 @@ class Operation:
         candidate = self.candidates[-1] if _unchosen else self.choose(call, policy).candidate
         if on_meta():
             return import_attribute(self.fake)(candidate, *args, **kwargs)
-        with measured(self.name, candidate.name, call.device == "cuda"):
-            return candidate.load()(*args, **kwargs)
+        count(self.name, candidate.name)
+        # A range in NVTX and, if it runs, in torch's profiler: the host pays in every call.
+        on_gpu, label = call.device == "cuda", f"megatron_dsa.{self.name}.{candidate.name}"
+        if on_gpu:
+            torch.cuda.nvtx.range_push(label)
+        try:
+            if not (TIMES.on or torch.autograd._profiler_enabled()):
+                return candidate.load()(*args, **kwargs)
+            with torch.profiler.record_function(label), TIMES.measure(self.name, on_gpu):
+                return candidate.load()(*args, **kwargs)
+        finally:
+            if on_gpu:
+                torch.cuda.nvtx.range_pop()
 
 
 def forget_choices() -> None:

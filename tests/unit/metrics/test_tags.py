@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import FIGURES, MFU, calls_tag, layer_tag, time_tag
-from megatron_dsa.ops.dispatch.counts import OperationTimes
+from megatron_dsa.ops.dispatch.operation import OperationTimes
 from tests.functional.launch import REPOSITORY
 from tests.host import start
 from tests.writers import Board, Wandb

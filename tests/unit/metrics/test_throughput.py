@@ -14,7 +14,7 @@ from megatron_dsa import pretrain
 from megatron_dsa.metrics import throughput
 from megatron_dsa.metrics.flops import flops, model_work
 from megatron_dsa.ops import dispatch
-from megatron_dsa.ops.dispatch.counts import OperationTimes
+from megatron_dsa.ops.dispatch.operation import OperationTimes
 from tests.host import packed, small_config, small_csa_config, start
 from tests.writers import Board, Wandb
 
@@ -34,7 +34,7 @@ def writers(monkeypatch):
     """Megatron's arguments and its writers, which only collect."""
     start()
     megatron, dispatched = importlib.import_module("megatron.training"), Counter()
-    monkeypatch.setattr(dispatch.counts, "_calls", dispatched)
+    monkeypatch.setattr(dispatch.operation, "_calls", dispatched)
     writers = SimpleNamespace(board=Board(), wandb=Wandb(), dispatched=dispatched)
     monkeypatch.setattr(megatron, "get_args", lambda: ARGS)
     monkeypatch.setattr(megatron, "get_tensorboard_writer", lambda: writers.board)
