@@ -166,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "clone"
         shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "*.csv", "*.png")
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".gpu", "*.png")
         )
         for number in numbers:
             print(f"{number:2} {_plant(ERRORS[number - 1], copy)}", flush=True)
