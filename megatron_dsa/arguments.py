@@ -25,19 +25,23 @@ BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
 #: Layer specs that ``--spec`` may name beside it.
 SPECS = "megatron_dsa.specs"
-_FORMER_OPERATIONS = (
-    "compressor norm-rope rotate lists scores topk forward backward teacher dense ring sparse-loss "
-    "dense-loss indexer-backward"
-)
+_FORMER_OPERATIONS = {
+    "compressor": "compressor", "norm-rope": "norm_rope", "rotate": "rotate", "lists": "key_lists",
+    "scores": "indexer_scores", "topk": "indexer_topk", "forward": "sparse_attention_forward",
+    "backward": "sparse_attention_backward", "teacher": "sparse_attention_probabilities",
+    "dense": "dense_attention", "ring": "dense_attention", "sparse-loss": "sparse_indexer_loss",
+    "dense-loss": "dense_indexer_loss", "indexer-backward": "sparse_indexer_loss",
+}  # fmt: skip
 _GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
 #: Flags of earlier versions -> why they are refused.
 FORMER = {
     **{
-        f"--dsa-{old}-impl": f"it is {FLAG} OPERATION=NAME now"
-        for old in _FORMER_OPERATIONS.split()
+        f"--dsa-{old}-impl": f"it is {FLAG} {new}=NAME now"
+        for old, new in _FORMER_OPERATIONS.items()
     },
     "--csa-dense-mode": "it is --dsa-stage dense now",
     "--dsa-health-rows": "it is --dsa-health-tokens now",
+    "--dsa-dry-run-attention-only": "it is gone, plans are of whole models: drop it",
     "--dsa-health-fp8": _GONE,
     "--dsa-fp8-selection": _GONE,
     "--dsa-listed-scores-impl": _GONE,

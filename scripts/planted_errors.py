@@ -165,9 +165,7 @@ def main() -> None:
     numbers = options.only or range(1, len(ERRORS) + 1)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "clone"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".gpu", "*.png")
-        )
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".gpu", "*.png"))
         for number in numbers:
             print(f"{number:2} {_plant(ERRORS[number - 1], copy)}", flush=True)
 

@@ -2,7 +2,7 @@
 # Lint, types and tests; arguments go to pytest:
 #   scripts/test.sh                        the push tier (tests/tiers.py), ten minutes on two cores
 #   scripts/test.sh --all                  every case
-#   scripts/test.sh tests/unit/ops/rope    every case of a path, or of -k NAME, and nothing else
+#   scripts/test.sh tests/unit/ops/layout  every case of a path, or of -k NAME, and nothing else
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(scripts/environment.sh)}

@@ -15,8 +15,9 @@ TIER, SEED = "TESTS_OF_TIER", "TESTS_SEED"
 #: Cases of one test in the push tier, and where it has more values of one parameter.
 CASES = 5
 MOST = 12
-#: Fewer cases of tests that take seconds each.
-FEWER = {
+#: Other numbers: few of tests that take seconds each, all of those that take milliseconds.
+OTHER = {
+    "tests/unit/config/": 1000,
     "tests/functional/": 1,
     "tests/unit/layers/parallel/test_masked_context.py": 6,
     "tests/unit/layers/parallel/test_masked_tokens.py": 1,
@@ -94,7 +95,7 @@ def sample(items: Iterable) -> list:
 
 
 def _cases_of(test: str) -> int:
-    return next((number for path, number in FEWER.items() if test.startswith(path)), CASES)
+    return next((number for path, number in OTHER.items() if test.startswith(path)), CASES)
 
 
 def _sample(cases: list, number: int) -> list:

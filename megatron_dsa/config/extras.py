@@ -17,7 +17,7 @@ def load_extra(module: str, flag: str) -> ModuleType:
         folder = module.partition(".")[0]
         raise ConfigError(
             f"{flag} needs megatron_dsa/extras/{folder}, which this installation lacks: install "
-            "megatron_dsa whole, or drop the flag"
+            "megatron_dsa whole, or do without"
         )
     return found
 

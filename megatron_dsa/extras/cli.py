@@ -34,7 +34,7 @@ def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     """Return a command that imports its module when it runs: the host is prepared before."""
 
     def run(arguments: argparse.Namespace) -> int:
-        return getattr(load_extra(module, "this command"), function)(arguments)
+        return getattr(load_extra(module, f"this command ({function})"), function)(arguments)
 
     return run
 

@@ -195,20 +195,28 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
     if rejected and _training_arguments().save is None:  # the attempt to save failed
         return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
     # torch collects the errors of all ranks.
-    cause = next((each[0] for each in getattr(error, "failures", {}).values()), error)
+    collects = type(error).__name__ == "CheckpointException"
+    failures = getattr(error, "failures", {}) if collects else {}
+    cause = next((each[0] for each in failures.values()), error)
     kinds = {kind.__name__ for each in (error, cause) for kind in type(each).__mro__}
     frames = traceback.extract_tb(error.__traceback__)
     passed = {*functions, *(frame.name for frame in frames)}
     said = "" if isinstance(cause, ZeroDivisionError) else str(cause)
+    if isinstance(cause, EOFError):
+        said = said or "a file ends too early"
     if not said and frames:
         code = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
         file = frames[-1].filename.rpartition("site-packages/")[2]
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        fits = not known.through or passed & set(known.through.split())
+        # Without a frame that tells, an error of a lost rank: there has to be another one.
+        fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            fields = {"error": (said.splitlines() or [""])[0], "kind": type(cause).__name__}
+            # Below the first line stand stacks, but of errors on flags also the fix.
+            whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
+            lines = said.splitlines() or [""]
+            fields = {"error": " ".join(lines) if whole else lines[0], "kind": type(cause).__name__}
             fields |= {"launch": _launch(), "save": _folder() if "{save}" in known.says else ""}
             message = known.says.format(found[0], *found.groups(), **fields)
             return Ending(message, known.code, known.traceback)

@@ -153,10 +153,13 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
     fields = (*option_fields(CSATransformerConfig), *option_fields(DSAOptions))
     defaults = {about.dest: each.default for each, about in fields if each.type is not bool}
     for names, holds, needed in _NEEDS:
-        unset: dict[str, tuple] = {
-            name: (None, False, [], defaults.get(name)) for name in names.split()
-        }
-        given = [flag_of(name) for name in unset if getattr(args, name) not in unset[name]]
+        values = {name: getattr(args, name) for name in names.split()}
+        given = [
+            flag_of(name)
+            for name, value in values.items()
+            # By identity: 0 is a value that was given.
+            if not (value is None or value is False or value == [] or value == defaults.get(name))
+        ]
         yield (
             holds(args) or not given,
             f"{', '.join(given)} has a meaning only {needed}: add that or drop it",

@@ -52,7 +52,10 @@ def check_launch() -> None:
     for name in required:
         several = f" with WORLD_SIZE {world}" if "RANK" in name else ""
         require(os.environ.get(name), f"{name} must be set{several}: {_LAUNCHER}")
-    fix = f"start one process per GPU (--nproc-per-node {gpus}), or show it more of them"
+    fix = (
+        f"start one process per GPU (--nproc-per-node {gpus}), or show it more of them "
+        "(CUDA_VISIBLE_DEVICES)"
+    )
     for name, limit, described, way in (
         ("RANK", world, f"WORLD_SIZE {world}", _LAUNCHER),
         ("LOCAL_RANK", world, f"WORLD_SIZE {world}", _LAUNCHER),

@@ -379,8 +379,8 @@ def test_a_wrong_name_is_refused(word, says):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--dsa-forward-impl", "torch"], "it is --dsa-impl OPERATION=NAME now"),
-        (["--dsa-forward-impl=torch"], "it is --dsa-impl OPERATION=NAME now"),
+        (["--dsa-forward-impl", "torch"], "it is --dsa-impl sparse_attention_forward=NAME now"),
+        (["--dsa-forward-impl=torch"], "it is --dsa-impl sparse_attention_forward=NAME now"),
         (["--dsa-fp8-selection"], "argument --dsa-fp8-selection: it is gone, selection is exact"),
     ],
 )

@@ -151,8 +151,10 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] "
         "NCCL error: remote process exited or there was a network error",
     ],
 )
-def test_a_rank_that_is_lost(text, alone, capsys):
+def test_a_rank_that_is_lost(text, alone, monkeypatch, capsys):
     """With the traceback, which says where the rank waited; a restart mends it: the code is 1."""
+    assert explain(RuntimeError(text)) is None  # there is no other rank
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert ended(RuntimeError(f"{text}\nmore")) == 1
     said = capsys.readouterr().err
     assert said.startswith("Traceback") and f"does not answer ({text})" in said
