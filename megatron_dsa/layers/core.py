@@ -14,7 +14,7 @@ from megatron_dsa.config.rules import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
-from megatron_dsa.layers.parallel.groups import Ranks, gather_same, gather_tokens
+from megatron_dsa.layers.parallel.groups import Ranks, gather_detached, gather_same
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
 from megatron_dsa.layers.warm_up import resolve_kernels, resolving
 from megatron_dsa.layers.weight_blocks import mark_row_blocks
@@ -66,7 +66,7 @@ class Indexer(MegatronModule):
     def latents(self, qr: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return the latents of the query tokens."""
         if ranks.token_group is not None:
-            qr = gather_tokens(qr, ranks.token_group)
+            qr = gather_detached(qr, ranks.token_group)
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:

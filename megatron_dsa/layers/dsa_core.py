@@ -30,7 +30,7 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.core import CoreAttention
-from megatron_dsa.layers.parallel.groups import Ranks, gather_tokens
+from megatron_dsa.layers.parallel.groups import Ranks, gather_detached
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
@@ -179,7 +179,7 @@ class DSACoreAttention(CoreAttention):
         return out, selection
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
-        """Return the keys to attend to, in the order of their sequence; captured and compared."""
+        """Return the keys to attend to, in the order of their sequence; the sink gets them."""
         if given is not None:
             selection = given
         elif index_inputs is not None:
@@ -241,7 +241,7 @@ class DSACoreAttention(CoreAttention):
             policy=self.policy,
         )  # fmt: skip
         if group is not None and self._wants_dense_loss(index_inputs):
-            k = gather_tokens(k, group)
+            k = gather_detached(k, group)
         return self._with_loss(out, lse, index_inputs, q, k, layout)
 
     def forward_visible(

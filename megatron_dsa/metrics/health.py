@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.layers.parallel.groups import gather_tokens
+from megatron_dsa.layers.parallel.groups import gather_detached
 from megatron_dsa.metrics.quality import (
     Mean,
     adjacent_overlap,
@@ -74,7 +74,7 @@ class Attended:
     @cached_property
     def weights(self) -> torch.Tensor | None:
         """``w_uk`` of all heads, gathered on first use."""
-        return None if self.w_uk is None else gather_tokens(self.w_uk, self.group)
+        return None if self.w_uk is None else gather_detached(self.w_uk, self.group)
 
     def keys(self) -> TeacherKeys:
         """Return the keys ``[Skv, 1, D]`` that all heads share, or keys of every head."""

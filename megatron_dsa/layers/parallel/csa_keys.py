@@ -11,8 +11,8 @@ from megatron_dsa.layers.parallel.gather import grad_proxy_for, start_gather
 from megatron_dsa.layers.parallel.groups import (
     Ranks,
     finish_index_gather,
+    gather_detached,
     gather_keys,
-    gather_tokens,
     scatter_sum,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
@@ -89,7 +89,7 @@ def _tokens(positions: torch.Tensor, batch: int) -> torch.Tensor:
 
 def _share(x: torch.Tensor, halo: Halo, batch: int, group) -> torch.Tensor:
     """Return ``[local tokens, shared tokens of all ranks]``."""
-    return torch.cat([x, gather_tokens(x.index_select(0, _tokens(halo.shared, batch)), group)])
+    return torch.cat([x, gather_detached(x.index_select(0, _tokens(halo.shared, batch)), group)])
 
 
 def _unshare(grad: torch.Tensor, tokens: int, halo: Halo, batch: int, group) -> torch.Tensor:
@@ -158,7 +158,7 @@ class _Extend(torch.autograd.Function):
         before, source = _tokens(halo.before, batch), _tokens(halo.source, batch)
         widths = [x.shape[1] for x in tensors]
         sent = torch.cat([x.index_select(0, shared) for x in tensors], 1)
-        received = gather_tokens(sent, group).index_select(0, source.clamp_min(0))
+        received = gather_detached(sent, group).index_select(0, source.clamp_min(0))
         received.masked_fill_((source < 0)[:, None], 0.0)
         results = []
         for x, part in zip(tensors, received.split(widths, 1), strict=True):

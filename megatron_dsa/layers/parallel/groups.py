@@ -132,7 +132,7 @@ def _both(pg_collection):
     return group
 
 
-def gather_tokens(x: torch.Tensor, group) -> torch.Tensor:
+def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
     """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
     return all_gather_async(x, group).wait()
 

@@ -81,7 +81,13 @@ class CompressorInputs:
         )
         shape, dtypes = (self.ratio, values.shape[1]), (accumulation_dtype(values.dtype),)
         require_tensor("ape", self.ape, shape, dtypes, values, "pass the ape of this layer's ratio")
-        slots = groups.first_row.shape[0]
+        shapes = tuple(groups.first_row.shape), tuple(groups.position.shape)
+        require(
+            len(shapes[0]) == 1 and shapes[0] == shapes[1],
+            "groups.first_row and groups.position must be 1-dimensional and of one length, got "
+            f"{shapes[0]} and {shapes[1]}: give both one entry per slot",
+        )
+        slots = shapes[0][0]
         require(
             groups.row_step >= 1 and slots % groups.row_step == 0,
             "groups.row_step must be positive and divide the number of slots (every batch "

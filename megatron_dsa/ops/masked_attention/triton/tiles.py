@@ -14,9 +14,6 @@ import triton.language as tl
 
 from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
-#: Queries of a flag: two flags per group of queries.
-QUERY_BLOCK = 64
-
 
 @dataclass(frozen=True)
 class Tiles:
