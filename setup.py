@@ -33,7 +33,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_dsa", "megatron_dsa.*"]),
-    package_data={"megatron_dsa": ["py.typed"], "megatron_dsa.extras.report": ["page.html"]},
+    package_data={
+        "megatron_dsa": ["py.typed"],
+        "megatron_dsa.extras.report": ["page.html"],
+        "": ["README.md"],
+    },
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={
