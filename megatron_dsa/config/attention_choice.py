@@ -1,4 +1,4 @@
-"""How a configuration attends, and what its ranks divide: decided once, handed on to the layers."""
+"""Attention of a configuration and division among its ranks: decided once for all layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Way = Literal["sparse", "masked", "masked_latents", "visible", "dense", "dense_l
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """How all layers of a configuration attend.
+    """Attention of all layers of a configuration.
 
     Attributes:
         way: to selected keys: ``sparse``, by lists of them; ``masked``, by plain MLA under a bit
@@ -48,12 +48,12 @@ class AttentionChoice:
 
     @property
     def masked(self) -> bool:
-        """Whether plain MLA runs under a bit mask."""
+        """Return whether plain MLA runs under a bit mask."""
         return self.way in ("masked", "masked_latents", "visible")
 
     @property
     def shares_latents(self) -> bool:
-        """Whether a rank's keys are the latents of all ranks, read by a plain weight."""
+        """Return whether a rank's keys are the latents of all ranks, read by a plain weight."""
         return self.way in ("sparse", "masked_latents", "dense_latents")
 
     def describe(self) -> str:
@@ -192,7 +192,7 @@ def _masks_visible(calls: LayerCalls) -> tuple[bool, str, int | None]:
 
 
 def by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks attend for local tokens with all heads, unless it is masked.
+    """Return whether ranks of TP attend for local tokens with all heads, unless it is masked.
 
     Only lists of selected keys make tokens independent of each other: stages with dense attention
     go by heads.

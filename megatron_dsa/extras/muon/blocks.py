@@ -8,7 +8,7 @@ from megatron_dsa.layers.weight_blocks import IS_TABLE, block_rows, is_sharded
 
 
 def is_left_to_adamw(parameter: torch.Tensor) -> bool:
-    """Whether AdamW updates a parameter when ``--optimizer muon`` is given.
+    """Return whether AdamW updates a parameter when ``--optimizer muon`` is given.
 
     DeepSeek-V4's rule: AdamW for embedding and output head, norms, and the base and scale vectors
     of hyper-connections; Muon for all other matrices.

@@ -28,7 +28,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def in_backward() -> bool:
-    """Whether this code runs inside a backward pass, as a recomputed layer does.
+    """Return whether this code runs inside a backward pass, as a recomputed layer does.
 
     Figures that are logged once per microbatch skip that pass.
     """

@@ -14,7 +14,7 @@ import torch
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured in a CUDA graph."""
+    """Return whether the current stream is being captured in a CUDA graph."""
     # Without a driver, CUDA's own answer is an error.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 

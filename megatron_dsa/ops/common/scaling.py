@@ -119,5 +119,5 @@ def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> Non
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether small helpers may be Triton kernels; operations use dispatch."""
+    """Return whether small helpers may be Triton kernels; operations use dispatch."""
     return TRITON.problem() is None

@@ -38,7 +38,7 @@ class Choice:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether torch runs without being named."""
+        """Return whether torch runs without being named."""
         return not self.candidate.fused and not self.named
 
     def remark(self) -> str:
@@ -89,7 +89,7 @@ def collect_choices() -> Iterator[list[Choice]]:
 
 
 def choices_are_collected() -> bool:
-    """Whether a table will list the choices made now."""
+    """Return whether a table will list the choices made now."""
     return collected is not None
 
 

@@ -44,7 +44,7 @@ class First:
     teacher: bool = False
 
     def holds(self, call: OpCall) -> bool:
-        """Whether ``call`` is one of them."""
+        """Return whether ``call`` is one of them."""
         low, high = self.heads
         return low <= call.heads <= high and (call.teacher or not self.teacher)
 
@@ -166,12 +166,12 @@ def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> It
 
 
 def on_meta() -> bool:
-    """Whether :func:`meta_dispatch` is in force: implementations are chosen and do not run."""
+    """Return whether :func:`meta_dispatch` is in force: fakes run in place of candidates."""
     return _planned_for is not None
 
 
 def deterministic_mode() -> bool:
-    """Whether torch's deterministic mode is in force, and not only for warnings."""
+    """Return whether torch's deterministic mode is in force, and not only for warnings."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -211,7 +211,7 @@ class Operation:
     name: str
     title: str
     candidates: tuple[Candidate, ...]
-    fake: str = ""
+    fake: str
     first: tuple[First, ...] = ()
 
     def __post_init__(self):

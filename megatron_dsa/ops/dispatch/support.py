@@ -122,7 +122,7 @@ class Support:
         return Reason(reason)
 
     def never_run(self, call: OpCall) -> bool:
-        """Whether its kernels were compiled for this GPU, but never run on one."""
+        """Return whether its kernels were compiled for this GPU, but never run on one."""
         return call.capability in self.not_run
 
     def kernel_heads(self, heads: int) -> int:

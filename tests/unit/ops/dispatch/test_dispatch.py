@@ -371,7 +371,7 @@ def test_a_rule_names_a_candidate(monkeypatch):
     monkeypatch.setattr(module, "_declared", {})
     torch_alone, rules = (candidate("torch", False),), (First("fast", (1, 32)),)
     with pytest.raises(ValueError, match=r"made_up: first names \{'fast'\}.*\['torch'\]"):
-        Operation("made_up", "", torch_alone, first=rules)
+        Operation("made_up", "", torch_alone, "", first=rules)
 
 
 def test_the_fastest_with_the_teacher(having):
