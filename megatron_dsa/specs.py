@@ -33,7 +33,8 @@ from megatron_dsa.config.model import (
     uses_streams,
     validate,
 )
-from megatron_dsa.config.rules import is_moe_layer, predicts_apart
+from megatron_dsa.config.rules.hyper_connections import predicts_apart
+from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import (
     DSASelfAttention,

@@ -1,7 +1,6 @@
-"""Fields of a configuration that have a flag: its name, help text, and the rule for its values."""
+"""Fields of a configuration that have a flag: its name and help text."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -10,17 +9,15 @@ from typing import Any, Literal, get_args, get_origin
 
 @dataclass(frozen=True)
 class Option:
-    """The flag of a field, its help text, and the rule for its values.
+    """The flag of a field and its help text.
 
-    Choices come from the field's type, ``Literal[...]``.
+    Choices come from the field's type, ``Literal[...]``; ranges from :mod:`.rules.ranges`.
 
     Attributes:
         flag: name of the flag. A flag of a boolean field reverses the default.
         help: text of ``--help-dsa``, which appends the default.
         metavar: how help texts call the value.
         unit: what one of the flag's units is in the field, for example bytes per MiB.
-        minimum: least value, in units of the flag.
-        positive: whether the value must be above 0.
         parse: returns the field's value; gets the words after the flag, and the flag for messages.
     """
 
@@ -28,8 +25,6 @@ class Option:
     help: str
     metavar: str | None = None
     unit: int = 1
-    minimum: int | None = None
-    positive: bool = False
     parse: Callable[[list[str], str], Any] | None = None
 
     @property
@@ -53,21 +48,6 @@ def option_fields(config_class: type) -> Iterator[tuple[dataclasses.Field, Optio
 def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
     """Return the values that a field may hold, or ``None`` if they are not listed."""
     return get_args(each.type) if get_origin(each.type) is Literal else None
-
-
-def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
-    """Yield ``(ok, message)`` for options; ``values`` has the fields of the class."""
-    for each, about in option_fields(config_class):
-        value, choices = getattr(values, each.name), choices_of(each)
-        if choices is not None:
-            rule = f"one of {', '.join(choices)}"
-            yield value in choices, f"{about.flag} must be {rule}, got {value!r}"
-        elif value is not None and about.minimum is not None:
-            least, given = about.minimum, value / about.unit
-            yield given >= least, f"{about.flag} must be at least {least}, got {given:g}"
-        elif value is not None and about.positive:
-            ok = 0 < value < math.inf
-            yield ok, f"{about.flag} must be positive and finite, got {value}"
 
 
 def given_values(words: list[str], flag: str) -> list[str]:

@@ -8,20 +8,15 @@ from typing import Any, Self
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_dsa.config.fields import option, option_fields, option_rules
+from megatron_dsa.config.fields import option, option_fields
 from megatron_dsa.config.options import DSAOptions
-from megatron_dsa.config.rules import (
-    CSA_RATIO,
-    adapted_linears,
-    adapts_indexer,
-    csa_rules,
-    dsa_rules,
-    hash_rules,
-    hyper_connection_rules,
-    lora_rules,
-    masked_rules,
-    tp_mode_rules,
-)
+from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
+from megatron_dsa.config.rules.hash_routing import hash_rules
+from megatron_dsa.config.rules.hyper_connections import hyper_connection_rules
+from megatron_dsa.config.rules.lora import adapted_linears, adapts_indexer, lora_rules
+from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
+from megatron_dsa.config.rules.ranges import option_rules
+from megatron_dsa.config.rules.table import uses_csa
 from megatron_dsa.errors import require
 from megatron_dsa.versions import require_supported_megatron
 
@@ -41,31 +36,26 @@ class DSATransformerConfig(MLATransformerConfig):
         "--hc-mult",
         "Residual streams of DeepSeek-V4's hyper-connections, around any attention; 1 is a plain "
         "residual. DeepSeek-V4 has 4.",
-        minimum=1,
     )
     hc_sinkhorn_iters: int = option(
         20,
         "--hc-sinkhorn-iters",
         "Iterations that make the matrix by which streams are mixed doubly stochastic.",
-        minimum=1,
     )
     hc_eps: float = option(
         1e-6,
         "--hc-eps",
         "Added to the weights of hyper-connections and to the sums that divide them.",
-        positive=True,
     )
     moe_hash_layers: int = option(
         0,
         "--moe-hash-layers",
         "First layers whose experts are looked up in a table by token id. DeepSeek-V4 has 3.",
-        minimum=0,
     )
     moe_hash_seed: int = option(
         0,
         "--moe-hash-seed",
         "Seed of these tables in a new model; a checkpoint has its own.",
-        minimum=0,
     )
     #: Rows of these tables: the padded vocabulary, which the model's builder sets.
     moe_hash_vocab_size: int | None = None
@@ -114,7 +104,6 @@ class CSATransformerConfig(DSATransformerConfig):
         128,
         "--csa-window-size",
         "Latest positions that every query sees, its own included.",
-        minimum=1,
     )
     csa_compress_rotary_base: float | None = option(
         None,
@@ -125,9 +114,7 @@ class CSATransformerConfig(DSATransformerConfig):
     o_groups: int = option(
         8, "--o-groups", "Groups of heads with a low-rank output projection each."
     )
-    o_lora_rank: int = option(
-        1024, "--o-lora-rank", "Rank of a group's output projection.", minimum=1
-    )
+    o_lora_rank: int = option(1024, "--o-lora-rank", "Rank of a group's output projection.")
 
     def _derive(self) -> None:
         super()._derive()
@@ -165,11 +152,6 @@ def hash_layers(config: Any) -> int:
 def uses_indexer(config: Any) -> bool:
     """Return whether the layers have an indexer (every stage but ``dense``)."""
     return options_of(config).stage != "dense"
-
-
-def uses_csa(config: Any) -> bool:
-    """Return whether the layers are V4's attention."""
-    return getattr(config, "csa_compress_ratios", None) is not None
 
 
 def has_indexers(config: Any) -> bool:

@@ -4,8 +4,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dsa.config.fields import option, option_rules
-from megatron_dsa.config.rules import lora_option_rules
+from megatron_dsa.config.fields import option
+from megatron_dsa.config.rules.lora import lora_option_rules
+from megatron_dsa.config.rules.ranges import option_rules
 from megatron_dsa.errors import require
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, parse_named
@@ -46,7 +47,6 @@ class DSAOptions:
         "--dsa-workspace-mib",
         "Memory that an implementation may use for temporaries, in MiB.",
         unit=2**20,
-        minimum=1,
     )
     recompute: Literal["nothing", "latent_output"] = option(
         "nothing",
@@ -60,7 +60,6 @@ class DSAOptions:
         "--dsa-health-tokens",
         "Queries per layer on which the selection is measured for the log, once per iteration; 0 "
         "turns this off.",
-        minimum=0,
     )
     evaluate_indexer: bool = option(
         False,
@@ -125,7 +124,6 @@ class DSAOptions:
         None,
         "--dsa-latent-norm-epsilon",
         "Epsilon of the norms of MLA's latents (default: --norm-epsilon). GLM-5 has another.",
-        positive=True,
     )
     #: Pairs ``(operation, implementation)`` that must run or raise.
     named: tuple[tuple[str, str], ...] = option(
@@ -157,13 +155,11 @@ class DSAOptions:
         "--lora-rank",
         "Train adapters of this rank (LoRA) on the linears that --lora-targets names, and freeze "
         "everything else.",
-        minimum=1,
     )
     lora_alpha: float | None = option(
         None,
         "--lora-alpha",
         "An adapter's output is multiplied by this number divided by the rank (default: the rank).",
-        positive=True,
     )
     lora_targets: tuple[str, ...] = option(
         (),

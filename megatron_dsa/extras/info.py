@@ -13,7 +13,7 @@ from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
 from megatron_dsa.config.extras import load_extra, optional_extra
 from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config.presets import PRESETS, model_preset, preset
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import require
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops, stream_ops, visible_ops
 from megatron_dsa.ops import OPERATIONS

@@ -7,7 +7,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.layers.linears import Fp32Parameters, ReplicatedLinear, new_parameter
 from megatron_dsa.layers.parallel.csa_keys import extend
 from megatron_dsa.layers.parallel.groups import Ranks

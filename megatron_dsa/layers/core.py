@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
 from megatron_dsa.config.model import indexer_is_trained, loss_is_sparse, options_of, validate
-from megatron_dsa.config.rules import graphs_attention
+from megatron_dsa.config.rules.cuda_graphs import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk

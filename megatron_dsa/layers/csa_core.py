@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_dsa.config.model import uses_indexer
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
 from megatron_dsa.layers.core import CoreAttention
 from megatron_dsa.layers.linears import Fp32Parameters, new_parameter

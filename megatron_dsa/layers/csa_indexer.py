@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.options import TPMode
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.layers.core import Indexer
 from megatron_dsa.layers.linears import ReplicatedLinear

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config.rules import graph_modules, graphs_attention
+from megatron_dsa.config.rules.cuda_graphs import graph_modules, graphs_attention
 from megatron_dsa.metrics.tags import CALLS, FIGURES, SAMPLED
 from megatron_dsa.patches import install
 

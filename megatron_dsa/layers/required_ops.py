@@ -21,7 +21,7 @@ from megatron_dsa.config.model import (
     uses_indexer,
     uses_streams,
 )
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall

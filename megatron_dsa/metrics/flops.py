@@ -33,7 +33,8 @@ from megatron_dsa.config.model import (
     uses_indexer,
     uses_streams,
 )
-from megatron_dsa.config.rules import CSA_RATIO, is_moe_layer
+from megatron_dsa.config.rules.csa import CSA_RATIO
+from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.layers.required_ops import Keys, RequiredOp, required_ops
 
 

@@ -22,7 +22,7 @@ from megatron.training import checkpointing, print_rank_0
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dsa.config.model import is_adapter_parameter, is_indexer_parameter
-from megatron_dsa.config.rules import linears_named, rank_and_alpha
+from megatron_dsa.config.rules.lora import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install, install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, read_tracker, reading, saved_name

@@ -71,10 +71,10 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
     [
         ({"--expert-model-parallel-size": 1}, "only supported with expert model parallelism"),
         ({"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None}, "in a frozen warm-up"),
-        ({"--hc-mult": 4}, "must not be used with --hc-mult above 1"),
+        ({"--hc-mult": 4}, "--hc-mult must be 1 with --overlap-moe-expert-parallel-comm"),
         (
             {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 1},
-            "must not be used with --dsa-indexer-topk-freq 2",
+            "--dsa-indexer-topk-freq must be 1 with --overlap",
         ),
         ({"--delay-wgrad-compute": True}, "only supported with transformer_engine"),
     ],

@@ -157,16 +157,19 @@ def test_an_option_is_one_field():
     from typing import Literal
 
     from megatron_dsa import arguments
-    from megatron_dsa.config.fields import option, option_rules
+    from megatron_dsa.config.fields import option
+    from megatron_dsa.config.rules.ranges import option_rules
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        size: int = option(4 * 2**10, "--size-kib", "Size.", unit=2**10, minimum=2)
+        size: int = option(4 * 2**10, "--dsa-workspace-mib", "Size.", unit=2**10)
         kind: Literal["a", "b"] = option("a", "--kind", "Kind.")
 
     parser = argparse.ArgumentParser()
     arguments._add_options(parser, Options)
-    given = Options(**arguments.field_values(Options, parser.parse_args(["--size-kib", "8"])))
+    given = Options(
+        **arguments.field_values(Options, parser.parse_args(["--dsa-workspace-mib", "8"]))
+    )
     assert given == Options(size=8 * 2**10)
     assert "Size. Default: 4." in parser.format_help()
 
@@ -174,9 +177,9 @@ def test_an_option_is_one_field():
         return [message for ok, message in option_rules(Options, Options(**values)) if not ok]
 
     assert complaints() == []
-    assert complaints(size=2**9, kind="c") == [
-        "--size-kib must be at least 2, got 0.5", "--kind must be one of a, b, got 'c'",
-    ]  # fmt: skip
+    of_size, of_kind = complaints(size=2**9, kind="c")
+    assert of_size.startswith("--dsa-workspace-mib must be finite and at least 1 ")
+    assert "got 0.5: " in of_size and of_kind == "--kind must be one of a, b, got 'c'"
 
 
 def documented_flags():
@@ -325,7 +328,7 @@ def test_a_run_with_a_checkpoint_of_its_own_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--dsa-indexer-loss-coeff": None}, "--dsa-indexer-loss-coeff is required in stage"),
+        ({"--dsa-indexer-loss-coeff": None}, "--dsa-indexer-loss-coeff is required in --dsa-stage"),
         ({"--dsa-kernel-backend": "tilelang"}, "--dsa-kernel-backend must be none"),
         ({"--no-rope-freq": 2}, "--no-rope-freq is not supported"),
         ({"--use-transformer-engine-op-fuser": True}, "--use-transformer-engine-op-fuser"),

@@ -54,8 +54,11 @@ def _pattern_rules(config):
         "--csa-compress-ratios must hold one ratio per layer, multi-token prediction included "
         f"({layers}), got {ratios if ratios is None else len(ratios)}",
     )
-    bad = [ratio for ratio in ratios or () if ratio < 0 or ratio == 1]
-    yield (not bad, f"--csa-compress-ratios must be 0 or at least 2, got {bad[:1]}")
+    yield (
+        1 not in (ratios or ()),
+        "--csa-compress-ratios must be 0 or at least 2, got a 1: groups of one token compress "
+        "nothing; give 0",
+    )
     compresses = any(ratios or ())
     yield (
         not compresses or (config.csa_compress_rotary_base or 0) > 0,

@@ -6,11 +6,18 @@ Megatron refuses more by itself, for example ``--recompute-granularity full`` wi
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dsa.config.rules.table import Must, check_rows
+
 FLAG = "--cuda-graph-impl"
 #: Implementations that capture layers, or their attention, one by one.
 PER_LAYER = ("local", "transformer_engine")
 #: What attention has for selective recompute.
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj")
+_SELECTS_ALONE = Must(
+    "dsa_indexer_topk_freq", 1,
+    "Megatron hands only hidden states to these graphs, and layers that reuse a selection need it; "
+    "use --cuda-graph-impl local",
+)  # fmt: skip
 
 
 def graph_modules(config: Any) -> set[str]:
@@ -29,10 +36,10 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     impl = config.cuda_graph_impl
     if impl == "none":
         return
-    given, frozen = f"{FLAG} {impl}", options.stage == "warmup" and options.freeze_main
+    case = f"with {FLAG} {impl}"
     yield (
         impl == "local" or config.cuda_graph_warmup_steps > 0,
-        f"--cuda-graph-warmup-steps must be at least 1 with {given}, got "
+        f"--cuda-graph-warmup-steps must be at least 1 {case}, got "
         f"{config.cuda_graph_warmup_steps}: kernels are compiled and tables are made in steps that "
         "are not captured",
     )
@@ -40,8 +47,8 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield (
         # With named modules Megatron checks it.
         config.num_moe_experts is None or padded or graph_modules(config),
-        f"{given} cannot capture layers with experts whole: the host reads how many tokens each "
-        "expert gets. Add --cuda-graph-modules attn (with --cuda-graph-impl local or "
+        f"{FLAG} {impl} cannot capture layers with experts whole: the host reads how many tokens "
+        f"each expert gets. Add --cuda-graph-modules attn (with {FLAG} local or "
         "transformer_engine), or pad experts to a capacity (--moe-expert-capacity-factor, "
         "--moe-pad-expert-input-to-capacity)",
     )
@@ -49,34 +56,29 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         named = [name for name in _RECOMPUTED if name in (config.recompute_modules or ())]
         yield (
             not named,
-            f"--recompute-modules must not name {', '.join(named)} with {given}: Megatron captures "
+            f"--recompute-modules must not name {', '.join(named)} {case}: Megatron captures "
             "core_attn without recomputing it, and the gradients of weights inside of the others "
-            "are lost; drop them, or use --cuda-graph-impl full_iteration",
+            f"are lost; drop them, or use {FLAG} full_iteration",
         )
     if impl == "local":
         others = graph_modules(config) - {"attn"}
         yield (
             not others,
-            f"--cuda-graph-modules must be unset (whole layers) or attn with {given}, got "
+            f"--cuda-graph-modules must be unset (whole layers) or attn {case}, got "
             f"{', '.join(sorted(others))}: Megatron has graphs of these in layers of hybrid models "
             "only; drop them",
         )
     if impl != "transformer_engine":
         return
+    yield Must(
+        "transformer_impl", "transformer_engine",
+        f"transformer-engine captures its own layers; use {FLAG} local",
+    ).check(config, case=case)  # fmt: skip
     yield (
-        config.transformer_impl == "transformer_engine",
-        f"{given} needs --transformer-impl transformer_engine, got {config.transformer_impl}: "
-        "transformer-engine captures its own layers; use --cuda-graph-impl local",
+        options.stage != "warmup" or not options.freeze_main,
+        f"{FLAG} {impl} must not be used in a frozen warm-up: Megatron captures the attention "
+        "without the layer that the indexer's loss hangs onto, and the indexers would learn "
+        f"nothing; use {FLAG} local, or add --dsa-warmup-train-all",
     )
-    yield (
-        not frozen,
-        f"{given} must not be used in a frozen warm-up: Megatron captures the attention without "
-        "the layer that the indexer's loss hangs onto, and the indexers would learn nothing; use "
-        "--cuda-graph-impl local, or add --dsa-warmup-train-all",
-    )
-    yield (
-        options.stage != "sparse" or config.dsa_indexer_topk_freq == 1,
-        f"{given} must not be used with --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}: "
-        "Megatron hands only hidden states to these graphs, and layers that reuse a selection need "
-        "it; use --cuda-graph-impl local",
-    )
+    if options.stage == "sparse":
+        yield from check_rows([_SELECTS_ALONE], config, case=case)

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.config.rules.sizes import is_moe_layer
-from megatron_dsa.config.rules.table import Must, check_rows
+from megatron_dsa.config.rules.table import Must, check_rows, uses_csa
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
@@ -53,6 +53,10 @@ _ROWS = (
     Must("cuda_graph_impl", "none", "they were not run together"),
     Must("overlap_moe_expert_parallel_comm", False, "they were not run together"),
 )
+_WITHOUT_RANK = (
+    Must("lora_targets", False, "nothing has adapters; add --lora-rank or drop them"),
+    Must("lora_alpha", False, "nothing has adapters; add --lora-rank or drop it"),
+)
 _OF_QUERY_LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj")
 _OF_COMPRESSOR = "attn.compressor."
 _INDEXER, _SHARED = ".indexer.", ".shared_experts."
@@ -60,8 +64,7 @@ _INDEXER, _SHARED = ".indexer.", ".shared_experts."
 
 def modules_of_linears(config: Any) -> dict[str, str]:
     """Return :data:`V3_LINEARS` or :data:`V4_LINEARS` for a configuration or arguments of a run."""
-    csa = getattr(config, "csa_compress_ratios", None) is not None
-    return V4_LINEARS if csa else V3_LINEARS
+    return V4_LINEARS if uses_csa(config) else V3_LINEARS
 
 
 def linears_named(config: Any, targets: tuple[str, ...]) -> tuple[str, ...]:
@@ -118,21 +121,12 @@ def rank_and_alpha(options: Any) -> tuple[int, float]:
 
 def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
     """Yield the rules for the options alone."""
-    given = [
-        flag
-        for flag, value in (
-            ("--lora-targets", options.lora_targets),
-            ("--lora-alpha", options.lora_alpha is not None),
-        )
-        if value
-    ]
+    if options.lora_rank is None:
+        yield from check_rows(_WITHOUT_RANK, options, case="without --lora-rank")
+        return
     yield (
-        options.lora_rank is not None or not given,
-        f"{' and '.join(given)}: has a meaning only with --lora-rank, add that",
-    )
-    yield (
-        options.lora_rank is None or options.lora_targets,
-        f"--lora-targets is required with --lora-rank: name linears, for example q_b_proj o_proj, "
+        options.lora_targets,
+        "--lora-targets is required with --lora-rank: name linears, for example q_b_proj o_proj, "
         f"or {ALL}",
     )
 

@@ -1,6 +1,5 @@
 """Rules of models: attention, indexer, layouts and layer sets."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +8,9 @@ import torch
 from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.rules.cuda_graphs import graph_rules
 from megatron_dsa.config.rules.numerics import cache_rules, numerics_rules
+from megatron_dsa.config.rules.ranges import range_rules
 from megatron_dsa.config.rules.sizes import expert_rules, size_rules
-from megatron_dsa.config.rules.table import Must, check_rows
+from megatron_dsa.config.rules.table import Must, Not, check_rows, uses_csa
 
 _ONE_MASK = "the selection is the mask"
 _KITCHEN = "--transformer-impl chooses the layers"
@@ -66,22 +66,57 @@ ATTENTION = (
         "absorption reads the whole up-projection weight of a rank's heads; drop it",
     ),
 )  # fmt: skip
-#: Rules of MLA's layer sets without transformer-engine.
+_LINEARS = "torch's linears would silently use --bf16"
+#: With ``--transformer-impl local``.
 _LOCAL_LAYERS = (
-    ("fp8", "torch's linears would silently use --bf16"),
-    ("fp4", "torch's linears would silently use --bf16"),
-    ("quant_recipe", "torch's linears do not read it"),
-    ("layernorm_zero_centered_gamma", "torch's norms ignore it"),
+    Must("fp8", None, _LINEARS),
+    Must("fp4", None, _LINEARS),
+    Must("quant_recipe", None, "torch's linears do not read it"),
+    Must("layernorm_zero_centered_gamma", False, "torch's norms ignore it"),
 )
+_SCHEDULE = "Megatron's schedule"
+#: With ``--overlap-moe-expert-parallel-comm``. Megatron itself refuses more.
+_OVERLAP = (
+    Must("hc_mult", 1, f"{_SCHEDULE} adds experts to one residual"),
+    Must("cuda_graph_impl", "none", "the two were not run together"),
+)
+_SELECTS_ALONE = Must(
+    "dsa_indexer_topk_freq", 1,
+    f"{_SCHEDULE} hands only hidden states from layer to layer, and layers that reuse a selection "
+    "need it",
+)  # fmt: skip
+#: With ``--dsa-selected-attention masked``.
+_MASKED = (
+    Must(
+        "recompute", "nothing",
+        "masked attention has no output in the space of the latents; drop one of the two",
+        "--dsa-recompute",
+    ),
+    Must(
+        "csa_compress_ratios", None,
+        "V4's layers attend to lists of window and compressed keys; drop --dsa-selected-attention",
+    ),
+)  # fmt: skip
+_EXPANDED_BY_HEADS = Must(
+    "tp_mode", Not(("sequence",)),
+    "a rank expands the keys of its local heads only; use heads or select, or "
+    "--dsa-selected-attention auto or sparse",
+    "--dsa-tp-mode",
+)  # fmt: skip
+#: With ``--dsa-tp-mode select``.
+_SELECT_CSA = Must(
+    "csa_compress_ratios", None,
+    "V4's layers attend to lists of keys; use --dsa-tp-mode auto, heads or sequence",
+)  # fmt: skip
+_SELECT_DSA = Must(
+    "selected_attention", "masked",
+    "sparse attention goes by heads or by sequence; add --dsa-selected-attention masked, or use "
+    "--dsa-tp-mode auto, which selects like this where attention is masked",
+    "--dsa-selected-attention",
+)  # fmt: skip
 
 
-def is_v4(config: Any) -> bool:
-    """Return whether the layers are V4's attention."""
-    return getattr(config, "csa_compress_ratios", None) is not None
-
-
-def recomputes(config: Any, module: str) -> bool:
-    """Return whether ``--recompute-modules`` names a module."""
+def _recomputes(config: Any, module: str) -> bool:
     return module in (config.recompute_modules or ())
 
 
@@ -124,16 +159,14 @@ def _mla_rules(config: Any, options: Any):
 def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for features that no attention of this package has."""
     yield from check_rows(ATTENTION, config)
-    yield (
-        config.rotary_percent == 1.0 or config.rope_type == "rope",
-        f"--rotary-percent must be 1 with --rope-type yarn, got {config.rotary_percent}: YaRN "
-        "rotates all of --qk-pos-emb-head-dim",
-    )
-    yield (
-        config.num_query_groups in (None, config.num_attention_heads),
-        f"--num-query-groups must be unset, got {config.num_query_groups}: all query heads share "
-        "the latent key; drop it",
-    )
+    if config.rope_type == "yarn":
+        yield Must("rotary_percent", 1, "YaRN rotates all of --qk-pos-emb-head-dim; drop it").check(
+            config, case="with --rope-type yarn"
+        )
+    yield Must(
+        "num_query_groups", (None, config.num_attention_heads),
+        "all query heads share the latent key; drop it",
+    ).check(config)  # fmt: skip
     offloaded = {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
     yield (
         not (config.fine_grained_activation_offloading and offloaded),
@@ -146,13 +179,13 @@ def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
 
 def _precision_rules(config: Any):
     if config.transformer_impl == "local":
-        norms = recomputes(config, "layernorm")
-        given = [(flag_of(name), getattr(config, name), why) for name, why in _LOCAL_LAYERS]
-        given += [
-            ("--recompute-modules layernorm", norms, "megatron-core 0.19 cannot recompute torch's")
-        ]
-        for flag, value, why in given:
-            yield not value, f"{flag} needs --transformer-impl transformer_engine: {why}; drop it"
+        case = "with --transformer-impl local"
+        yield from check_rows(_LOCAL_LAYERS, config, case=case)
+        yield (
+            not _recomputes(config, "layernorm"),
+            f"--recompute-modules must not name layernorm {case}: megatron-core 0.19 cannot "
+            "recompute torch's; drop it",
+        )
     yield (
         not config.fp32_residual_connection or config.params_dtype == torch.float32,
         "--fp32-residual-connection is not supported: neither torch's norms nor "
@@ -163,51 +196,35 @@ def _precision_rules(config: Any):
 def _fp8_indexer_rules(config: Any, options: Any):
     if not options.fp8_indexer:
         return
-    yield (
-        config.fp8,
-        "--dsa-fp8-indexer has a meaning only with --fp8-format: add that or drop it",
-    )
+    case = "with --dsa-fp8-indexer"
+    yield config.fp8, f"--fp8-format is required {case}, which quantises nothing else: add it"
     unit = 32 if config.fp8_recipe == "mxfp8" else 8
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim"):
         size = getattr(config, name) or 0
         yield (
             size % unit == 0,
-            f"{flag_of(name)} must be a multiple of {unit} with --dsa-fp8-indexer, got {size}: "
-            "transformer-engine quantises weights with so many rows only. Drop --dsa-fp8-indexer, "
-            "and the indexer runs in --bf16",
+            f"{flag_of(name)} must be a multiple of {unit} {case}, got {size}: transformer-engine "
+            "quantises weights with so many rows only. Drop --dsa-fp8-indexer, and the indexer "
+            "runs in --bf16",
         )
-    recomputed = config.recompute_granularity == "selective" and recomputes(config, "core_attn")
+    recomputed = config.recompute_granularity == "selective" and _recomputes(config, "core_attn")
     yield (
-        not (recomputed and is_v4(config)),
-        "--dsa-fp8-indexer is not supported with --recompute-modules core_attn and "
-        "--csa-compress-ratios: V4's indexer would be computed again in bf16, and select other "
-        "keys; drop one of them",
+        not (recomputed and uses_csa(config)),
+        f"--recompute-modules must not name core_attn {case} and --csa-compress-ratios: V4's "
+        "indexer would be computed again in bf16, and select other keys; drop one of them",
     )
 
 
 def _overlap_rules(config: Any, options: Any):
-    """Megatron itself refuses more, and delayed weight gradients without this schedule."""
     if not config.overlap_moe_expert_parallel_comm:
         return
-    flag, fix = "--overlap-moe-expert-parallel-comm must not be used", "drop one of them"
-    freq, impl = config.dsa_indexer_topk_freq, config.cuda_graph_impl
-    yield (
-        getattr(config, "hc_mult", 1) == 1,
-        f"{flag} with --hc-mult above 1: Megatron's schedule adds experts to one residual; {fix}",
-    )
-    yield (
-        options.stage != "sparse" or freq == 1,
-        f"{flag} with --dsa-indexer-topk-freq {freq}: Megatron's schedule hands only hidden states "
-        f"from layer to layer, and layers that reuse a selection need it; {fix}",
-    )
-    yield (
-        impl == "none",
-        f"{flag} with --cuda-graph-impl {impl}: the two were not run together; {fix}",
-    )
+    flag = "--overlap-moe-expert-parallel-comm"
+    rows = (*_OVERLAP, _SELECTS_ALONE) if options.stage == "sparse" else _OVERLAP
+    yield from check_rows(rows, config, case=f"with {flag}")
     yield (
         options.stage != "warmup" or not options.freeze_main,
-        f"{flag} in a frozen warm-up: Megatron's schedule starts the backward pass from the "
-        "language model's loss, which then has no gradient; drop it, or add "
+        f"{flag} must not be used in a frozen warm-up: {_SCHEDULE} starts the backward pass from "
+        "the language model's loss, which then has no gradient; drop it, or add "
         "--dsa-warmup-train-all",
     )
 
@@ -240,61 +257,41 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield where masked dense attention cannot be asked for."""
-    if options.selected_attention != "masked" or options.stage != "sparse":
-        return
-    flag = "--dsa-selected-attention must not be masked"
-    yield (
-        options.recompute == "nothing",
-        f"{flag} with --dsa-recompute {options.recompute}: masked attention has no output in the "
-        "space of the latents; drop one of the two",
-    )
-    yield (
-        not is_v4(config),
-        f"{flag} with --csa-compress-ratios: V4's layers attend to lists of window and compressed "
-        "keys; drop it",
-    )
-    yield (
-        config.tensor_model_parallel_size == 1 or options.tp_mode != "sequence",
-        f"{flag} where tensor-parallel ranks attend by sequence (--dsa-tp-mode sequence): a rank "
-        "expands the keys of its own heads only; add --dsa-tp-mode heads or select, or use auto or "
-        "sparse",
-    )
+    if options.selected_attention == "masked" and options.stage == "sparse":
+        case = "with --dsa-selected-attention masked"
+        yield from check_rows(_MASKED, config, options, case)
+        if config.tensor_model_parallel_size > 1:
+            yield _EXPANDED_BY_HEADS.check(config, options, case)
 
 
 def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
     """Yield where tensor-parallel ranks cannot select by sequence and attend by heads."""
     if options.tp_mode != "select" or config.tensor_model_parallel_size == 1:
         return
-    flag = "--dsa-tp-mode must not be select"
-    if is_v4(config):
-        yield (
-            False,
-            f"{flag} with --csa-compress-ratios: V4's layers attend to lists of keys; use auto, "
-            "heads or sequence",
-        )
+    case = "with --dsa-tp-mode select"
+    if uses_csa(config):
+        yield _SELECT_CSA.check(config, options, case)
     elif options.stage == "sparse":
-        attention = options.selected_attention
-        yield (
-            attention == "masked",
-            f"{flag} without masked dense attention, got --dsa-selected-attention {attention}: "
-            "sparse attention goes by heads or by sequence; add --dsa-selected-attention masked, "
-            "or use auto, which selects like this where attention is masked",
-        )
+        yield _SELECT_DSA.check(config, options, case)
         yield (
             not dense_loss,
-            f"{flag} with an indexer loss over all visible keys: its teacher needs the queries of "
-            "all heads; add --dsa-indexer-use-sparse-loss, or --dsa-tp-mode heads",
+            f"--dsa-indexer-use-sparse-loss is required {case}: the teacher of a loss over all "
+            "visible keys needs the queries of all heads; add it, or --dsa-tp-mode heads",
         )
 
 
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for the indexer's settings."""
+    numbers = {}
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
-        value = getattr(config, name)
-        yield (
-            isinstance(value, int) and value >= 1,
-            f"{flag_of(name)} must be a positive integer in stage '{options.stage}', got {value}",
-        )
+        numbers[name] = value = getattr(config, name)
+        yield value is not None, f"{flag_of(name)} is required in --dsa-stage {options.stage}"
+    yield from range_rules(
+        numbers
+        | {"dsa_indexer_topk_freq": config.dsa_indexer_topk_freq}
+        | {"dsa_indexer_skip_topk_offset": config.dsa_indexer_skip_topk_offset}
+        | {"dsa_indexer_loss_coeff": config.dsa_indexer_loss_coeff}
+    )
     head_dim = config.dsa_indexer_head_dim or 0
     yield (
         head_dim >= config.qk_pos_emb_head_dim,
@@ -310,29 +307,15 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         f"--dsa-indexer-head-dim must be a power of two for the Hadamard rotation, got {head_dim}; "
         "or pass --no-dsa-indexer-rotate-activation",
     )
-    yield (
-        config.dsa_indexer_topk_freq >= 1 and config.dsa_indexer_skip_topk_offset >= 0,
-        "--dsa-indexer-topk-freq must be >= 1 and --dsa-indexer-skip-topk-offset >= 0, got "
-        f"{config.dsa_indexer_topk_freq} and {config.dsa_indexer_skip_topk_offset}",
-    )
     yield from numerics_rules(config, options)
-    yield from _loss_rules(config.dsa_indexer_loss_coeff, options.stage)
-
-
-def _loss_rules(coefficient: float | None, stage: str):
+    coefficient, trained = config.dsa_indexer_loss_coeff, options.stage == "warmup"
     yield (
-        stage != "warmup" or bool(coefficient),
-        "--dsa-indexer-loss-coeff must be positive in stage 'warmup': the loss is what trains "
-        "the indexer",
-    )
-    yield (
-        stage == "warmup" or coefficient is not None,
-        f"--dsa-indexer-loss-coeff is required in stage '{stage}': without a loss the indexer "
-        "stays as it is, random if no checkpoint has it; pass 1.0 to train it, or 0 to freeze it "
-        "on purpose",
-    )
-    yield (
-        coefficient is None or 0 <= coefficient < math.inf,
-        f"--dsa-indexer-loss-coeff must be 0 or more, got {coefficient}: a negative one trains "
-        "the indexer away from its teacher",
+        coefficient if trained else coefficient is not None,
+        f"--dsa-indexer-loss-coeff is required in --dsa-stage {options.stage}, got {coefficient}: "
+        + (
+            "the loss is what trains the indexer; pass 1.0"
+            if trained
+            else "without a loss the indexer stays as it is, random if no checkpoint has it; pass "
+            "1.0 to train it, or 0 to freeze it on purpose"
+        ),
     )

@@ -1,4 +1,4 @@
-"""Ranges of numbers on the command line, for trainings and plans: flags of Megatron and ours.
+"""Ranges of numbers: flags of Megatron and ours, and the fields of configurations they set.
 
 Numbers without an entry must be finite and not negative.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dsa.config.fields import flag_of
+from megatron_dsa.config.fields import choices_of, flag_of, option_fields
 
 
 @dataclass(frozen=True)
@@ -34,68 +34,61 @@ class Range:
     def __str__(self) -> str:
         if self.low == -math.inf:
             return "finite"
-        least = (
-            f"finite and above {self.low:g}" if self.open else f"finite and at least {self.low:g}"
-        )
+        least = f"finite and {'above' if self.open else 'at least'} {self.low:g}"
         return least if self.high == math.inf else f"{least} and at most {_said(self.high)}"
-
-
-def _rows(limits: Range, flags: str) -> dict[str, Range]:
-    return dict.fromkeys(flags.split(), limits)
 
 
 _INF = math.inf
 _OTHERS = Range(0, _INF, "it has no meaning below")
 _ANY = Range(-_INF, _INF, "nothing can be computed with it", open=True)
 
-#: Flag -> range, for the training entry point and its plans.
-FLAGS: dict[str, Range] = {
-    **_rows(Range(1, 512, "every layer is built"), "--num-layers"),
-    **_rows(
+_ROWS: tuple[tuple[Range, str], ...] = (
+    (Range(1, 512, "every layer is built"), "--num-layers"),
+    (Range(0, 512, "every layer is built"), "--mtp-num-layers"),
+    (
         Range(1, 2**24, "it is a dimension of weights"),
         "--hidden-size --ffn-hidden-size --kv-lora-rank --moe-ffn-hidden-size --vocab-size "
         "--padded-vocab-size --make-vocab-size-divisible-by --dsa-indexer-head-dim --q-lora-rank "
         "--moe-shared-expert-intermediate-size --moe-latent-size --lora-rank --o-lora-rank",
     ),
-    **_rows(
+    (
         Range(1, 2**16, "it counts heads, groups, streams or experts, or dimensions of a head"),
         "--num-attention-heads --num-query-groups --kv-channels --qk-head-dim --v-head-dim "
         "--dsa-indexer-n-heads --num-experts --moe-router-topk --moe-router-num-groups "
         "--moe-router-group-topk --o-groups --hc-mult",
     ),
-    **_rows(Range(0, 2**16, "it is a dimension of a head"), "--qk-pos-emb-head-dim"),
-    **_rows(
+    (Range(0, 2**16, "it is a dimension of a head"), "--qk-pos-emb-head-dim"),
+    (
         Range(1, 2**30, "it is a number of tokens"),
         "--seq-length --max-position-embeddings --dsa-indexer-topk --csa-window-size",
     ),
-    **_rows(
+    (Range(0, 2**30, "it is a number of tokens"), "--csa-compress-ratios"),
+    (
         Range(1, 2**20, "it is a number of sequences"),
         "--micro-batch-size --global-batch-size --eval-micro-batch-size --eval-global-batch-size "
         "--dsa-packed-documents",
     ),
-    **_rows(
+    (
         Range(1, 2**20, "it is a number of ranks"),
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size "
         "--expert-model-parallel-size --expert-tensor-parallel-size --dsa-dry-run-world "
         "--num-distributed-optimizer-instances --num-virtual-stages-per-pipeline-rank "
         "--microbatch-group-size-per-virtual-pipeline-stage",
     ),
-    **_rows(
+    (
         Range(1, 512, "it is a number of layers"),
         "--recompute-num-layers --num-layers-per-virtual-pipeline-stage",
     ),
-    **_rows(
+    (
         Range(1, 2**16, "it is a number of threads or processes"),
         "--num-dataset-builder-threads --dist-ckpt-workers",
     ),
-    **_rows(
+    (
         Range(1, _INF, "it is a duration"),
         "--distributed-timeout-minutes --distributed-timeout-seconds-after-init",
     ),
-    **_rows(Range(0, 2**30, "it is a number of tokens"), "--csa-compress-ratios"),
-    **_rows(Range(1, 2**24, "it is memory of a GPU"), "--dsa-workspace-mib"),
-    **_rows(Range(0, 512, "every layer is built"), "--mtp-num-layers"),
-    **_rows(
+    (Range(1, 2**24, "it is memory of a GPU"), "--dsa-workspace-mib"),
+    (
         Range(1, _INF, "it is a number of steps"),
         "--log-interval --save-interval --eval-interval --tensorboard-log-interval "
         "--muon-num-ns-steps --save-retain-interval --log-memory-interval "
@@ -103,43 +96,47 @@ FLAGS: dict[str, Range] = {
         "--adlr-autoresume-interval --loss-scale-window --hysteresis "
         "--dsa-indexer-topk-freq --hc-sinkhorn-iters",
     ),
-    **_rows(
+    (
         Range(0, _INF, "it is a number of steps or samples"),
         "--train-iters --train-samples --eval-iters --lr-decay-iters --lr-warmup-iters "
         "--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-iters --num-workers --ckpt-step",
     ),
-    **_rows(
+    (
         Range(0, _INF, "with a negative one the loss grows"),
         "--lr --min-lr --lr-warmup-init --weight-decay --start-weight-decay --end-weight-decay "
         "--decoupled-lr --decoupled-min-lr --mtp-loss-scaling-factor --moe-z-loss-coeff "
         "--moe-aux-loss-coeff --dsa-indexer-loss-coeff",
     ),
-    **_rows(Range(0, _INF, "0 turns clipping off"), "--clip-grad"),
-    **_rows(
+    (Range(0, _INF, "0 turns clipping off"), "--clip-grad"),
+    (
         Range(0, 1, "it is a share"),
-        "--lr-warmup-fraction --rotary-percent --activation-offload-fraction "
-        "--optimizer-offload-fraction",
+        "--lr-warmup-fraction --activation-offload-fraction --optimizer-offload-fraction",
     ),
-    **_rows(
-        Range(0, 1, "it is a probability"), "--attention-dropout --hidden-dropout"
-    ),
-    **_rows(
+    (Range(0, 1, "it is a share, and 0 would rotate nothing", open=True), "--rotary-percent"),
+    (Range(0, 1, "it is a probability"), "--attention-dropout --hidden-dropout"),
+    (
         Range(0, 1 - 2**-53, "averages with a factor of 1 never move"),
         "--adam-beta1 --adam-beta2 --sgd-momentum --muon-momentum --lion-beta1 --lion-beta2",
     ),
-    **_rows(
+    (
         Range(0, _INF, "a divisor must not be 0", open=True),
         "--adam-eps --norm-epsilon --rotary-base --rotary-scaling-factor --lora-alpha "
         "--dsa-latent-norm-epsilon --initial-loss-scale --min-loss-scale --loss-scale "
         "--csa-compress-rotary-base --dsa-indexer-k-norm-epsilon --hc-eps "
         "--moe-router-topk-scaling-factor --muon-extra-scale-factor",
     ),
-    **_rows(
+    (
+        Range(0, _INF, "YaRN takes its logarithm", open=True),
+        "--yarn-beta-fast --yarn-beta-slow --yarn-original-max-position-embeddings",
+    ),
+    (
         Range(0, _INF, "it is a standard deviation"),
         "--init-method-std --embedding-init-method-std",
     ),
-    **_rows(Range(1, 2**32 - 1, "numpy's generators take 32 bits"), "--seed"),
-}  # fmt: skip
+    (Range(1, 2**32 - 1, "numpy's generators take 32 bits"), "--seed"),
+)
+#: Flag -> range.
+FLAGS: dict[str, Range] = {flag: limits for limits, flags in _ROWS for flag in flags.split()}
 
 #: Flags without a range that take negative numbers.
 _NEGATIVE = {
@@ -157,21 +154,34 @@ _NEGATIVE = {
 
 
 def range_rules(
-    values: Mapping[str, Any], table: Mapping[str, Range]
+    values: Mapping[str, Any], table: Mapping[str, Range] = FLAGS
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for parsed arguments by name; lists are checked number by number."""
+    """Yield ``(ok, message)`` for numbers by the name of their flag, argument or field.
+
+    Lists are checked number by number.
+    """
     for name, value in values.items():
-        flag = flag_of(name)
-        limits = table.get(flag)
+        flag = name if name.startswith("--") else flag_of(name)
+        limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
         for number in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            each = limits or (_ANY if flag in _NEGATIVE else _OTHERS)
-            yield (
-                each.holds(number),
-                f"{flag} must be {each}, got {_said(number)}: {each.why}; give a number "
-                "in this range, or drop it",
-            )
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                yield (
+                    limits.holds(number),
+                    f"{flag} must be {limits}, got {_said(number)}: {limits.why}; give a number "
+                    "in this range, or drop it",
+                )
+
+
+def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
+    """Yield ``(ok, message)`` for options; ``values`` has the fields of the class."""
+    for each, about in option_fields(config_class):
+        value, choices = getattr(values, each.name), choices_of(each)
+        if choices is not None:
+            rule = f"one of {', '.join(choices)}"
+            yield value in choices, f"{about.flag} must be {rule}, got {value!r}"
+        elif each.type is not bool and value is not None:
+            given = value if about.unit == 1 else value / about.unit
+            yield from range_rules({about.flag: given})
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:

@@ -1,10 +1,10 @@
-"""Rules for sizes: heads, latents, rope, parts of ranks, recomputed layers, experts."""
+"""Rules for sizes: numbers in their ranges, parts of ranks, recomputed layers, experts."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_dsa.config.fields import flag_of
+from megatron_dsa.config.rules.ranges import range_rules
 
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 #: Sizes that ranks share equally, and the number of these ranks.
@@ -15,40 +15,31 @@ SHARED_BY_EXPERTS = {
     "moe_ffn_hidden_size": EXPERT_TENSOR,
     "num_moe_experts": "expert_model_parallel_size",
 }
+#: Numbers of attention that are checked by their ranges, also where no command line was.
+_NUMBERS = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim",
+    "rotary_base", "rotary_scaling_factor", "rotary_percent",
+)  # fmt: skip
+_OF_YARN = (
+    "beta_fast", "beta_slow", "original_max_position_embeddings", "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 
 def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for the sizes of a model, each with its flag."""
-    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"):
-        size, flag = getattr(config, name), flag_of(name)
-        needed = "" if name != "q_lora_rank" else ", or unset"
-        yield (
-            (size is None and name == "q_lora_rank") or (size is not None and size >= 1),
-            f"{flag} must be at least 1{needed}, got {size}",
-        )
+    names = _NUMBERS + (_OF_YARN if config.rope_type == "yarn" else ())
+    yield from range_rules({name: getattr(config, name) for name in names})
     nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
     yield (
-        rope >= 0 and rope % 2 == 0,
-        f"--qk-pos-emb-head-dim must be even and not negative, got {rope}: rope rotates pairs of "
-        "dims",
+        rope % 2 == 0,
+        f"--qk-pos-emb-head-dim must be even, got {rope}: rope rotates pairs of dims; use "
+        f"{rope + 1}",
     )
     yield (
         rope % 2 != 0 or nope % 2 == 0,
         f"--qk-head-dim must be even, got {nope}: rope rotates pairs of dims of whole heads; use "
         f"{nope + 1}",
     )
-    for name in ("rotary_base", "rotary_scaling_factor"):
-        value = getattr(config, name)
-        yield (
-            0 < value < math.inf,
-            f"{flag_of(name)} must be positive and finite, got {value}",
-        )
-    yield (
-        0 < config.rotary_percent <= 1,
-        f"--rotary-percent must be above 0 and at most 1, got {config.rotary_percent}",
-    )
-    if config.rope_type == "yarn":
-        yield from _yarn_rules(config)
     yield from share_rules(config, SHARED)
     if config.num_moe_experts is not None:
         yield from share_rules(config, SHARED_BY_EXPERTS)
@@ -69,21 +60,6 @@ def share_rules(values: Any, shared: Mapping[str, str]) -> Iterator[tuple[Any, s
             size is None or size % count == 0,
             f"{flag_of(name)} ({size}) must be a multiple of {flag_of(ranks)} ({count}): ranks "
             "hold equal parts",
-        )
-
-
-def _yarn_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    for name in ("beta_fast", "beta_slow", "original_max_position_embeddings"):
-        value = getattr(config, name)
-        yield (
-            0 < value < math.inf,
-            f"{flag_of(name)} must be positive and finite, got {value}: YaRN takes its logarithm",
-        )
-    for name in ("mscale", "mscale_all_dim"):
-        value = getattr(config, name)
-        yield (
-            0 <= value < math.inf,
-            f"{flag_of(name)} must be 0 or more and finite, got {value}: it scales the softmax up",
         )
 
 

@@ -27,7 +27,10 @@ class Must(NamedTuple):
 
     def check(self, config: Any, options: Any = None, case: str = "") -> tuple[bool, str]:
         """Return whether the rule holds, and the message; ``case`` is when it applies."""
-        given = getattr(config, self.name, getattr(options, self.name, None))
+        holder = config if hasattr(config, self.name) else options
+        if not hasattr(holder, self.name):
+            return True, ""  # of another class of configurations
+        given = getattr(holder, self.name)
         flag, values = self.flag or flag_of(self.name), self.values
         case, drop = case and f" {case}", "" if ";" in self.why else "; drop it"
         if values is True:
@@ -41,6 +44,11 @@ class Must(NamedTuple):
         allowed = values if isinstance(values, tuple) else (values,)
         wanted = " or ".join(map(str, allowed))
         return given in allowed, f"{flag} must be {wanted}{case}, got {given}: {self.why}"
+
+
+def uses_csa(config: Any) -> bool:
+    """Return whether the layers are V4's attention."""
+    return getattr(config, "csa_compress_ratios", None) is not None
 
 
 def check_rows(

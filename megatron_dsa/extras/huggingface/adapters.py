@@ -22,7 +22,7 @@ from megatron_dsa.config.model import (
     options_of,
     uses_csa,
 )
-from megatron_dsa.config.rules import existing_linears, rank_and_alpha
+from megatron_dsa.config.rules.lora import existing_linears, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.files import read_json, read_safetensors, write_safetensors
 from megatron_dsa.extras.huggingface.names import Names

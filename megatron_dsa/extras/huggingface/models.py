@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_dsa.config.model import computes_topk
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.extras.huggingface.keys import (
     COUNT,
     EXPERTS,

@@ -31,7 +31,7 @@ from megatron_dsa.config.model import (
     linears_with_adapters,
     options_of,
 )
-from megatron_dsa.config.rules import modules_of_linears, rank_and_alpha
+from megatron_dsa.config.rules.lora import modules_of_linears, rank_and_alpha
 from megatron_dsa.layers.linears import ReplicatedLinear, replicated_draws
 
 #: Dim by which tensor-parallel ranks share a weight: 0 (column-parallel linears), 1 (row-parallel

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_dsa.config.model import selects_keys, uses_csa
-from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
 
 #: Recorded quantity, and the flag of both engines' servers for it.

@@ -15,14 +15,14 @@ from tests.host import attention_module, small_csa_config, start
 WRONG = {
     "one ratio per layer": {"csa_compress_ratios": [4]},
     "--csa-compress-ratios must be 0 or at least 2": {"csa_compress_ratios": [4, 1]},
-    "--csa-window-size must be at least 1": {"csa_window_size": 0},
+    "--csa-window-size must be finite and at least 1": {"csa_window_size": 0},
     "--csa-compress-rotary-base is required": {"csa_compress_rotary_base": None},
     "the key is the value": {"v_head_dim": 24},
     "must divide --num-attention-heads": {"o_groups": 3},
     "must be RMSNorm": {"normalization": "LayerNorm"},
     "--qk-layernorm is required": {"qk_layernorm": False},
     "V4's indexer pairs neighbouring dims": {"dsa_indexer_rope_interleaved": False},
-    "--dsa-indexer-topk must be a positive integer": {"dsa_indexer_topk": None},
+    "--dsa-indexer-topk is required in": {"dsa_indexer_topk": None},
     "must be a power of two for the Hadamard rotation": {"dsa_indexer_head_dim": 24},
     "V4's layers do not share selections": {"dsa_indexer_topk_freq": 2},
     "--mscale must be 1 with --csa": {"mscale": 0.7},
@@ -35,8 +35,8 @@ WRONG = {
         "transformer_impl": "transformer_engine", "recompute_granularity": "selective",
         "recompute_modules": ["core_attn"],
     },
-    "--dsa-indexer-loss-coeff is required in stage": {"dsa_indexer_loss_coeff": None},
-    "--dsa-indexer-loss-coeff must be 0 or more": {"dsa_indexer_loss_coeff": -1.0},
+    "--dsa-indexer-loss-coeff is required in --dsa-stage": {"dsa_indexer_loss_coeff": None},
+    "--dsa-indexer-loss-coeff must be finite and at least 0": {"dsa_indexer_loss_coeff": -1.0},
     "--dsa-recompute must be nothing with --csa-compress-ratios, got latent_output": {
         "options": DSAOptions(recompute="latent_output")
     },

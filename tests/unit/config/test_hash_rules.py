@@ -16,8 +16,8 @@ WRONG = {
         "num_moe_experts": None, "moe_ffn_hidden_size": None,
         "moe_router_enable_expert_bias": False,
     },
-    "--moe-hash-layers must be at least 0": {"moe_hash_layers": -1},
-    "--moe-hash-seed must be at least 0": {"moe_hash_seed": -1},
+    "--moe-hash-layers must be finite and at least 0": {"moe_hash_layers": -1},
+    "--moe-hash-seed must be finite and at least 0": {"moe_hash_seed": -1},
     "--moe-router-load-balancing-type must not be sinkhorn with --moe-hash-layers 1": {
         "moe_router_load_balancing_type": "sinkhorn",
     },

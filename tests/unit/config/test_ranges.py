@@ -210,5 +210,5 @@ def test_names_of_a_policy(named, message):
 
 @pytest.mark.parametrize("alpha", [math.inf, math.nan, 0.0])
 def test_alpha_of_adapters(alpha):
-    with pytest.raises(ConfigError, match="--lora-alpha must be positive and finite"):
+    with pytest.raises(ConfigError, match="--lora-alpha must be finite and above 0"):
         DSAOptions(lora_rank=4, lora_alpha=alpha, lora_targets=("all-linear",))

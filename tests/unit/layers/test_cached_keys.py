@@ -122,7 +122,7 @@ def test_what_cannot_work_is_refused_by_name():
     rounded = {"options": options("fp8-cache")}
     bf16 = rounded | {"dtype": torch.bfloat16}
     for make, message in (
-        (lambda: small_config(**rounded), "--dsa-kv-rounding fp8-cache needs --bf16"),
+        (lambda: small_config(**rounded), "--bf16 is required with --dsa-kv-rounding fp8-cache"),
         (lambda: small_config(**bf16), "--kv-lora-rank must be a multiple of 128 with"),
         (lambda: small_csa_config(4, **bf16), "--qk-head-dim must be a multiple of 64 with"),
     ):

@@ -202,9 +202,9 @@ def test_norms_have_one_epsilon():
             },
             "variable_seq_lengths is not supported with --hc-mult 4",
         ),
-        ({"hc_mult": 0}, "--hc-mult must be at least 1"),
-        ({"hc_sinkhorn_iters": 0}, "--hc-sinkhorn-iters must be at least 1"),
-        ({"hc_eps": 0.0}, "--hc-eps must be positive"),
+        ({"hc_mult": 0}, "--hc-mult must be finite and at least 1"),
+        ({"hc_sinkhorn_iters": 0}, "--hc-sinkhorn-iters must be finite and at least 1"),
+        ({"hc_eps": 0.0}, "--hc-eps must be finite and above 0"),
     ],
 )
 def test_refusals(changes, message):

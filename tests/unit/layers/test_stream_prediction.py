@@ -317,7 +317,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
 )
 def test_stages_that_predict_apart(layout, apart):
     """Their input is wider than that of other stages, so shapes are sent, too."""
-    from megatron_dsa.config.rules import predicts_apart
+    from megatron_dsa.config.rules.hyper_connections import predicts_apart
 
     config = config_of(
         pipeline_model_parallel_size=layout.count("|") + 1, pipeline_dtype=torch.float64,
@@ -327,7 +327,7 @@ def test_stages_that_predict_apart(layout, apart):
 
 
 def test_a_last_stage_with_the_loss_alone_predicts_apart():
-    from megatron_dsa.config.rules import predicts_apart
+    from megatron_dsa.config.rules.hyper_connections import predicts_apart
 
     for layers, apart in ((3, True), (7, False)):
         config = config_of(

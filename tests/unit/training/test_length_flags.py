@@ -59,9 +59,9 @@ YARN = {
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
 #: Model and ranks, processes, the flags that are wrong, and the start of the message.
 SIZES = [
-    (YARN, 1, "--yarn-beta-fast 0", "--yarn-beta-fast must be positive"),
-    (YARN, 1, "--yarn-beta-slow -1", "--yarn-beta-slow must be finite and at least 0"),
-    (YARN | HYBRID, 1, "--yarn-beta-slow 0", "--yarn-beta-slow must be positive"),
+    (YARN, 1, "--yarn-beta-fast 0", "--yarn-beta-fast must be finite and above 0"),
+    (YARN, 1, "--yarn-beta-slow -1", "--yarn-beta-slow must be finite and above 0"),
+    (YARN | HYBRID, 1, "--yarn-beta-slow 0", "--yarn-beta-slow must be finite and above 0"),
     (YARN, 1, "--yarn-original-max-position-embeddings 0", "--yarn-original-max-position-emb"),
     (YARN, 1, "--mscale -1", "--mscale must be finite and at least 0"),
     (YARN, 1, "--mscale-all-dim -7.2", "--mscale-all-dim must be finite and at least 0"),

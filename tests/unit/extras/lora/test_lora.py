@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions, is_adapter_parameter
-from megatron_dsa.config.rules import modules_of_linears
+from megatron_dsa.config.rules.lora import modules_of_linears
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.names import V3, V4
 from megatron_dsa.extras.lora.lora import AdaptedLinear
@@ -236,13 +236,13 @@ def test_refused_in_v4(target, changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_rank": 0, "lora_targets": ("o_proj",)}, "--lora-rank must be at least 1, got 0"),
+        ({"lora_rank": 0, "lora_targets": ("o_proj",)}, "--lora-rank must be finite and at"),
         ({"lora_rank": 2}, "--lora-targets is required with --lora-rank"),
-        ({"lora_targets": ("o_proj",)}, "--lora-targets: has a meaning only with --lora-rank"),
-        ({"lora_alpha": 4.0}, "--lora-alpha: has a meaning only with --lora-rank"),
+        ({"lora_targets": ("o_proj",)}, "--lora-targets is not supported without --lora-rank"),
+        ({"lora_alpha": 4.0}, "--lora-alpha is not supported without --lora-rank"),
         (
             {"lora_rank": 2, "lora_targets": ("o_proj",), "lora_alpha": 0.0},
-            "--lora-alpha must be positive and finite, got 0",
+            "--lora-alpha must be finite and above 0, got 0",
         ),
     ],
 )
