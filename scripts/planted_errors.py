@@ -105,7 +105,7 @@ ERRORS = (
         "unit/ops",
     ),
     Error(
-        "targets of prediction cross padded documents", "patches/packed_targets.py",
+        "targets of prediction cross padded documents", "patches/prediction.py",
         "rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))",
         "rolled = torch.where(behind >= 0, rolled, torch.zeros_like(rolled))",
         "unit/patches unit/layers",

@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.timing import summary
 from benchmarks.train.convergence import SPARSE_LOSS, TINY, Size, train, training_flags, with_steps
-from benchmarks.train.resume import LOGGED
+from benchmarks.train.selected import LOSSES, results
 from benchmarks.train.text import prepare_text
-from megatron_dsa.extras.report.events import RunLog, read_run
+from megatron_dsa.extras.report.events import read_run
 
 #: DeepSeek-V4's Muon. The products of its iteration are in fp32, which CPUs are not slow at.
 MUON = [
@@ -91,15 +90,6 @@ class SameStart:
         """
         log, events = self.folder / way / "log.txt", self.folder / way / "events"
         train(self.flags(way), log, MODULES.get(way))
-        yield from results(read_run(way, events))
-
-
-def results(log: RunLog) -> Iterator[tuple[str, dict]]:
-    """Yield the losses of every step, and the run's time as ``all``."""
-    tags = {name: LOGGED[name] for name in ("lm_loss", "indexer_loss")}
-    tags["validation_loss"] = "lm loss validation"
-    logged = {metric: dict(log.scalars.get(tag, ())) for metric, tag in tags.items()}
-    for step in sorted(logged["lm_loss"]):
-        yield str(step), {"status": "ok"} | {name: x.get(step) for name, x in logged.items()}
-    times = [1e3 * seconds for _, seconds in log.scalars["iteration-time"][1:]]
-    yield "all", {"status": "ok", **summary(times)}
+        yield from results(
+            read_run(way, events), LOSSES | {"validation_loss": "lm loss validation"}
+        )

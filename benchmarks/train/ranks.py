@@ -18,7 +18,7 @@ import torch
 from benchmarks.train import selected, whole
 from benchmarks.train.convergence import SPARSE_LOSS, Size, train, training_flags, with_steps
 from benchmarks.train.models import launch
-from benchmarks.train.selected import results
+from benchmarks.train.selected import LOSSES, results
 from benchmarks.train.text import prepare_text
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.extras.report.events import read_run
@@ -120,7 +120,8 @@ class SameOnRanks:
             command = [*launcher, "--nproc-per-node", str(ranks), "-m", "megatron_dsa.pretrain"]
             variables = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
             launch([*command, *flags], folder / "log.txt", OMP_NUM_THREADS="1", **variables)
-        yield from self._compared(way, list(results(read_run(way, folder / "events"))))
+        log = read_run(way, folder / "events")
+        yield from self._compared(way, list(results(log, {"lm_loss": LOSSES["lm_loss"]})))
 
     def _compared(self, way: str, found: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
         losses = [result["lm_loss"] for part, result in found if part != "all"][-LAST:]

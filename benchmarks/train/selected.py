@@ -77,9 +77,13 @@ class SameTraining:
         yield from results(read_run(way, self.folder / way / "events"))
 
 
-def results(log: RunLog) -> Iterator[tuple[str, dict]]:
+#: Metrics of every step that charts and pages read, and what event files call them.
+LOSSES = {name: LOGGED[name] for name in ("lm_loss", "indexer_loss")}
+
+
+def results(log: RunLog, tags: dict[str, str] = LOSSES) -> Iterator[tuple[str, dict]]:
     """Yield what a run logged of every step, and its time and kernels as ``all``."""
-    logged = {metric: dict(log.scalars.get(tag, ())) for metric, tag in LOGGED.items()}
+    logged = {metric: dict(log.scalars.get(tag, ())) for metric, tag in tags.items()}
     for step in sorted(logged["lm_loss"]):
         yield str(step), {"status": "ok"} | {name: x.get(step) for name, x in logged.items()}
     times = [1e3 * seconds for _, seconds in log.scalars["iteration-time"][1:]]

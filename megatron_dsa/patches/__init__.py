@@ -80,36 +80,36 @@ TABLE: dict[str, Patch] = {
         "training.model:DSAModelBuilder", "entry point", "--mtp-num-layers", upstream=OURS),
     "checkpoint metadata": Patch(
         "cannot list the tensors of checkpoints that torch 2.15 wrote",
-        "patches.checkpoint_metadata:repair_reading_of_metadata", "checkpoints", "torch 2.15"),
+        "patches.loading:repair_reading_of_metadata", "checkpoints", "torch 2.15"),
     "bucket padding": Patch(
         "saves optimizer states with a part of their neighbours' from the second bucket on",
         "patches.bucket_padding:repair_offsets_of_states", "checkpoints",
         "--dist-ckpt-optim-fully-reshardable"),
     "empty optimizers": Patch(
         "cannot save optimizers without parameters, nor count their steps",
-        "patches.empty_optimizers:repair_empty_optimizers", "checkpoints",
+        "patches.optimizer_states:repair_empty_optimizers", "checkpoints",
         "ranks that train nothing"),
     "empty stages": Patch(
         "raises KeyError when a pipeline stage without weights loads",
-        "patches.empty_stages:repair_empty_stages", "checkpoints",
+        "patches.loading:repair_empty_stages", "checkpoints",
         "pipeline stages without weights"),
     "optimizer steps": Patch(
         "loses Adam's count of steps between optimizers of different packages",
-        "patches.optimizer_steps:repair_optimizer_steps", "checkpoints", "torch's Adam"),
+        "patches.optimizer_states:repair_optimizer_steps", "checkpoints", "torch's Adam"),
     "SGD momentum": Patch(
         "ends in a TypeError when SGD resumes",
-        "patches.sgd_momentum:make_room_for_momentum", "checkpoints", "--optimizer sgd"),
+        "patches.optimizer_states:make_room_for_momentum", "checkpoints", "--optimizer sgd"),
     "fp32 checkpoints": Patch(
         "mistakes parameters for each other when it saves 16-bit and fp32 ones in one group",
         "patches.fp32_checkpoints:repair_checkpoints_of_fp32_parameters", "layer specs",
         "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835, 5929"),
     "packed targets": Patch(
         "shifts targets of multi-token prediction across documents that are padded one by one",
-        "patches.packed_targets:shift_within_padded_documents", "layer specs",
+        "patches.prediction:shift_within_padded_documents", "layer specs",
         "padded packed batches"),
     "prediction loss": Patch(
         "divides the loss of multi-token prediction by the tokens of one context-parallel rank",
-        "patches.prediction_loss:count_prediction_tokens_of_all_ranks", "layer specs",
+        "patches.prediction:count_prediction_tokens_of_all_ranks", "layer specs",
         "--context-parallel-size above 1"),
     "token ids": Patch(
         "hands decoders only the embeddings of tokens",
@@ -121,7 +121,7 @@ TABLE: dict[str, Patch] = {
         "--hc-mult above 1", _has_streams, OURS),
     "prediction blocks": Patch(
         "builds its own class of block whatever class a spec of multi-token prediction names",
-        "patches.prediction_blocks:build_prediction_blocks_from_specs", "layer specs",
+        "patches.prediction:build_prediction_blocks_from_specs", "layer specs",
         "--hc-mult above 1", _has_streams, OURS),
     "unfused linears": Patch(
         "asks its own linears for a kernel of Apex where transformer-engine's fuse by themselves",

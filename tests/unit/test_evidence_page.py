@@ -161,10 +161,6 @@ def both_errors(gap):
     return f"{gap.value:+.4f} ± {gap.over_documents:.4f} ± {gap.over_seeds:.4f}"
 
 
-def difference(gap):
-    return f"{gap.value:+.5f} ± {gap.over_documents:.5f}"
-
-
 def gaps(study, band=None, at=None):
     """Return the gaps of K/S = 1/4 and 1/8 at equal tokens, or to another step."""
     runs = ("sparse", "sparse_1024")
@@ -184,59 +180,8 @@ def mean_mass(study, run, measure="mass"):
     return numpy.mean(study.layers(run, study.end, measure))
 
 
-def band_losses(study, column="value"):
-    """Return losses of ``dense_on`` by band and seed, or their errors."""
-    chosen = {"step": str(study.end), "measure": "loss"}
-    return numpy.array(
-        [study.values("measures", "dense_on", column, part=band, **chosen) for band in BANDS]
-    )
-
-
-def copies(study):
-    """Return least and most copies that are right, and guesses, and the most look-ups."""
-    right, none, found = [], [], []
-    for run in {name for _, name, _ in study.losses}:
-        chosen = {"step": str(study.last(run))}
-        for part in ("1024", "2048", "4096", "7168"):
-            right += study.values("measures", run, "value", measure="copy", part=part, **chosen)
-            found += study.values("measures", run, "value", measure="look-up", part=part, **chosen)
-        none += study.values("measures", run, "value", measure="copy", part="none", **chosen)
-    return min(right), max(right), min(none), max(none), max(found)
-
-
-def late_gain(longer, shorter):
-    """Return how much more the loss fell in the second half than at the start, and its error.
-
-    Per seed, with the standard error over documents, which have the same tokens in both studies.
-    """
-    for mine, theirs in zip(longer.sessions, shorter.sessions, strict=True):
-        mine, theirs = (
-            mine.documents["dense_on"][longer.end],
-            theirs.documents["dense_on"][shorter.end],
-        )
-        fell = {}
-        for key, (loss, tokens) in mine.items():
-            before, same = theirs[key]
-            assert tokens == same
-            fell[key] = (before - loss) / tokens
-        more = [fell[n, BANDS[2]] - fell[n, BANDS[0]] for n, band in fell if band == BANDS[2]]
-        assert len(more) == 49
-        yield numpy.mean(more), numpy.std(more, ddof=1) / len(more) ** 0.5
-
-
-def said(longer, shorter):
-    """Yield figures in the sentences of the page, as they have to be."""
-    yield from said_first(longer, shorter)
-    yield from said_of_longer(longer)
-    yield from said_of_comparison(longer, shorter)
-    yield from said_of_shorter(shorter)
-    yield from said_of_times(longer, shorter)
-    yield from said_of_warm_ups(longer, shorter)
-    yield from said_of_probes(longer, shorter)
-
-
-def said_first(longer, shorter):
-    """Yield the figures of the headline."""
+def headline(longer, shorter):
+    """Yield the figures of the sentences in which the page says its result."""
     wide, narrow = gaps(longer)
     yield f"trained on {dense_tokens(longer):.1f} M tokens"
     yield (
@@ -264,226 +209,6 @@ def said_first(longer, shorter):
     yield f"has a loss of {mean_loss(longer):.2f} nats per token"
 
 
-def said_of_longer(study):
-    gap, end = study.gap, study.end
-    of_seeds = [
-        {seed: study.losses[seed, run, step] - study.losses[seed, "dense_on", step]
-         for seed in "12"}
-        for run, step in (("sparse", end), ("warmup", study.warmed))
-    ]  # fmt: skip
-    yield (
-        f"{of_seeds[0]['1']:+.4f} with seed 1 and {of_seeds[0]['2']:+.4f} with seed 2. The models "
-        f"that were only frozen are further apart at step {study.warmed}: "
-        f"{of_seeds[1]['1']:+.4f} and {of_seeds[1]['2']:+.4f}"
-    )
-    assert abs(of_seeds[1]["2"] - of_seeds[1]["1"]) > of_seeds[0]["2"] - of_seeds[0]["1"]
-    steps = (study.warmed, study.earlier, end)
-    again = [gap("dense_on_again", step, "dense_on", step) for step in steps]
-    again += [gap("sparse_again", step, "sparse", step) for step in steps[1:]]
-    yield f"differ by up to {max(abs(each.value) for each in again):.5f}"
-    fewer = gap("sparse_1024", end, "sparse", end)
-    yield f"1/8 is {percent(fewer)} above 1/4"
-
-    first = gaps(study, BANDS[0])
-    brought = gap("dense_on", end, "dense_on", study.earlier, BANDS[0])
-    yield (
-        f"gaps of {first[0].value:+.4f} and {first[1].value:+.4f} there are what the missing "
-        f"updates bring ({-brought.value:.4f})"
-    )
-    late = gaps(study, BANDS[2], study.earlier)
-    early = gaps(study, BANDS[0], study.earlier)
-    yield f"equal updates they are {early[0].value:+.4f} and {early[1].value:+.4f} there"
-    yield (
-        f"{percent(late[0])} ({both_errors(late[0])}) and {percent(late[1])} "
-        f"({both_errors(late[1])}) in the second half"
-    )
-    mass, best, narrow = (
-        study.layers(run, end, measure)
-        for run, measure in (("sparse", "mass"), ("sparse", "best mass"), ("sparse_1024", "mass"))
-    )
-    assert numpy.argmin(mass) == numpy.argmin(best) == numpy.argmin(narrow) == 1
-    of_seeds = [
-        [study.values("measures", run, "value", seed=seed, step=str(end), measure=measure,
-                      part="layer 2")[0] for seed in "12"]
-        for run, measure in (("sparse", "mass"), ("sparse", "best mass"), ("sparse_1024", "mass"))
-    ]  # fmt: skip
-    yield (
-        "hold {:.2f} and {:.2f} of it with K/S = 1/4 (seeds 1 and 2), of at most {:.2f} and "
-        "{:.2f}, and {:.2f} and {:.2f} with 1/8".format(*numpy.ravel(of_seeds))
-    )
-    recall = study.layers("sparse", end, "recall")
-    least, most = numpy.argmin(recall), numpy.argmax(recall)
-    yield (
-        f"Recall with K/S = 1/4 is {recall[least]:.2f} (layer {least + 1}) to "
-        f"{recall[most]:.2f} (layer {most + 1})"
-    )
-
-
-def said_of_comparison(longer, shorter):
-    times = dense_tokens(longer) / dense_tokens(shorter), longer.dense / shorter.dense
-    yield f"{times[0]:.1f} times the tokens and {times[1]:.1f} times the updates"
-    yield f"fell from {mean_loss(shorter):.2f} to {mean_loss(longer):.2f}"
-    for after, before in zip(gaps(longer), gaps(shorter), strict=True):
-        yield (
-            f"{after.value:+.4f} ± {after.over_seeds:.4f} (over seeds) after {before.value:+.4f} "
-            f"± {before.over_seeds:.4f}"
-        )
-        assert abs(after.value - before.value) < 1.1 * after.over_seeds
-    yield (
-        f"in percent it rose from {percent(gaps(shorter)[0])} to {percent(gaps(longer)[0])} and "
-        f"from {percent(gaps(shorter)[1])} to {percent(gaps(longer)[1])}"
-    )
-    grew = [
-        [late.value - early.value
-         for early, late in zip(gaps(study, BANDS[0]), gaps(study, BANDS[2]), strict=True)]
-        for study in (shorter, longer)
-    ]  # fmt: skip
-    yield (
-        f"rose from {grew[0][0]:.4f} to {grew[1][0]:.4f} (1/4) and from {grew[0][1]:.4f} to "
-        f"{grew[1][1]:.4f} (1/8)"
-    )
-    of_both = [
-        [mean_mass(study, run, measure) for study in (shorter, longer)]
-        for run, measure in (("sparse", "mass"), ("sparse_1024", "mass"), ("sparse", "best mass"))
-    ]
-    yield (
-        "The mass fell from {:.3f} to {:.3f} (1/4) and from {:.3f} to {:.3f} (1/8), and that of "
-        "the best K keys with it, from {:.3f} to {:.3f}".format(*numpy.ravel(of_both))
-    )
-    few, fewest = mean_mass(longer, "sparse_1024"), mean_mass(shorter, "sparse_256")
-    assert few < fewest
-    assert gaps(longer)[1].value < shorter.gap("sparse_256", shorter.end, "dense_on",
-                                               shorter.end).value  # fmt: skip
-    yield f"with 1/8 ({few:.3f}) than the shorter one with 1/32 ({fewest:.3f}), and a smaller gap"
-    for study, runs in ((longer, ("", "_1024")), (shorter, ("", "_1024", "_512", "_256"))):
-        masses = [mean_mass(study, f"sparse{run}") for run in runs]
-        apart = [study.gap(f"sparse{run}", study.end, "dense_on", study.end).value for run in runs]
-        assert masses == sorted(masses, reverse=True) and apart == sorted(apart)
-    late = [gaps(study, BANDS[2], study.earlier) for study in (longer, shorter)]
-    yield f"at equal updates {percent(late[0][0])} and {percent(late[0][1])} in the second half"
-    assert all(after.value > 0 > before.value for after, before in zip(*late, strict=True))
-    for study in (longer, shorter):  # the same number of tokens for what follows the dense model
-        assert (study.end - study.dense) * study.tokens_per_step == 720 * 8192
-        assert (study.warmed - study.dense) * study.tokens_per_step == 240 * 8192
-    yield f"the same {720 * 8192 / 1e6:.1f} M tokens, {240 * 8192 / 1e6:.1f} M of them warm-up"
-
-
-def said_of_shorter(study):
-    gap, end = study.gap, study.end
-    wide, narrow = gaps(study, at=study.earlier)
-    brought = gap("dense_on", end, "dense_on", study.earlier)
-    assert all(each.value < 0 < gap.value < -brought.value
-               for each, gap in zip((wide, narrow), gaps(study), strict=True))  # fmt: skip
-    yield f"than what {study.warmed - study.dense} updates bring ({-brought.value:.4f})"
-    keys = [gap(f"sparse_{keys}", end, "sparse", end) for keys in (1024, 512, 256)]
-    yield f"1/8, 1/16 and 1/32 are {percent(keys[0])}, {percent(keys[1])} and {percent(keys[2])}"
-
-    steps = (study.warmed, study.earlier, end)
-    again = [gap("dense_on_again", step, "dense_on", step) for step in steps]
-    again_sparse = [gap("sparse_again", step, "sparse", step) for step in steps[1:]]
-    largest = [max(abs(each.value) for each in found) for found in (again, again_sparse)]
-    yield f"differ by up to {largest[0]:.5f} dense and {largest[1]:.5f} sparse"
-    absorbed = gap("sparse_absorbed", study.earlier, "sparse", study.earlier)
-    yield f"differ by {difference(absorbed)} at step {study.earlier}"
-    assert abs(absorbed.value) < largest[1]
-    fp8 = [gap("sparse_fp8_scores", step, "sparse", step) for step in steps[1:]]
-    yield (
-        f"differs by {difference(fp8[0])} at step {study.earlier} and {difference(fp8[1])} at step "
-        f"{end}"
-    )
-    assert 1.5 < fp8[0].value / again_sparse[0].value < 2.5 and fp8[1].value > 0
-    assert again_sparse[1].value < 0
-
-    selecting = {row["run"] for row in study.files["measures"] if row["measure"] == "mass"}
-    for run in selecting:
-        assert numpy.argmin(study.layers(run, study.last(run), "mass")) == 0, run
-    few = study.layers("sparse_256", end, "recall")
-    least = numpy.argmin(few)
-    yield f"Recall is least in layer {least + 1} with K/S = 1/32 ({few[least]:.2f})"
-
-
-def said_of_times(longer, shorter):
-    default = ("dense", "dense_on", "warmup", "sparse", "sparse_1024", "sparse_without_warmup")
-    for study, gpu in ((longer, "H100"), (shorter, "H200")):
-        seconds = {(row["seed"], row["run"]): int(row["seconds"]) for row in study.files["runs"]}
-        yield f"{len(seconds)} runs took {sum(seconds.values()) / 3600:.2f} GPU hours"
-        minutes = sum(seconds["1", run] for run in default) / 60
-        yield f"examples/conversion/all.sh # {minutes:.0f} minutes on one {gpu}"
-    absorbed, masked, few = (
-        shorter.of_times("evaluation, s", run).split(", ")[0]
-        for run in ("sparse_absorbed", "sparse", "sparse_256")
-    )
-    yield f"took {absorbed} s against {masked} s, and of `sparse_256` {few} s"
-    peaks = [study.of_times("peak GiB", "sparse") for study in (shorter, longer)]
-    assert peaks[0] == peaks[1]
-    yield f"(peak of `sparse` on both GPUs: {peaks[0]} GiB)"
-
-
-def said_of_warm_ups(longer, shorter):
-    run = "sparse_without_warmup"
-    found = [
-        (study.gap(run, study.end, "dense_on", study.end), study.gap(run, study.end, "sparse",
-                                                                     study.end))
-        for study in (longer, shorter)
-    ]  # fmt: skip
-    yield (
-        f"smaller at equal tokens ({percent(found[0][0])}, {-found[0][1].value:.4f} less than with "
-        f"one; after the shorter training {percent(found[1][0])}, {-found[1][1].value:.4f} less)"
-    )
-    wide = [
-        study.gap("sparse", study.end, "dense_on", study.earlier, seeds_of=run)
-        for study in (longer, shorter)
-    ]
-    yield (
-        f"larger at equal updates ({percent(found[0][0])} against {percent(wide[0])}, and "
-        f"{percent(found[1][0])} against {percent(wide[1])}; the longer one with seed 1 alone)"
-    )
-    brought = [
-        study.gap("dense_on", study.end, "dense_on", study.earlier) for study in (longer, shorter)
-    ]
-    assert percent(brought[0]) == percent(brought[1])
-    yield f"lower the loss by {percent(brought[0]).removeprefix('-')} in both studies"
-    masses = [
-        sorted(study.values("training", run, "mass", step=str(step)))
-        for study in (longer, shorter)
-        for step in (study.dense + 1, study.warmed)
-    ]
-    yield (
-        f"hold {masses[0][0]:.2f} of the attention in the first step ({masses[2][0]:.2f} to "
-        f"{masses[2][1]:.2f} after the shorter training) and {masses[1][0]:.2f} "
-        f"({masses[3][0]:.2f} to {masses[3][1]:.2f}) after as many steps as the warm-up has"
-    )
-
-
-def said_of_probes(longer, shorter):
-    *of_copies, found = copies(longer)
-    *before, none = copies(shorter)
-    yield (
-        "right in {:.2f} to {:.2f} of cases and guesses without the passage in {:.2f} to {:.2f} "
-        "({:.2f} to {:.2f} and {:.2f} to {:.2f} after the shorter training)".format(
-            *of_copies, *before
-        )
-    )
-    assert none == 0
-    yield f"look-ups are right in at most {found:.3f}"
-    values = [numpy.mean(band_losses(study), 1) for study in (longer, shorter)]
-    errors = band_losses(longer, "error")
-    yield "`dense_on` has {:.3f}, {:.3f} and {:.3f} (mean".format(*values[0])
-    yield "after {:.3f}, {:.3f} and {:.3f} in the shorter training".format(*values[1])
-    yield f"errors over documents of {errors.min():.2f} to {errors.max():.2f}"
-    gains = list(late_gain(longer, shorter))
-    yield "by {:.3f} ± {:.3f} and {:.3f} ± {:.3f} more".format(*gains[0], *gains[1])
-    fell = values[1] - values[0]
-    assert fell[1] - fell[0] > 10 * (fell[2] - fell[1])
-    yield "({:.3f}, {:.3f} and {:.3f} in the three bands)".format(*fell)
-    wide, best = (mean_mass(longer, "sparse", measure) for measure in ("mass", "best mass"))
-    recall = mean_mass(longer, "sparse", "recall")
-    yield (
-        f"low ({recall:.2f} with K/S = 1/4) where mass is {wide:.3f} and the best K keys have "
-        f"{best:.3f}"
-    )
-
-
 @pytest.fixture(scope="module")
 def studies():
     return {section: OnGPU(folder) for section, folder in SECTIONS.items()}
@@ -505,12 +230,9 @@ def test_the_page_has_the_figures_of_the_runs_on_a_gpu(studies, title):
 
 
 def test_the_page_says_what_follows_from_its_tables(studies):
-    """Figures in its sentences."""
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    missing = [
-        figure for figure in said(*(studies[title] for title in STUDIES)) if figure not in text
-    ]
-    assert not missing, "\n".join(missing)
+    figures = headline(*(studies[title] for title in STUDIES))
+    assert [figure for figure in figures if figure not in text] == []
 
 
 def test_the_page_has_the_figures_of_the_variants(studies):

@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.charts import convergence, draw_all, layers, operations
-from benchmarks.charts.drawing import Point, machine
+from benchmarks.charts import convergence, draw_all
+from benchmarks.charts.drawing import Point
 from benchmarks.charts.layers import GROUPS, break_even, layer_bars
-from benchmarks.charts.ranks import label_of
 from benchmarks.tracing import PRODUCTS
 from megatron_dsa.ops import OPERATIONS
 
@@ -29,10 +28,6 @@ def test_every_committed_chart_is_drawn(tmp_path):
 def point(case=None, part="step", way="ours", **values):
     versions = {"torch": "2.11", "cuda": "13.0", "cudnn_frontend": "1.32", "flash_mla": "unknown"}
     return Point(case or {}, part, way, "GPU 9000", versions, values)
-
-
-def test_the_machine_is_told():
-    assert machine([point()]) == "GPU 9000, torch 2.11, CUDA 13.0, FlashMLA, cuDNN front end 1.32"
 
 
 @pytest.mark.parametrize(
@@ -79,60 +74,6 @@ def test_shares_are_grouped():
         "64 heads, 4k, masked", "16 heads, 4k", "16 heads, 4k, masked-rank",
         "16 heads, 8k, masked",
     ]  # fmt: skip
-
-
-def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(operations, "save", lambda figure, _title, target: drawn.append(figure))
-    case = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "distribution": "random"}
-    points = [
-        point(case | {"tokens": tokens}, part, way, tflops=speed)
-        for tokens in (8192, 4096)
-        for part, way, speed in (("forward", "tilelang", 300.0), ("forward", "cudnn-dense", 500.0),
-                                 ("teacher", "tilelang", 200.0), ("gemm", "torch", 700.0))
-    ]  # fmt: skip
-    operations.draw_masked(points, tmp_path)
-    forward, teacher = drawn[0].axes
-    assert forward.get_ylim()[0] == 0 and teacher.get_ylim()[1] > 700
-    lines = {line.get_label(): line for line in forward.lines}
-    assert list(lines) == ["tilelang, random", "cuDNN without a mask, random",
-                           "bf16 GEMM, 700 TFLOP/s"]  # fmt: skip
-    line = lines["cuDNN without a mask, random"]
-    assert list(line.get_xdata()) == [4096, 8192] and list(line.get_ydata()) == [500.0, 500.0]
-    assert [line.get_label() for line in teacher.lines] == ["tilelang, random",
-                                                            "bf16 GEMM, 700 TFLOP/s"]  # fmt: skip
-    assert operations.draw_masked([p for p in points if p.part == "gemm"], tmp_path) == []
-    wide = {"nope": 192, "v": 256, "tokens": 8192}
-    operations.draw_masked(
-        [*points, point(case | wide, "forward", "tilelang", tflops=400.0)], tmp_path
-    )
-    titles = [axis.get_title() for axis in drawn[1].axes]
-    assert titles[0] == "forward, 16 heads, dims 192/128"
-    assert titles[2] == "forward, 16 heads, dims 256/256"
-    assert [len(axis.lines) for axis in drawn[1].axes] == [3, 2, 1, 0]
-
-
-def test_ways_without_times_have_no_line(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(layers, "save", lambda figure, _title, target: drawn.append(figure))
-    points = [point({"heads": heads, "tokens": 4096}, way=way, ms=1.0)
-              for heads, way in ((128, "ours"), (128, "masked"), (16, "ours"))]  # fmt: skip
-    layers.draw_times(points, "", tmp_path / "times.png")
-    labels = [[line.get_label() for line in axis.lines] for axis in drawn[0].axes]
-    assert labels == [["ours", "masked"], ["ours"]]
-    # Ranks have no line, and a single length no panel beside several.
-    points += [point({"heads": 128, "tokens": 8192}, ms=2.0)]
-    points += [point({"heads": 128, "tokens": 4096}, way="dense-rank", ms=3.0)]
-    layers.draw_times(points, "", tmp_path / "times.png")
-    assert [axis.get_title() for axis in drawn[1].axes] == ["128 heads"]
-    assert [line.get_label() for line in drawn[1].axes[0].lines] == ["ours", "masked"]
-
-
-def test_labels_of_ranks():
-    case = {"preset": "v3.2", "tokens": 65536, "tp": 1, "cp": 4, "layers": 1}
-    assert label_of(point(case, way="zigzag")) == "v3.2, 64k, cp4 zigzag"
-    chain = case | {"layers": 4, "ratio": 4}
-    assert label_of(point(chain, way="plain")) == "v3.2 ratio 4 x 4, 64k, cp4 plain"
 
 
 def test_the_gap_is_taken_seed_by_seed():

@@ -1,8 +1,6 @@
 """Figures that the documentation quotes are in the committed CSVs, where a reader looks."""
 
 import functools
-import itertools
-import json
 import re
 from pathlib import Path
 
@@ -180,39 +178,3 @@ def test_training_on_ranks_beside_one():
             every = sum(abs(b - a) / a for a, b in zip(one, run, strict=True)) / len(one)
             found = (100 * (sum(run[-20:]) / sum(one[-20:]) - 1), 100 * every)
             assert found == pytest.approx(quote, abs=6e-3), (model, way)
-
-
-def test_runs_of_one_rank_beside_each_other():
-    """In %: ends of two runs, and V4's first five steps, where TP 2 and four GPUs round alike."""
-    runs = losses_of_runs()
-
-    def ends(a, b):
-        return 100 * abs(sum(b[-20:]) / sum(a[-20:]) - 1)
-
-    def first(a, b):
-        return 100 * sum(abs(y - x) / x for x, y in zip(a[:5], b[:5], strict=True)) / 5
-
-    for model, quote in (("v3.2", 0.58), ("v4", 0.34)):
-        pairs = itertools.permutations(of_one_rank(model), 2)
-        assert max(itertools.starmap(ends, pairs)) == pytest.approx(quote, abs=0.015)
-    pairs = [first(a, b) for a, b in itertools.combinations(of_one_rank("v4"), 2)]
-    assert (min(pairs), max(pairs)) == pytest.approx((0.007, 0.023), abs=5e-4)
-    pair = runs["v4", "TP2"][0], runs["v4", "TP2 x CP2 x EP2"][0]
-    assert (first(*pair), ends(*pair)) == pytest.approx((0.003, 0.8), rel=0.15)
-
-
-def test_kernels_of_each_rank():
-    """All but NCCL's, in ms, from the timelines."""
-    file = FOLDER / "ranks_timelines.jsonl"
-    found = {}
-    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        busy = [sum(end - start for start, end in rank["other kernels"]) for rank in line["ranks"]]
-        case = line["case"]
-        found[case["preset"], line["way"], case["tokens"], case.get("graph")] = busy
-    assert found["v3.2", "rows", 131072, None] == pytest.approx([301, 321, 339, 352], abs=0.6)
-    for way, bounds in (("zigzag", (59.6, 61.8)), ("masked", (118, 123))):
-        busy = found["v3.2", way, 32768, None]
-        assert (min(busy), max(busy)) == pytest.approx(bounds, abs=0.5), way
-    for graph, bounds in ((None, (18.4, 19.1)), (True, (18.1, 18.9))):
-        busy = found["v4-flash", "zigzag", 32768, graph]
-        assert (min(busy), max(busy)) == pytest.approx(bounds, abs=0.06), graph

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import child
-from benchmarks.__main__ import main, plan_of, settings_of
+from benchmarks.__main__ import main, plan_of
 from benchmarks.child import Case as Process
 from benchmarks.child import complaint
 from benchmarks.runner import ROOT, Run, summary
@@ -81,12 +81,6 @@ def test_a_child_that_never_starts_fails_all(tmp_path):
         ("failed", "process ended with 1: no driver")
     }
     assert len(rows) == 3
-
-
-def test_a_child_that_stops_early_is_replaced(tmp_path):
-    """A fault that was reported leaves a process that cannot measure on: it ends by itself."""
-    rows = run_with(tmp_path, end="send(event='done', place=place); break")
-    assert [row["part"] for row in rows] == ["forward", "teacher"]
 
 
 #: A command line whose child says that it is there, and goes on.
@@ -245,18 +239,3 @@ def test_a_dry_run_lists_the_cases(family, capsys):
     _, plan = plan_of(family, [])
     assert len(plan) == len({case for case, _ in plan})
     assert len(plan) == listed.count("tokens=") + listed.count("queries=")
-
-
-def test_ways_can_be_chosen():
-    options, plan = plan_of("layer", ["--presets", "v3.2", "v4-pro", "--ways", "ours"])
-    assert {work.way for _, works in plan for work in works} == {"ours"}
-    with pytest.raises(SystemExit):
-        plan_of("layer", ["--presets", "v3.2", "--ways", "triton"])
-    assert settings_of("layer", options).repeats == 7
-
-
-def test_help_names_all_families(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    printed = capsys.readouterr().out
-    assert all(f"\n{family} " in printed for family in FAMILIES) and "charts" in printed

@@ -1,7 +1,6 @@
 """What ``examples/conversion`` measures: losses by position, probes, the selection; its charts."""
 
 import csv
-import itertools
 import re
 
 import numpy
@@ -13,19 +12,6 @@ from tests.cases.models import MODELS, gpt, tokens
 from tests.host import start
 
 held_out, probes = module("held_out"), module("probes")
-
-
-@pytest.mark.parametrize(
-    ("length", "ends"),
-    [
-        (512, [0, 64, 256, 512]),
-        (8192, [0, 1024, 4096, 8192]),
-        (16384, [0, 1024, 4096, 8192, 16384]),
-        (12000, [0, 1024, 4096, 8192, 12000]),
-    ],
-)
-def test_bands_cover_the_sequence(length, ends):
-    assert held_out.bands(length) == list(itertools.pairwise(ends))
 
 
 def measured_losses(seed=0, sequences=30, length=512):
@@ -62,17 +48,6 @@ def test_standard_error_of_equal_clusters_is_that_of_their_means():
     assert mean == pytest.approx(means.mean())
     assert error == pytest.approx(means.std(ddof=1) / 2)
     assert numpy.isnan(held_out.mean_over_clusters([3.0], [2])[1])
-
-
-def test_standard_error_agrees_with_a_bootstrap_over_documents():
-    rng = numpy.random.default_rng(1)
-    counts = rng.integers(100, 2000, 60)
-    totals = counts * (2.5 + 0.3 * rng.standard_normal(60))
-    mean, error = held_out.mean_over_clusters(totals, counts)
-    drawn = rng.integers(0, 60, (4000, 60))
-    resampled = totals[drawn].sum(1) / counts[drawn].sum(1)
-    assert mean == pytest.approx(totals.sum() / counts.sum())
-    assert error == pytest.approx(resampled.std(), rel=0.06)
 
 
 def test_gaps_are_paired():
@@ -164,20 +139,6 @@ def test_text_that_probes_do_not_fit_into_is_refused(sequences, why):
         probes.probe(looks_back(8), sequences)
 
 
-def test_errors_of_probes_are_over_sequences():
-    def half(sequence, positions):
-        right = sequence[positions + 1]
-        return right if int(sequence[0]) % 2 else right + 1
-
-    sequences = text(16)
-    values = [int(sequence[0]) % 2 for sequence in sequences]
-    expected = numpy.std(values, ddof=1) / 4
-    for parts in probes.probe(half, sequences).values():
-        for mean, error, _ in parts.values():
-            assert mean == pytest.approx(numpy.mean(values))
-            assert error == pytest.approx(expected)
-
-
 def small_model(name):
     """A small GPT model whose layers select, in evaluation mode."""
     make, positional, fields = MODELS[name]
@@ -229,16 +190,6 @@ def test_mass_and_recall_of_the_selection(name):
             queries=torch.tensor(queries, device=start()),
         )  # fmt: skip
         torch.testing.assert_close(found["mass"], captured.mean(-1), rtol=1e-6, atol=1e-7)
-
-
-def test_a_model_is_as_before_when_its_selection_was_measured():
-    selection = module("selection")
-    model, seen = small_model("DSA"), []
-    before, _ = run(model)
-    with pytest.raises(KeyError), selection.measured(model, lambda *given: seen.append(given)):
-        raise KeyError
-    after, _ = run(model)
-    assert torch.equal(before, after) and not seen
 
 
 def test_predictions_are_those_of_all_logits():

@@ -287,7 +287,7 @@ class Adam(torch.optim.Optimizer):
 @pytest.mark.parametrize("counts", [False, True], ids=["2.9", "2.20"])
 def test_steps_without_parameters_are_counted_once(counts):
     """Releases of transformer-engine differ in whether they count them."""
-    from megatron_dsa.patches.empty_optimizers import count_without_parameters
+    from megatron_dsa.patches.optimizer_states import count_without_parameters
 
     optimizer = Adam(counts)
     count_without_parameters(optimizer)

@@ -6,7 +6,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_dsa.ops.layout.sharding import Sharding
-from megatron_dsa.patches.packed_targets import shift_within_padded_documents
+from megatron_dsa.patches.prediction import shift_within_padded_documents
 from tests.processes import run_ranks
 
 shift_within_padded_documents()

@@ -1,16 +1,21 @@
-"""Reading the list of tensors of a distributed checkpoint under any torch.
+"""Megatron's distributed loader: lists of tensors that torch 2.15 wrote, and empty stages.
 
 megatron-core 0.19 passes every property that torch saved with a tensor to ``torch.empty``. torch
 2.15 saves one that ``torch.empty`` does not take (``strides``). Shape and dtype say all that
-Megatron keeps.
+Megatron keeps. It leaves empty entries out of its result: on a pipeline stage without weights, as
+in the layout ``Et||tL``, ``load_checkpoint`` raises ``KeyError: 'model'``, unless the rank has
+several chunks of the model.
 """
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_dsa.patches import replace
 
 
 @functools.cache
@@ -31,3 +36,23 @@ def repair_reading_of_metadata() -> None:
         }
 
     TorchDistLoadShardedStrategy.load_tensors_metadata = load_tensors_metadata
+
+
+@functools.cache
+def repair_empty_stages() -> None:
+    """Let the distributed loader return the empty entries that it was given."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import serialization
+
+    @replace(serialization, "load")
+    def load(original, sharded_state_dict, checkpoint_dir, *args, **kwargs):
+        empty: dict[str, Any] = {
+            name: {}
+            for name, entry in sharded_state_dict.items()
+            if isinstance(entry, dict) and not entry
+        }
+        loaded = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        # A tuple if it also has missing and unexpected keys.
+        return empty | loaded if isinstance(loaded, dict) else (empty | loaded[0], *loaded[1:])
+
+    dist_checkpointing.load = load

@@ -1,16 +1,67 @@
-"""Loss of multi-token prediction under context parallelism.
+"""Multi-token prediction in packed documents, under context parallelism, and of other classes.
 
-megatron-core 0.19.2 divides each rank's loss by the rank's own count of unmasked tokens, for the
-gradient and for the log. Ranks of context parallelism hold parts of the same sequences, so masks
-that are not spread evenly gave other gradients and another log than one rank. Here counts are
-summed over the ranks of the group.
+megatron-core 0.19 shifts ids, labels and masks within ``cu_seqlens_q``, the documents' lengths
+without padding, though tokens lie at the padded offsets: targets cross documents. It divides each
+rank's loss by the rank's own count of unmasked tokens, for the gradient and for the log: ranks of
+context parallelism hold parts of the same sequences, so masks that are not spread evenly gave
+other gradients and another log than one rank. Here counts are summed over the ranks of the group.
 """
 
+import dataclasses
 import functools
 import inspect
 from types import SimpleNamespace
 
 import torch
+
+from megatron_dsa.patches import replace
+
+
+@functools.cache
+def shift_within_padded_documents() -> None:
+    """Shift within the padded offsets; shifts of unpacked batches see no change."""
+    from megatron.core.transformer import multi_token_prediction
+
+    @replace(multi_token_prediction, "_roll_tensor_packed_seq")
+    def roll(original, tensor, shifts, dims, packed_seq_params, cp_group=None):
+        if shifts != -1 or dims not in (-1, tensor.dim() - 1):
+            return original(tensor, shifts, dims, packed_seq_params, cp_group)  # it raises
+        ranks = 1 if cp_group is None else cp_group.size()
+        lengths = packed_seq_params.cu_seqlens_q.diff()
+        offsets = packed_seq_params.cu_seqlens_q_padded
+        if offsets is None:
+            offsets = packed_seq_params.cu_seqlens_q
+        if ranks == 1:
+            rolled = tensor.roll(-1, -1)
+        else:
+            moved = dataclasses.replace(packed_seq_params, cu_seqlens_q=offsets, total_tokens=None)
+            rolled, _ = original(tensor, shifts, dims, moved, cp_group)
+        rank = 0 if ranks == 1 else cp_group.rank()
+        behind = _tokens_behind(tensor.shape[-1], offsets, lengths, ranks, rank)
+        rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))
+        if tensor.dtype == torch.bool:  # a padding mask: padding stays padding
+            rolled = torch.where(behind < 0, tensor, rolled)
+        return rolled, rolled.sum()
+
+
+def _tokens_behind(
+    count: int, offsets: torch.Tensor, lengths: torch.Tensor, ranks: int, rank: int
+) -> torch.Tensor:
+    """Return int64 ``[count]``: tokens of the document behind each local one; negative: padding.
+
+    ``offsets [n + 1]``: cumulative padded lengths over all ranks; ``lengths [n]``: real ones.
+    Documents lie in zigzag order.
+    """
+    local = torch.arange(count, device=offsets.device)
+    document = torch.bucketize(local * ranks, offsets, right=True) - 1
+    document = document.clamp_max(lengths.numel() - 1)  # behind the last one: padding of it
+    inside = local - offsets[document] // ranks
+    if ranks > 1:
+        chunk = offsets.diff()[document] // (2 * ranks)
+        second = (2 * ranks - 1 - rank) * chunk + inside - chunk
+        inside = torch.where(inside < chunk, rank * chunk + inside, second)
+        inside = torch.where(local * ranks < offsets[-1], inside, lengths[document])
+    return lengths[document] - 1 - inside
 
 
 @functools.cache
@@ -105,3 +156,18 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
         factor = config.mtp_loss_scaling_factor / depths
         hidden = mtp.MTPLossAutoScaler.apply(hidden, factor * weight / tokens * losses)
     return hidden
+
+
+@functools.cache
+def build_prediction_blocks_from_specs() -> None:
+    """Let models build the class that the module spec of a block names; others see no change."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    original = gpt_model.MultiTokenPredictionBlock
+
+    def build(*, spec, **others):
+        block = spec.module if isinstance(spec, ModuleSpec) else original
+        return block(spec=spec, **others)
+
+    gpt_model.MultiTokenPredictionBlock = build
