@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_dsa.config.fields import Option, choices_of, given_values, option_fields
+from megatron_dsa.config.fields import Option, choices_of, given_values, option_fields, said
 from megatron_dsa.config.gpus import GPUS
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 from megatron_dsa.config.presets import MODELS, model_flags
@@ -179,15 +179,11 @@ def _changes(parser, flags: list[str], model, parsed) -> list[str]:
     options = parser._option_string_actions
     names = {options[word].dest: word for word in flags if word in options}
     return [
-        f"{flag} is {_said(getattr(parsed, dest))} by the command line, "
-        f"{_said(getattr(model, dest))} in {MODEL_FLAG} {parsed.dsa_model}"
+        f"{flag} is {said(getattr(parsed, dest))} by the command line, "
+        f"{said(getattr(model, dest))} in {MODEL_FLAG} {parsed.dsa_model}"
         for dest, flag in names.items()
         if getattr(parsed, dest) != getattr(model, dest)
     ]
-
-
-def _said(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 class _HelpAction(argparse.Action):

@@ -91,6 +91,11 @@ def flag_of(name: str) -> str:
     return _NAMES.get(name, "--" + name.replace("_", "-"))
 
 
+def said(value: Any) -> str:
+    """Return a value as a command line has it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def flag_words(name: str, value: Any) -> list[str]:
     """Return the words of the command line that set a field; none for a default (``None``)."""
     if value is None or name in _LEFT_OUT:

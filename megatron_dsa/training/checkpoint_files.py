@@ -152,10 +152,16 @@ def reading(directory: Path) -> Iterator[None]:
         raise ConfigError(message) from error
 
 
+def first_failure(error: BaseException) -> BaseException:
+    """Return the first of the errors of all ranks that torch collects, or the error itself."""
+    collects = type(error).__name__ == "CheckpointException"
+    failures = getattr(error, "failures", {}) if collects else {}
+    return next((each[0] for each in failures.values()), error)
+
+
 def damage_in(error: BaseException) -> str | None:
     """Return how an error describes damaged files, or ``None`` for another error."""
-    # torch collects the errors of all ranks.
-    cause = next((each[0] for each in getattr(error, "failures", {}).values()), error)
+    cause = first_failure(error)
     if not (
         isinstance(cause, EOFError | OSError | pickle.UnpicklingError)
         or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))

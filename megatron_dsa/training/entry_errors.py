@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
-from megatron_dsa.training.checkpoint_files import TRACKER
+from megatron_dsa.training.checkpoint_files import TRACKER, damage_in, first_failure
 from megatron_dsa.training.files.system_errors import sentence
 from megatron_dsa.training.launching import this_rank, world_size
 
@@ -42,7 +42,7 @@ class Known(NamedTuple):
     Attributes:
         through: functions; the error came through one of them; empty: any.
         kinds: names of classes of the error or its cause.
-        says: the sentence, with ``{error}`` (its first line, or the check that failed), ``{kind}``,
+        says: the sentence, with ``{error}`` (its first line, or the check that failed),
             ``{launch}`` (variables of the launcher), ``{save}`` and the groups of ``text``.
         text: regular expression that its text must have.
     """
@@ -57,10 +57,6 @@ class Known(NamedTuple):
 
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
 _LOAD = "load_checkpoint prepare_loading export_hf"
-_UNREADABLE = (
-    "the checkpoint cannot be read: {kind}: {error}. Copy it again, or take an earlier one "
-    "(docs/guide/resume.md)"
-)
 #: The first entry that fits counts.
 KNOWN = (
     Known(
@@ -92,8 +88,6 @@ KNOWN = (
         "may run code (docs/guide/fp8.md). Other recipes save no such state",
         "(NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE)",
     ),
-    Known(_LOAD, "EOFError OSError UnpicklingError", _UNREADABLE),
-    Known(_LOAD, "RuntimeError", _UNREADABLE, "PytorchStreamReader"),
     Known(
         _LOAD,
         "CheckpointingException",
@@ -194,16 +188,16 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
     rejected = machine is not None and machine.state.name == "WILL_RERUN_FROM_CHECKPOINT"
     if rejected and _training_arguments().save is None:  # the attempt to save failed
         return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
-    # torch collects the errors of all ranks.
-    collects = type(error).__name__ == "CheckpointException"
-    failures = getattr(error, "failures", {}) if collects else {}
-    cause = next((each[0] for each in failures.values()), error)
+    cause = first_failure(error)
     kinds = {kind.__name__ for each in (error, cause) for kind in type(each).__mro__}
     frames = traceback.extract_tb(error.__traceback__)
     passed = {*functions, *(frame.name for frame in frames)}
+    if passed & set(_LOAD.split()) and (damage := damage_in(error)) is not None:
+        return Ending(
+            f"the checkpoint cannot be read: {damage}. Copy it again, or take an earlier one "
+            "(docs/guide/resume.md)"
+        )
     said = "" if isinstance(cause, ZeroDivisionError) else str(cause)
-    if isinstance(cause, EOFError):
-        said = said or "a file ends too early"
     if not said and frames:
         code = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
         file = frames[-1].filename.rpartition("site-packages/")[2]
@@ -216,8 +210,8 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
             # Below the first line stand stacks, but of errors on flags also the fix.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
-            fields = {"error": " ".join(lines) if whole else lines[0], "kind": type(cause).__name__}
-            fields |= {"launch": _launch(), "save": _folder() if "{save}" in known.says else ""}
+            fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
+            fields["save"] = _folder() if "{save}" in known.says else ""
             message = known.says.format(found[0], *found.groups(), **fields)
             return Ending(message, known.code, known.traceback)
     described = sentence(error) if isinstance(error, OSError) else None

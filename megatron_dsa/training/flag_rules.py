@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config.fields import flag_of, option_fields
+from megatron_dsa.config.fields import flag_of, option_fields, said
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config.rules.sizes import TENSOR, share_rules
 from megatron_dsa.errors import require
@@ -155,7 +155,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
     for names, holds, needed in _NEEDS:
         values = {name: getattr(args, name) for name in names.split()}
         given = [
-            flag_of(name)
+            flag_of(name) if value is True else f"{flag_of(name)} {said(value)}"
             for name, value in values.items()
             # By identity: 0 is a value that was given.
             if not (value is None or value is False or value == [] or value == defaults.get(name))

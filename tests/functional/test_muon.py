@@ -167,5 +167,5 @@ def test_refusals_name_the_flags(data):
         return run.log
 
     per_head = refused({"--dsa-muon-per-head": "all"})
-    assert "--dsa-muon-per-head has a meaning only with --optimizer muon" in per_head
+    assert "--dsa-muon-per-head all has a meaning only with --optimizer muon" in per_head
     assert "layer-wise optimizer" in refused(MUON | {"--use-distributed-optimizer": True})

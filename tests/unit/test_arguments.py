@@ -287,12 +287,12 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
             ["--rotary-seq-len-interpolation-factor", "2"],
             "--rotary-seq-len-interpolation-factor have no effect on MLA",
         ),
-        (["--o-groups", "4"], "--o-groups has a meaning only with --csa-compress-ratios"),
-        (["--lora-load", "somewhere"], "--lora-load has a meaning only with --lora-rank"),
+        (["--o-groups", "4"], "--o-groups 4 has a meaning only with --csa-compress-ratios"),
+        (["--lora-load", "somewhere"], "--lora-load somewhere has a meaning only with --lora-rank"),
         ([*LORA, "--optimizer", "muon"], "--optimizer muon must not be used with --lora-rank"),
         ([*LORA, "--use-torch-fsdp2"], "--lora-rank must not be used with --use-megatron-fsdp or"),
         (["--dsa-muon-per-head", "all"], "--dsa-muon-per-head .* only with --optimizer muon or ad"),
-        (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
+        (["--moe-hash-seed", "4"], "--moe-hash-seed 4 has a meaning only with --moe-hash-layers"),
     ],
 )
 def test_flags_without_an_effect_are_named(flags, message):

@@ -21,9 +21,6 @@ WRONG = {
     "--moe-router-load-balancing-type must not be sinkhorn with --moe-hash-layers 1": {
         "moe_router_load_balancing_type": "sinkhorn",
     },
-    "--moe-enable-routing-replay is not supported": {"moe_enable_routing_replay": True},
-    "--dsa-indexer-topk-freq must be 1 with --moe-hash-layers": {"dsa_indexer_topk_freq": 2},
-    "--mlp-chunks-for-training must be 1": {"mlp_chunks_for_training": 2},
     "--cuda-graph-impl must be none with --moe-hash-layers": {
         "cuda_graph_impl": "local", "cuda_graph_modules": ["attn"],
     },

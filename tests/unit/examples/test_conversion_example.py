@@ -171,36 +171,6 @@ def test_a_dry_run_plans_without_measures(tmp_path, monkeypatch):
     assert args.train_iters == 2100
 
 
-#: Run of ``GPU30`` -> its last step and its rate.
-GPU30 = {"dense": (840, 1e-3), "dense_on": (1020, 3.3e-5), "sparse_without_warmup": (1020, 3.3e-5)}
-
-
-@pytest.mark.parametrize("run", GPU30)
-def test_runs_for_30_minutes(run, tmp_path, monkeypatch):
-    args = parsed(flags_of_run(tmp_path, run, GPU30="1"), 1, monkeypatch)
-    assert (args.train_iters, args.lr) == GPU30[run]
-    assert (args.num_layers, args.hidden_size, args.seq_length) == (12, 768, 8192)
-    assert (args.global_batch_size, args.dsa_indexer_topk) == (4, 2048)
-    assert (args.eval_interval, args.lr_warmup_iters) == ((420, 60) if run == "dense" else (60, 0))
-
-
-def test_a_warm_up_serves_all_numbers_of_keys(tmp_path, monkeypatch):
-    """Every one has a run; ``ONLY`` picks one."""
-    trained_to(tmp_path, "dense", 1500)
-    trained_to(tmp_path, "warmup", 1600)
-    trained_to(tmp_path, "sparse", 2100)
-    places = {"RUN_DIR": str(tmp_path), "TOPK": "2048 1024 512"}
-    done = launch("conversion/sparse.sh", tmp_path, places | {"ONLY": "512"})
-    assert done.returncode == 3 and "sparse_512 was stopped at step 0" in done.stderr
-    assert not (tmp_path / "sparse_1024").exists()
-    command, _ = json.loads((tmp_path / "sparse_512/train.log").read_text())
-    args = parsed(command[3:], 1, monkeypatch)
-    assert (args.dsa_indexer_topk, args.load) == (512, str(tmp_path / "warmup"))
-    launch("conversion/sparse.sh", tmp_path, places)
-    command, _ = json.loads((tmp_path / "sparse_1024/train.log").read_text())
-    assert parsed(command[3:], 1, monkeypatch).dsa_indexer_topk == 1024
-
-
 #: What K/S of 1/16 and 1/32, the variants, the equal runs and V4 change in the flags of a run.
 NAMED = {
     "dense_on_again": {"dsa_stage": "dense", "dsa_indexer_topk": 2048},

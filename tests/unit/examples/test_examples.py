@@ -168,12 +168,6 @@ def unset_variables(script, folder, variables, *arguments):
     return list(meanings)
 
 
-@pytest.mark.parametrize("variable", TRAINING)
-def test_variables_have_no_default(variable, tmp_path):
-    others = {name: value for name, value in TRAINING.items() if name != variable}
-    assert unset_variables("v4_flash.sh", tmp_path, others) == [variable]
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_all_unset_variables_are_named_at_once(script, tmp_path):
     assert unset_variables(script, tmp_path, {}) == [*TRAINING]
