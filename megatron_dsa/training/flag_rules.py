@@ -13,6 +13,7 @@ import torch
 from megatron_dsa.config.fields import flag_of, option_fields, said
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config.rules.sizes import TENSOR, share_rules
+from megatron_dsa.config.rules.table import Must
 from megatron_dsa.errors import require
 from megatron_dsa.ops.dispatch import on_meta
 from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
@@ -45,8 +46,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.multi_latent_attention,
         "--multi-latent-attention is required: DSA is built on MLA",
     )
+    for row, case, applies in ROWS:
+        if applies(args):
+            yield row.check(args, case=case.format_map(vars(args)))
     yield from _graph_rules(args)
-    yield from _optimizer_rules(args)
+    yield from _optimizer_package(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
@@ -64,28 +68,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--moe-router-load-balancing-type seq_aux_loss and tensor or context parallelism, got "
         f"{batch}: Megatron would balance the experts of all samples together",
     )
-    yield (
-        packed or not (args.reset_attention_mask or args.reset_position_ids),
-        "--reset-attention-mask and --reset-position-ids have no effect here: attention is "
-        "masked by indices. Use --dataloader-inter-document-masking to keep documents apart",
-    )
-    yield (
-        not args.dsa_dry_run,
-        "--dsa-dry-run: this script trains, it makes no plans; give the same flags to "
-        "python -m megatron_dsa.pretrain",
-    )
     yield from _needed_flags(args)
-    yield (
-        args.dsa_load_hf is None or not args.fp8_param_gather,
-        "--dsa-load-hf is not supported with --fp8-param-gather: the optimizer would start from "
-        "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
-        "output to --load",
-    )
-    yield (
-        args.dsa_load_hf is None or not args.layernorm_zero_centered_gamma,
-        "--dsa-load-hf is not supported with --apply-layernorm-1p: released norms do not add 1 to "
-        "their weights; drop one of them",
-    )
     yield from _fp8_parameter_rules(args)
     fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # given, or validated
     yield (
@@ -96,17 +79,55 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         f"{args.main_grads_dtype}: some parameters stay in fp32, and transformer-engine reads all "
         "gradients in one dtype to clip them; drop it",
     )
-    yield (
-        args.lora_rank is None or not (args.use_megatron_fsdp or args.use_torch_fsdp2),
-        "--lora-rank must not be used with --use-megatron-fsdp or --use-torch-fsdp2: they were not "
-        "run together; take --use-distributed-optimizer",
-    )
-    yield (
-        not args.use_rope_scaling and args.rotary_seq_len_interpolation_factor is None,
-        "--use-rope-scaling and --rotary-seq-len-interpolation-factor have no effect on MLA: "
-        "use --rope-type yarn with --rotary-scaling-factor",
-    )
     yield from _rank_rules(args)
+
+
+_OF_MLA = "it has no effect on MLA; use --rope-type yarn with --rotary-scaling-factor"
+_MASKED = "attention is masked by indices; add that, which keeps documents apart"
+_APART = "they were not run together; take --use-distributed-optimizer"
+_DIVIDED, _OPTIMIZER = "--use-distributed-optimizer", "with --optimizer {optimizer}"
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
+_PACKED = "--dataloader-inter-document-masking"
+_USUAL = ("adam", "sgd")
+#: Row, when it applies (in words, with names of arguments; nothing: always), and the same as code.
+ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
+    (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
+    (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
+    (Must("dsa_dry_run", False, "this script trains, it makes no plans; give the same flags to "
+          "python -m megatron_dsa.pretrain"), "", lambda args: True),
+    (Must("reset_attention_mask", False, _MASKED), f"without {_PACKED}",
+     lambda args: not args.dataloader_inter_document_masking),
+    (Must("reset_position_ids", False, _MASKED), f"without {_PACKED}",
+     lambda args: not args.dataloader_inter_document_masking),
+    (Must("fp8_param_gather", False, "the optimizer would start from the random weights that are "
+          "replaced; run python -m megatron_dsa import-hf, and give its output to --load"),
+     "with --dsa-load-hf", lambda args: args.dsa_load_hf is not None),
+    (Must("layernorm_zero_centered_gamma", False, "released norms do not add 1 to their weights; "
+          "drop one of them"), "with --dsa-load-hf", lambda args: args.dsa_load_hf is not None),
+    (Must("use_megatron_fsdp", False, _APART), "with --lora-rank",
+     lambda args: args.lora_rank is not None),
+    (Must("use_torch_fsdp2", False, _APART), "with --lora-rank",
+     lambda args: args.lora_rank is not None),
+    (Must("dsa_time_operations", False, "a replayed graph measures nothing; drop one of them"),
+     "with --cuda-graph-impl {cuda_graph_impl}", lambda args: args.cuda_graph_impl != "none"),
+    (Must("timing_log_level", 0, "Megatron's timers wait for the GPU, which a capture cannot"),
+     "with --cuda-graph-impl {cuda_graph_impl}",
+     lambda args: args.cuda_graph_impl == "full_iteration"),
+    (Must("lora_rank", None, "Muon is for whole matrices, not for their factors; take adam"),
+     _OPTIMIZER, lambda args: args.optimizer in MUON),
+    (Must("use_distributed_optimizer", False, "megatron-core 0.19's holds the states of Adam only; "
+          "drop it, or take adam"), _OPTIMIZER, lambda args: args.optimizer == "sgd"),
+    (Must("fp16", False, "it scales no losses; take --bf16"), _OPTIMIZER,
+     lambda args: args.optimizer not in _USUAL),
+    (Must("save", None, "megatron-core 0.19 saves states of the shape of their parameter only; "
+          "drop it, or take adam or muon"), _OPTIMIZER, lambda args: args.optimizer == "soap"),
+    (Must(_LAYER_WISE, False, "megatron-core 0.19's layer-wise optimizer is of Muon only; drop it, "
+          "or take adam or muon", _DIVIDED), _OPTIMIZER,
+     lambda args: args.optimizer not in (*_USUAL, *MUON)),
+    (Must("bf16", True, "megatron-core 0.19's layer-wise optimizer fails in the first step "
+          f"without; add it, or drop {_DIVIDED}"), f"with {_DIVIDED} and {_OPTIMIZER[5:]}",
+     lambda args: args.optimizer not in _USUAL and getattr(args, _LAYER_WISE)),
+)  # fmt: skip
 
 
 def _of_v4() -> str:
@@ -205,39 +226,12 @@ def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]
     )
 
 
-def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    name, divided = f"--optimizer {args.optimizer}", "--use-distributed-optimizer"
-    yield (
-        args.lora_rank is None or args.optimizer not in MUON,
-        f"{name} must not be used with --lora-rank: Muon is for whole matrices, not for their "
-        "factors; take adam",
-    )
-    yield (
-        args.optimizer != "sgd" or not args.use_distributed_optimizer,
-        f"{divided} must not be used with {name}: megatron-core 0.19's holds the states of Adam "
-        "only; drop it, or take adam",
-    )
+def _optimizer_package(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     if args.optimizer not in ("adam", "sgd"):
-        yield (
-            not args.fp16,
-            f"--fp16 must not be used with {name}, which scales no losses: take --bf16",
-        )
         missing = EMERGING_OPTIMIZERS.problem()
-        yield missing is None, f"{name} needs the package emerging-optimizers: {missing}"
         yield (
-            args.optimizer != "soap" or args.save is None,
-            f"--save must not be used with {name}: megatron-core 0.19 saves states of the shape of "
-            "their parameter only; drop it, or take adam or muon",
-        )
-        yield (
-            args.optimizer in MUON or not args.use_layer_wise_distributed_optimizer,
-            f"{divided} must not be used with {name}: megatron-core 0.19's layer-wise optimizer "
-            "is of Muon only; drop it, or take adam or muon",
-        )
-        yield (
-            args.bf16 or not args.use_layer_wise_distributed_optimizer,
-            f"{divided} with {name} needs --bf16: megatron-core 0.19's layer-wise optimizer fails "
-            f"in the first step without; add it, or drop {divided}",
+            missing is None,
+            f"--optimizer {args.optimizer} needs the package emerging-optimizers: {missing}",
         )
 
 
@@ -252,11 +246,6 @@ def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         f"{given} needs a GPU, and there is none here: drop it",
     )
     yield (
-        not args.dsa_time_operations,
-        f"--dsa-time-operations must not be used with {given}: a replayed graph measures nothing; "
-        "drop one of them",
-    )
-    yield (
         not packed or impl == "local",
         f"--dataloader-inter-document-masking must not be used with {given}: "
         + _WHY_NOT_PACKED.get(impl, "")
@@ -266,11 +255,6 @@ def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         not packed or impl != "local" or room is not None,
         f"--dsa-packed-documents is required with --dataloader-inter-document-masking and {given}: "
         "batches have to be of one size. Give the most documents that a sequence holds",
-    )
-    yield (
-        impl != "full_iteration" or args.timing_log_level == 0,
-        f"--timing-log-level must be 0 with {given}, got {args.timing_log_level}: Megatron's "
-        "timers wait for the GPU, which a capture cannot",
     )
     several_stages = args.pipeline_model_parallel_size > 1
     yield (

@@ -260,11 +260,11 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
         ),
         (
             ["--dsa-load-hf", "somewhere", "--fp8-param-gather"],
-            "--dsa-load-hf is not supported with --fp8-param-gather: .* import-hf",
+            "--fp8-param-gather is not supported with --dsa-load-hf: .* import-hf",
         ),
         (
             ["--dsa-load-hf", "somewhere", "--apply-layernorm-1p"],
-            "--dsa-load-hf is not supported with --apply-layernorm-1p",
+            "--apply-layernorm-1p is not supported with --dsa-load-hf",
         ),
         (
             ["--load", "somewhere", "--finetune", "--fp8-param-gather"],
@@ -285,12 +285,12 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
         (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
         (
             ["--rotary-seq-len-interpolation-factor", "2"],
-            "--rotary-seq-len-interpolation-factor have no effect on MLA",
+            "--rotary-seq-len-interpolation-factor .* no effect on MLA",
         ),
         (["--o-groups", "4"], "--o-groups 4 has a meaning only with --csa-compress-ratios"),
         (["--lora-load", "somewhere"], "--lora-load somewhere has a meaning only with --lora-rank"),
-        ([*LORA, "--optimizer", "muon"], "--optimizer muon must not be used with --lora-rank"),
-        ([*LORA, "--use-torch-fsdp2"], "--lora-rank must not be used with --use-megatron-fsdp or"),
+        ([*LORA, "--optimizer", "muon"], "--lora-rank must be unset with --optimizer muon"),
+        ([*LORA, "--use-torch-fsdp2"], "--use-torch-fsdp2 is not supported with --lora-rank"),
         (["--dsa-muon-per-head", "all"], "--dsa-muon-per-head .* only with --optimizer muon or ad"),
         (["--moe-hash-seed", "4"], "--moe-hash-seed 4 has a meaning only with --moe-hash-layers"),
     ],

@@ -33,7 +33,7 @@ def test_accepted(changes, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (LOCAL | {"--dsa-time-operations": True}, "--dsa-time-operations must not be used with"),
+        (LOCAL | {"--dsa-time-operations": True}, "--dsa-time-operations is not supported with"),
         (LOCAL | PACKED, "--dsa-packed-documents is required with"),
         (LOCAL | PACKED | {"--dsa-packed-documents": 0}, "must be finite and at least 1"),
         (WHOLE | PACKED, "sends the lengths of documents through the host"),
