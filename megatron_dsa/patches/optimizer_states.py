@@ -3,7 +3,7 @@
 torch counts steps per parameter, transformer-engine and Apex per parameter group. megatron-core
 0.19 loses the count between optimizers of different packages:
 
-* The distributed optimizer with torch's Adam saves its state and cannot load it: it asks for the
+* The distributed optimizer with torch's Adam saves its state and cannot load it: it reads the
   count before there is one, loads one tensor as the count of all parameters, each of which then
   advances it, and copies a count over it that belongs to no checkpoint.
 * The other optimizers find the count only where their own package would have put it.
