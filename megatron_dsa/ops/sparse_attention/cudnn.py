@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch.packages import CUDNN
-from megatron_dsa.ops.hopper.fragments import in_column_order
+from megatron_dsa.ops.hopper.sums import in_column_order
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs

@@ -273,7 +273,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         int32, how many; Turns int32 ``[part, tiles, 2]`` zeros and Order int32 ``[G, W]``, which
         thread block of a tile of queries this is (``[1, 1, 2]``, ``[1, 1]`` and not read unless
         ordered); dQ fp32 ``[Sq, part, nope + rope]``, which is added to, in the order of fragments
-        (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`) and not yet times scale; dKV
+        (:func:`megatron_dsa.ops.hopper.sums.in_column_order`) and not yet times scale; dKV
         like KV (with ``split`` its values' part is not written); dKpe bf16 ``[Skv, part, rope]``;
         scale, positive; together: heads at a time.
     """

@@ -162,8 +162,4 @@ def build(group: int, with_places: bool = False):
     return key_unions
 
 
-_compiled = compiler(build)
-
-
-def compiled(group: int, with_places: bool = False, target: str = "sm_90a"):
-    return _compiled(group, with_places, target=target)
+compiled = compiler(build)
