@@ -30,11 +30,7 @@ def queries_per_tile(heads: int, tile: int = TILE) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a kernel of sparse attention.
-
-    ``group`` is the number of adjacent queries of a tile of ``tile`` rows; with more than one, the
-    tile holds all of their heads.
-    """
+    """Sizes of a kernel of sparse attention; a tile of ``tile`` rows has ``group`` queries."""
 
     heads: int
     dim: int
@@ -69,20 +65,12 @@ class Shape:
 
 
 def head_tiles(heads: int, tile: int = TILE) -> int:
-    """Return the number of tiles for the heads of one query."""
     return -(-heads // tile)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Work of a thread block: the ``rank``-th of those of a list of keys.
-
-    Attributes:
-        list: index of the list, which has ``n`` entries.
-        head: first head.
-        first: first row of queries.
-        rows: rows of the tile that exist.
-    """
+    """Work of a thread block, the ``rank``-th of a list of ``n`` keys: heads and queries."""
 
     list: Any
     head: Any
@@ -146,10 +134,7 @@ class Lists:
     """Keys of a call, their lists, and registers of a thread that gathers them.
 
     Attributes:
-        KV: the keys.
-        Ids: a list per tile or group of queries.
-        Members: bits of the queries of a group that selected an entry; unused with one query.
-        group: queries of a group.
+        Ids, Members: a list per group of queries, and bits of the queries that selected an entry.
         ahead, members: prefetched entries.
         ids: keys of which the thread copies a part.
     """

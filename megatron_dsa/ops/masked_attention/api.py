@@ -1,12 +1,12 @@
 """Masked dense attention as one differentiable function, and its key bits.
 
 The backward keeps ``q, kv, k_pe, bits, out, lse``: it recomputes probabilities, and the lists of
-keys that the indexer's loss reads. Ranks that share tokens keep the bits of their part of the
-tokens and gather them again.
+keys that the indexer's loss reads. Ranks that share tokens keep the bits of their tokens and gather
+them again.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.layout.layout import Layout
@@ -60,22 +61,20 @@ def key_bits(
         ConfigError: for shapes or dtypes outside of the above.
     """
     check_lists(indices, topk_length, num_keys)
-    call = describe_call(
-        indices.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0, topk=indices.shape[1]
-    )
+    call = replace(describe_visible_call(indices.device), topk=indices.shape[1])
     arguments = KeyBitsInputs(indices, topk_length, num_keys, policy.workspace_bytes)
     return KEY_BITS.run(call, policy, arguments)
 
 
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
-    """Return the bits of the keys that each query of ``layout`` sees, in the order of key rows.
+    """Return the bits of the keys that each query of ``layout`` sees, in the order of the buffer.
 
     They take ``num_queries * num_keys / 8`` bytes: 8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for
     128k. Up to :data:`MOST_KEPT` keys the layers of a microbatch share them, and the last two
     layouts keep them; longer ones are computed in every call.
 
     Args:
-        layout: of unpacked or packed batches, or any other ranges of slots.
+        layout: of any ranges of slots.
         policy: which implementations may run.
 
     Returns:
@@ -95,7 +94,7 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
 
 
 def describe_visible_call(device: torch.device | str) -> OpCall:
-    """Describe the call of ``visible_bits``, which has neither heads nor dims."""
+    """Describe a call of ``visible_bits``, which has neither heads nor dims."""
     return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
 
 
@@ -129,7 +128,7 @@ class _Settings:
         return MaskedAttentionInputs(q, kv, k_pe, bits, v_dim, self.softmax_scale, workspace)
 
     def listed(self, inputs: MaskedAttentionInputs, lse, tokens: slice) -> ListedProbabilities:
-        """Return the head sums of ``tokens`` of this rank, and their keys."""
+        """Return head sums and keys of some of this rank's ``tokens``."""
         width = self.call.topk
         assert width is not None
         if self.group is None:
@@ -139,10 +138,10 @@ class _Settings:
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, width, of_all)
-        return found._replace(p_sum=_sum_local_tokens(found.p_sum, self.group))
+        return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
 
     def part_size(self, tokens: int) -> int:
-        """Return the most tokens whose teacher is computed at once.
+        """Return the tokens of a part of the teacher.
 
         Sums and lists take an eighth of the workspace, or a quarter for half of the tokens.
         """
@@ -339,17 +338,4 @@ def _local_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) 
 
 def gather_tokens(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Return ``x [tokens, ...]`` of all ranks, ``[tokens * ranks, ...]``."""
-    if group is None:
-        return x
-    gathered = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered
-
-
-def _sum_local_tokens(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return this rank's tokens of the sum of ``x [tokens * ranks, ...]`` over ranks."""
-    if group is None:
-        return x
-    local = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    torch.distributed.reduce_scatter_tensor(local, x.contiguous(), group=group)
-    return local
+    return all_gather_async(x, group).wait()

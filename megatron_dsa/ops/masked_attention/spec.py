@@ -51,7 +51,7 @@ def _positions(like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KeyBitsInputs:
-    """Index lists, see ``api.key_bits``; ``workspace_bytes`` is a budget for temporary memory."""
+    """Index lists, see ``api.key_bits``."""
 
     indices: torch.Tensor
     topk_length: torch.Tensor | None
@@ -81,8 +81,6 @@ class VisibleBitsInputs:
     Attributes:
         start, end: int32 ``[Sq]``; query ``i`` sees the slots ``[start[i], end[i])``.
         slots: int32 ``[Skv]``, the slot of each key; ``None``: key ``i`` is slot ``i``.
-        num_keys: number of keys, ``Skv``.
-        workspace_bytes: budget for temporary memory.
     """
 
     start: torch.Tensor
@@ -141,56 +139,41 @@ def _ours(name: str, **support: Any) -> Candidate:
     return Candidate("tilelang", f"{_HERE}.tilelang.launch:{name}", Support(**support, **_TILELANG))
 
 
-def _torch(name: str) -> Candidate:
-    support = Support(covers="any shape", sink=False)
-    return Candidate("torch", f"{_HERE}.torch:{name}", support, fused=False)
+def _triton(name: str, covers: str) -> Candidate:
+    support = Support(covers=covers, package=TRITON, **PORTABLE)
+    return Candidate("triton", f"{_HERE}.triton.bits:{name}", support)
+
+
+def _torch(name: str, **support: Any) -> Candidate:
+    support = {"covers": "any shape", **support}
+    return Candidate("torch", f"{_HERE}.torch:{name}", Support(**support), fused=False)
 
 
 KEY_BITS = Operation(
     "key_bits",
     "bits of listed keys",
-    (
-        Candidate(
-            "triton",
-            f"{_HERE}.triton.bits:key_bits",
-            Support(covers="one launch for any K", package=TRITON, **PORTABLE),
-        ),
-        Candidate("torch", f"{_HERE}.torch:key_bits", Support(covers="any shape"), fused=False),
-    ),
-    fake=f"{_HERE}.spec:fake_key_bits",
+    (_triton("key_bits", "one launch for any K"), _torch("key_bits")),
+    fake=f"{_HERE}.spec:fake_bits",
 )
 
 VISIBLE_BITS = Operation(
     "visible_bits",
     "bits of visible keys",
-    (
-        Candidate(
-            "triton",
-            f"{_HERE}.triton.bits:visible_bits",
-            Support(covers="one launch for any layout", package=TRITON, **PORTABLE),
-        ),
-        Candidate("torch", f"{_HERE}.torch:visible_bits", Support(covers="any shape"), fused=False),
-    ),
-    fake=f"{_HERE}.spec:fake_visible_bits",
+    (_triton("visible_bits", "one launch for any layout"), _torch("visible_bits")),
+    fake=f"{_HERE}.spec:fake_bits",
 )
 
 FORWARD = Operation(
     "masked_attention_forward",
     "masked dense attention forward",
-    (
-        _ours("forward", covers="out, lse"),
-        _torch("forward"),
-    ),
+    (_ours("forward", covers="out, lse"), _torch("forward", sink=False)),
     fake=f"{_HERE}.spec:fake_forward",
 )
 
 BACKWARD = Operation(
     "masked_attention_backward",
     "masked dense attention backward",
-    (
-        _ours("backward", covers="dq, dkv, dk_pe", **ATOMIC_SUMS),
-        _torch("backward"),
-    ),
+    (_ours("backward", covers="dq, dkv, dk_pe", **ATOMIC_SUMS), _torch("backward", sink=False)),
     fake=f"{_HERE}.spec:fake_backward",
 )
 
@@ -199,21 +182,15 @@ PROBABILITIES = Operation(
     "head sum of the probabilities of masked dense attention",
     (
         _ours("probabilities", covers="p_sum and its keys from q, kv, k_pe, lse"),
-        _torch("probabilities"),
+        _torch("probabilities", sink=False),
     ),
     fake=f"{_HERE}.spec:fake_probabilities",
 )
 
 
-def fake_key_bits(candidate: Candidate, inputs: KeyBitsInputs) -> torch.Tensor:
-    bits = inputs.indices.new_empty(len(inputs.indices), groups(inputs.num_keys), WORDS)
-    if not candidate.fused:
-        take_workspace(bits, inputs.workspace_bytes)
-    return bits
-
-
-def fake_visible_bits(candidate: Candidate, inputs: VisibleBitsInputs) -> torch.Tensor:
-    bits = inputs.start.new_empty(len(inputs.start), groups(inputs.num_keys), WORDS)
+def fake_bits(candidate: Candidate, inputs: KeyBitsInputs | VisibleBitsInputs) -> torch.Tensor:
+    per_query = inputs.indices if isinstance(inputs, KeyBitsInputs) else inputs.start
+    bits = per_query.new_empty(len(per_query), groups(inputs.num_keys), WORDS)
     if not candidate.fused:
         take_workspace(bits, inputs.workspace_bytes)
     return bits

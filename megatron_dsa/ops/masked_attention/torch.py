@@ -119,7 +119,7 @@ def probabilities(
 def backward(
     inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``dq`` (dtype of q), ``dkv`` (dtype of kv) and ``dk_pe`` (accumulation dtype).
+    """Return ``dq``, ``dkv`` and ``dk_pe`` (accumulation dtype).
 
     With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T``,
     ``dS = P * (dP - rowsum(dO * O))``, ``dQ = dS K`` and ``dK = dS^T Q``.
@@ -159,12 +159,10 @@ def backward(
 
 
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
-    """Return how many keys, in whole groups, take half of the workspace.
-
-    A copy in the dtype of the inputs, one in the dtype of sums, the gradients and an addend.
-    """
+    """Return how many keys, in whole groups, take half of the workspace."""
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
+    # A copy in the dtype of the inputs, one in the dtype of sums, the gradients and an addend.
     per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
     fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
     return GROUP * max(1, min(fitting, groups(len(inputs.kv))))
@@ -183,7 +181,7 @@ def _query_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
 
 
 def _heads_first(inputs: MaskedAttentionInputs, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys ``[H, k, Dn + R]`` and the values ``[H, k, v_dim]`` of a block."""
+    """Return keys ``[H, k, Dn + R]`` and values ``[H, k, v_dim]``."""
     kv = inputs.kv[keys].transpose(0, 1)
     k_pe = inputs.k_pe[keys].expand(len(kv), -1, -1)
     return torch.cat([kv[..., : inputs.nope_dim], k_pe], dim=-1), kv[..., inputs.nope_dim :]
@@ -196,7 +194,6 @@ def _mask(inputs: MaskedAttentionInputs, tokens: slice, keys: slice) -> torch.Te
 
 
 def _scores(inputs: MaskedAttentionInputs, tokens: slice, keys: slice, key) -> torch.Tensor:
-    """Return scaled logits ``[H, q, k]`` in the accumulation dtype, ``-inf`` where not selected."""
     scores = bmm(inputs.q[tokens].transpose(0, 1), key.transpose(1, 2)).mul_(inputs.softmax_scale)
     return scores.masked_fill_(~_mask(inputs, tokens, keys), float("-inf"))
 

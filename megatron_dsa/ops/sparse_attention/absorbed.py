@@ -29,7 +29,7 @@ from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale,
 from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
 from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
-from megatron_dsa.ops.hopper.fixed_point import largest
+from megatron_dsa.ops.hopper.sums import largest
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad, token_blocks
 from megatron_dsa.ops.sparse_attention.spec import (

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch.packages import CUDNN
-from megatron_dsa.ops.hopper.fragments import in_column_order
+from megatron_dsa.ops.hopper.sums import in_column_order
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
@@ -95,10 +95,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 gradient ``[rows, dim]`` from the end of the workspace.
-
-    Rows are padded to a tile there.
-    """
+    """Return the fp32 gradient from the end of the workspace, where keys are padded to a tile."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)

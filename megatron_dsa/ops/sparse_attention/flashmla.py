@@ -91,10 +91,7 @@ def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return ``out``, ``lse`` and ``None`` (no probabilities).
-
-    ``out`` is a view of the heads that q has: the result of padding heads stays behind them.
-    """
+    """``out`` is a view of the heads that q has: the result of padding heads stays behind them."""
     from flash_mla import flash_mla_sparse_fwd
 
     heads, sink, length = inputs.q.shape[1], inputs.sink, inputs.topk_length

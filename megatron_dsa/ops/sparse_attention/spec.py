@@ -20,8 +20,8 @@ from megatron_dsa.ops.sparse_attention import flashmla
 class KeyGradientAccumulator:
     """Accumulator of the key gradient over backward calls for parts of the queries.
 
-    Backwards that use atomics keep adding to the buffer of :meth:`buffer` and return ``None`` as
-    ``dkv``. Others return a gradient of that part, which the caller passes to :meth:`add`.
+    Backwards that use atomics keep adding to :meth:`buffer` and return ``None`` as ``dkv``. Callers
+    pass the ``dkv`` of others to :meth:`add`.
 
     Args:
         rows: query tokens times heads of all calls.

@@ -46,10 +46,7 @@ def _scores(inputs: SparseAttentionInputs, tokens: slice, keys: torch.Tensor, va
 def forward(
     inputs: SparseAttentionInputs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return ``out``, ``lse`` and, if asked for, ``p_sum``, else ``None``.
-
-    The probabilities are at hand here, so the indexer's teacher costs no second pass over the keys.
-    """
+    """Return ``out``, ``lse``, and ``p_sum`` or ``None``: the probabilities are at hand here."""
     q, v_dim = inputs.q, inputs.v_dim
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
@@ -90,11 +87,10 @@ def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tenso
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dq`` (dtype of q), ``dkv`` (accumulation dtype), ``dsink`` or ``None``, and
-    ``p_sum`` if it is asked for, else ``None``.
+    """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``.
 
-    With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and
-    ``dS = P * (dP - rowsum(dO * O))``; ``d sink = -sum_t p_sink * rowsum(dO * O)``.
+    With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and ``dS = P * (dP - rowsum(dO *
+    O))``; ``d sink = -sum_t p_sink * rowsum(dO * O)``.
     """
     q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.ops.hopper.fragments import in_column_order, in_column_order_transposed
+from megatron_dsa.ops.hopper.sums import in_column_order, in_column_order_transposed
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, Way
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas
 

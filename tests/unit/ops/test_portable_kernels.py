@@ -60,7 +60,7 @@ def kernel(name, target):
     module, heads, dim, groups, *rest = KERNELS[name]
     rows = getattr(portable("tiles"), module.upper())[target].rows
     group = groups[rows == 32]
-    return Kernels(target, target)._compiled(module, (heads, dim, 512, group, *rest))
+    return Kernels(target, target).compiled(module, heads, dim, 512, group, *rest)
 
 
 @needs_compiler
@@ -84,7 +84,7 @@ def test_compiles_for_every_target(name, target):
 def test_unions_compile_for_every_target(target):
     from megatron_dsa.ops.sparse_attention.tilelang.hopper.unions import compiled
 
-    assert "dsa_union<2" in compiled(2, False, target).get_kernel_source()
+    assert "dsa_union<2" in compiled(2, False, target=target).get_kernel_source()
 
 
 @pytest.mark.parametrize("module", ["forward", "backward"])

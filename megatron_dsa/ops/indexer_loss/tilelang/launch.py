@@ -6,8 +6,7 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch import deterministic_mode
-from megatron_dsa.ops.hopper.fixed_point import largest, units_for
-from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
+from megatron_dsa.ops.hopper.sums import in_column_order_transposed, largest, units_for
 from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 

@@ -155,7 +155,6 @@ def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
 
 
 def probabilities(s, lse, words, scale):
-    """Overwrite the scores with P."""
     return call(
         "dsa_probabilities", s.data, lse, words[0], words[1], scale * LOG2_E, of=(QUERIES // 8,)
     )
@@ -163,7 +162,6 @@ def probabilities(s, lse, words, scale):
 
 @T.macro
 def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordered, scale, tx):
-    """CONSUME: gradients of 64 keys per warpgroup."""
     s, dp = (T.alloc_fragment([KEYS, QUERIES], "float32") for _ in range(2))
     p, ds = (T.alloc_fragment([KEYS, QUERIES], "bfloat16") for _ in range(2))
     dk = T.alloc_fragment([KEYS, dims.qk], "float32")
@@ -265,17 +263,12 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
 
     A launch does the heads ``first`` to ``first + part``, where ``part`` is dQ's number of heads.
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]``, dO
-        ``[Sq, H, v]`` bf16; Numbers fp32 ``[H, 2, N]``, lse in base 2 (``inf`` for queries without
-        keys and past the last one) and delta; BitsT int32 ``[128 G, Gq, 4]``, the bits along
-        queries; Tiles int32 ``[G, W]``, the tiles of queries of each group of keys, and Count
-        int32, how many; Turns int32 ``[part, tiles, 2]`` zeros and Order int32 ``[G, W]``, which
-        thread block of a tile of queries this is (``[1, 1, 2]``, ``[1, 1]`` and not read unless
-        ordered); dQ fp32 ``[Sq, part, nope + rope]``, which is added to, in the order of fragments
-        (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`) and not yet times scale; dKV
-        like KV (with ``split`` its values' part is not written); dKpe bf16 ``[Skv, part, rope]``;
-        scale, positive; together: heads at a time.
+    All arguments are contiguous. Numbers are lse in base 2 (``inf`` for queries without keys and
+    past the last one) and delta; BitsT the bits along queries; Tiles the tiles of queries of each
+    group of keys, Count how many; Turns zeros, and Order which thread block of a tile of queries
+    this is (not read unless ``ordered``); dQ is added to, in the order of fragments
+    (:func:`megatron_dsa.ops.hopper.sums.in_column_order`) and not yet times scale; dKV lacks the
+    values' part with ``split``; scale is positive; together: heads at a time.
     """
     dims = Dims(nope, rope, v)
     split, stages = dims.tiling.split, dims.tiling.stages

@@ -66,7 +66,6 @@ def produce(Q, KV, Kpe, Tiles, m, done, at, dims):
 
 
 def group_of(Tiles, at, i, keys):
-    """Return the group of keys that tile ``i`` is, or is a part of."""
     return Tiles[at.block, i // (KEYS // keys)]
 
 
@@ -151,7 +150,6 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
 
 @T.macro
 def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
-    """Write output and lse of the queries that exist."""
     # A warpgroup's output takes the place of its own queries, which it needs no more.
     T.copy(o, m.q[0])
     T.sync_threads(1 + tx // GROUP, GROUP)
@@ -174,11 +172,9 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]`` bf16; Bits int32
-        ``[Sq, G, 4]``, key bits; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
-        block of queries, and Count int32, how many; O ``[Sq, H, v]`` bf16; Lse ``[Sq, H]`` fp32,
-        natural, ``-inf`` for queries without keys; scale, positive; together: heads at a time.
+    All arguments are contiguous: Bits are key bits; Tiles the groups of keys of each block of
+    queries, Count how many; Lse is natural, ``-inf`` for queries without keys; scale is positive;
+    together: heads at a time.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys

@@ -42,12 +42,7 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 
 
 def shared(dims: Dims, rope_per_head: bool = False):
-    """Return the shared memory: streamed queries, keys and lse, and the rope key.
-
-    Args:
-        dims: of the keys.
-        rope_per_head: every head has a rope key of its own, behind its key without rope.
-    """
+    """Return the shared memory; ``rope_per_head``: every head has a rope key of its own."""
     bf16, fp32, slots = "bfloat16", "float32", dims.tiling.slots
     m = SimpleNamespace(rope_per_head=rope_per_head)
     if slots > 0:
@@ -66,7 +61,6 @@ def shared(dims: Dims, rope_per_head: bool = False):
 
 
 def barriers(dims: Dims):
-    """Return the barriers of fetched and of consumed buffers."""
     stages = dims.tiling.slots or STAGES
     return SimpleNamespace(
         k_rope=T.alloc_barrier(arrive_count=[32]),

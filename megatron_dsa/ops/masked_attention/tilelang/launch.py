@@ -47,10 +47,7 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(
     inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``dq``, ``dkv`` (dtype of theirs) and ``dk_pe`` fp32.
-
-    In torch's deterministic mode equal inputs give bitwise equal gradients.
-    """
+    """In torch's deterministic mode equal inputs give bitwise equal gradients."""
     call = _Call.of(inputs)
     q, kv, k_pe = call.q, call.kv, call.k_pe
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
@@ -63,9 +60,10 @@ def backward(
     order = _order(tiles, ordered)
     kernel = backward_program.compiled(*call.dims, ordered)
     together = call.heads_together(len(tiles.bits_t) // GROUP)
+    lists = tiles.bits_t, tiles.query_blocks, tiles.query_block_count
     if Dims(*call.dims).tiling.split:
         value_program.compiled(*call.dims)(
-            q, kv, k_pe, dout, per_query, *_lists(tiles), dkv, inputs.softmax_scale, together
+            q, kv, k_pe, dout, per_query, *lists, dkv, inputs.softmax_scale, together
         )
     dk_pe = None
     for part in inputs.head_parts():
@@ -73,8 +71,8 @@ def backward(
         sums = q.new_zeros(len(q), count, q.shape[2], dtype=torch.float32)
         dk_rope = k_pe.new_empty(len(kv), count, k_pe.shape[1])
         kernel(
-            q, kv, k_pe, dout, per_query, *_lists(tiles), _turns(order, count, ordered),
-            order, sums, dkv, dk_rope, part.start, inputs.softmax_scale, together,
+            q, kv, k_pe, dout, per_query, *lists, _turns(order, count, ordered), order, sums,
+            dkv, dk_rope, part.start, inputs.softmax_scale, together,
         )  # fmt: skip
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         total = dk_rope.sum(1, dtype=torch.float32)
@@ -90,10 +88,7 @@ def backward(
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """Return the head sums of the probabilities, and the keys of the queries ``listed``.
-
-    A query with more than ``width`` keys ends the launch with an error.
-    """
+    """A query with more than ``width`` keys ends the launch with an error."""
     call = _Call.of(inputs)
     queries = len(call.q)
     p_sum = call.q.new_zeros(queries, width, dtype=torch.float32)
@@ -112,7 +107,7 @@ def probabilities(
 
 @dataclass(frozen=True)
 class _Call:
-    """The tensors of a call as kernels take them, and the dims that they are compiled for."""
+    """Contiguous tensors of a call, and the dims that kernels are compiled for."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -138,20 +133,13 @@ def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
 
 
 def _lse(inputs: MaskedAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the lse as kernels read it; the backward before has it already."""
-    own, found = inputs.kept.pop("numbers", (None, None))
-    return found if own is lse else numbers(lse, None, None)
-
-
-def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    assert tiles.bits_t is not None
-    assert tiles.query_blocks is not None and tiles.query_block_count is not None
-    return tiles.bits_t, tiles.query_blocks, tiles.query_block_count
+    """Return the lse as kernels read it, from the backward before if there was one."""
+    before, found = inputs.kept.pop("numbers", (None, None))
+    return found if before is lse else numbers(lse, None, None)
 
 
 def _order(tiles: Tiles, ordered: bool) -> torch.Tensor:
     """Return ``Order`` of :func:`.backward.build`, which all heads share."""
-    assert tiles.query_blocks is not None and tiles.query_block_count is not None
     ids, count = tiles.query_blocks, tiles.query_block_count
     if not ordered:
         return ids.new_empty(1, 1)

@@ -78,13 +78,9 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]`` bf16; Numbers
-        fp32 ``[H, 2, N]``, of which the lse in base 2 is read (``inf`` for queries without keys and
-        past the last one); Bits int32 ``[Sq, G, 4]``, key bits; Before int32 ``[Sq, G]``, selected
-        keys of earlier groups; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
-        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which only
-        entries of selected keys are written; scale, positive.
+    All arguments are contiguous, as of :func:`.forward.build`; of Numbers the lse in base 2 is read
+    (``inf`` for queries without keys and past the last one); Before: selected keys of earlier
+    groups; of PSum only entries of selected keys are written.
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"

@@ -70,11 +70,7 @@ TILINGS = {
 
 @dataclass(frozen=True)
 class Dims:
-    """Dims of a key without rope, of its rope, and of a value.
-
-    Raises:
-        ValueError: dims that the tiling does not fit.
-    """
+    """Dims of a key without rope, of its rope, and of a value."""
 
     nope: int
     rope: int
@@ -94,11 +90,7 @@ class Dims:
 
     @classmethod
     def of_keys(cls, nope: int, rope: int) -> Self:
-        """Return the dims of keys of ``nope`` and ``rope`` dims, and of their values.
-
-        Raises:
-            ValueError: there is no tiling for such keys.
-        """
+        """Return the dims of keys of ``nope`` and ``rope`` dims, and of their values."""
         for dims in TILINGS:
             if dims[:2] == (nope, rope):
                 return cls(*dims)
@@ -115,14 +107,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class Place:
-    """A thread block's place in the call.
-
-    Attributes:
-        block: its block of queries or keys.
-        first: the first of these.
-        head: its head.
-        n: how many tiles it has.
-    """
+    """Work of a thread block: ``n`` tiles for a block of queries or keys from ``first`` on."""
 
     block: Any
     first: Any

@@ -113,10 +113,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]``, dO
-        ``[Sq, H, v]`` bf16; Numbers, BitsT, Tiles and Count as in :func:`.backward.build`; dKV like
-        KV (only the values' part is written); scale, positive; together: heads at a time.
+    Arguments as of :func:`.backward.build`; only the values' part of dKV is written.
     """
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:

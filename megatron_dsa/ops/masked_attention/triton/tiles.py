@@ -7,6 +7,7 @@ these kernels read the bits of a key for many queries.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,21 +24,23 @@ class Tiles:
         key_groups: int32 ``[Gq, G]``, per group of 128 queries the groups of 128 keys of which it
             selects any, ascending. ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
         key_group_count: int32 ``[Gq]``, how many.
-        bits_t: int32 ``[128 G, Gq, 4]``, the bits along queries; ``None`` without queries.
+        bits_t: int32 ``[128 G, Gq, 4]``, the bits along queries.
         query_blocks: int32 ``[G, 2 Gq]``, per group of 128 keys the blocks of 64 queries that
-            select any of them, ascending; ``None`` without queries.
-        query_block_count: int32 ``[G]``, how many; ``None`` without queries.
+            select any of them, ascending.
+        query_block_count: int32 ``[G]``, how many.
+
+    The last three are ``None`` unless a backward needs them.
     """
 
     key_groups: torch.Tensor
     key_group_count: torch.Tensor
-    bits_t: torch.Tensor | None = None
-    query_blocks: torch.Tensor | None = None
-    query_block_count: torch.Tensor | None = None
+    bits_t: Any = None
+    query_blocks: Any = None
+    query_block_count: Any = None
 
 
 def tiles_for(bits: torch.Tensor, num_keys: int, with_queries: bool) -> Tiles:
-    """Return the tiles of key bits; ``with_queries`` also the fields that a backward reads."""
+    """Return the tiles of key bits, for a backward ``with_queries``."""
     if not with_queries:
         return Tiles(*_key_groups(bits))
     bits_t, flags = transpose(bits, num_keys)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.hopper.fixed_point import largest, units_for
+from megatron_dsa.ops.hopper.sums import largest, units_for
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 

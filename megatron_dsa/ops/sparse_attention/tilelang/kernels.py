@@ -19,7 +19,7 @@ class Way(Enum):
     PORTABLE = "portable"
     #: One kernel for Hopper, columns in the order of fragments.
     ONE = "one kernel"
-    #: Two kernels for Hopper: dQ with P and dS, then dKV from these. More heads than a tile has
+    #: Two kernels for Hopper, query_gradient, then key_gradient. More heads than a tile has
     #: add to dKV once instead of once per tile. Columns in the order of transposed fragments;
     #: integers in order, so that neighbouring threads add to neighbours.
     TWO = "two kernels"
@@ -42,48 +42,27 @@ class Kernels:
             return Way.PORTABLE
         return Way.TWO if heads > (32 if fixed_point else 64) else Way.ONE
 
-    def forward(self, *arguments):
-        return self._compiled("forward", arguments)
-
-    def backward(self, *arguments):
-        return self._compiled("backward", arguments)
-
-    def query_gradient(self, *arguments):
-        """Return the first kernel of :attr:`Way.TWO`."""
-        return self._compiled("query_gradient", arguments)
-
-    def key_gradient(self, *arguments):
-        """Return the second kernel of :attr:`Way.TWO`."""
-        return self._compiled("key_gradient", arguments)
-
-    def unions(self, *arguments):
-        unions = importlib.import_module(f"{__package__}.hopper.unions")
-        return unions.compiled(*arguments, self.target)
-
-    def forward_rows(self) -> int:
-        return self._rows("FORWARD")
-
-    def backward_rows(self) -> int:
-        return self._rows("BACKWARD")
-
-    def _compiled(self, part: str, arguments: tuple):
+    def compiled(self, part: str, *arguments):
+        """Return the kernel of the module ``part``, e.g. ``forward``."""
         folder, options = "hopper", {}
         if self.tiles is not None:
             folder, options = "portable", {"tiles": self.tiles}
-        module = importlib.import_module(f"{__package__}.{folder}.{part}")
-        return module.compiled(*arguments, target=self.target, **options)
+        return _module(f"{folder}.{part}").compiled(*arguments, target=self.target, **options)
 
-    def _rows(self, table: str) -> int:
+    def unions(self, *arguments):
+        return _module("hopper.unions").compiled(*arguments, target=self.target)
+
+    def rows(self, part: str) -> int:
+        """Return the rows of a tile of the kernel ``forward`` or ``backward``."""
         if self.tiles is None:
             return importlib.import_module("megatron_dsa.ops.hopper.tiles").TILE
-        tiles = importlib.import_module(f"{__package__}.portable.tiles")
-        return tiles.tiling_of(getattr(tiles, table), self.tiles).rows
+        tiles = _module("portable.tiles")
+        return tiles.tiling_of(getattr(tiles, part.upper()), self.tiles).rows
 
 
-def target_of(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "sm_90a"
-    return TARGETS[torch.cuda.get_device_capability(device)]
+def _module(name: str):
+    """Import a module that needs TileLang."""
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
@@ -91,5 +70,7 @@ def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
 
     The tiles of a GPU with less shared memory also run on one with more, for tests.
     """
-    target = target_of(device)
+    target = "sm_90a"
+    if device.type == "cuda":
+        target = TARGETS[torch.cuda.get_device_capability(device)]
     return Kernels(target, tiles if tiles or target == "sm_90a" else target)

@@ -6,17 +6,14 @@ queries and reads the union of their lists; a key that is not finite then spoils
 tile, not only the one that selects it.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import rows_in_budget
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
-from megatron_dsa.ops.hopper.fixed_point import largest
-from megatron_dsa.ops.hopper.fragments import in_column_order, in_column_order_transposed
+from megatron_dsa.ops.hopper.sums import in_column_order, in_column_order_transposed, largest
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
@@ -34,10 +31,10 @@ def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     q, kv, sink = inputs.q.contiguous(), inputs.kv.contiguous(), inputs.sink
     queries, heads, dim = q.shape
     kernels = kernels or kernels_for(q.device)
-    group = queries_per_tile(heads, kernels.forward_rows())
+    group = queries_per_tile(heads, kernels.rows("forward"))
     out = torch.empty(queries, heads, inputs.v_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-    kernel = kernels.forward(heads, dim, inputs.v_dim, group, sink is not None)
+    kernel = kernels.compiled("forward", heads, dim, inputs.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
     for part, lists, _ in key_lists(inputs, group, kernels=kernels):
         rows = (x[part].flatten(0, 1) for x in (out, lse))
@@ -58,176 +55,120 @@ def backward(
     mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`), unless a query lists a key
     twice.
     """
-    sink = inputs.sink
-    plan = _plan(inputs, kernels or kernels_for(inputs.q.device))
-    work = _backward_tensors(plan, inputs, out, lse, dout)
-    launch = _two_kernels if plan.way is Way.TWO else _one_kernel
-    p_sum, unused = None, torch.empty(1, 1, 1, device=out.device)
-    if plan.sums_heads:
-        p_sum = torch.empty_like(inputs.indices, dtype=torch.float32)
+    from megatron_dsa.ops.hopper.tiles import head_tiles, queries_per_tile
+
+    kernels, fixed = kernels or kernels_for(inputs.q.device), deterministic_mode()
+    q, kv, sink = inputs.q.contiguous(), inputs.kv.contiguous(), inputs.sink
+    out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
+    heads, tile = q.shape[1], kernels.rows("backward")
+    way, group = kernels.way(heads, fixed), queries_per_tile(heads, tile)
+    # The tiles of a query add in fp32: any order gives the same sum of two, not of more.
+    sums_heads = inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
+    total = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
+    total = total.contiguous()
+    dq, delta = torch.empty_like(q), torch.empty_like(total)
+    keys = _key_sum(inputs, way, fixed, out, dout)
+    launch = _launch_two if way is Way.TWO else _launch_one
+    p_sum = torch.empty_like(inputs.indices, dtype=torch.float32) if sums_heads else None
     ascending = sorting_pays(inputs)
-    for part, lists, places in key_lists(
-        inputs, plan.group, ascending, plan.sums_heads, plan.kernels
-    ):
-        sums = unused
-        if plan.sums_heads:
+    for part, lists, places in key_lists(inputs, group, ascending, sums_heads, kernels):
+        sums = None
+        if sums_heads:
             count, width = lists[0].shape
-            sums = torch.zeros(count, plan.group, width, device=out.device)
-        launch(plan, inputs, work, part, lists, sums)
-        if plan.sums_heads:
+            sums = torch.zeros(count, group, width, device=out.device)
+        per_query = [x[part] for x in (q, out, dout, total, dq, delta)]
+        launch(inputs, kernels, group, per_query, kv, keys, lists, sums)
+        if p_sum is not None and sums is not None:
             length = None if inputs.topk_length is None else inputs.topk_length[part]
             to_callers_lists(
                 p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
-                inputs.kv.shape[0], inputs.workspace_bytes,
+                len(kv), inputs.workspace_bytes,
             )  # fmt: skip
         del sums  # before the next part takes memory
     dsink = None
     if sink is not None:
         # A head without keys and with a sink of -inf has no probability: 0, not NaN.
-        total = torch.where(work.total == float("-inf"), float("inf"), work.total)
-        dsink = -(torch.exp(sink.float() - total) * work.delta).sum(0)
-    dkv = None if inputs.key_sum is not None else _key_gradient(plan, inputs.v_dim, work.keys)
-    return work.dq, dkv, dsink, p_sum
+        total = torch.where(total == float("-inf"), float("inf"), total)
+        dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
+    return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum
 
 
 @dataclass
-class _KeyBuffer:
-    """Accumulator of the key gradient; ``units`` is the fixed-point scale."""
+class _KeySum:
+    """Accumulator of the key gradient, in 64-bit integers if ``fixed``."""
 
+    way: Way
+    fixed: bool
+    v_dim: int
     dkv: torch.Tensor
+    #: The fixed-point scale.
     units: torch.Tensor
     #: 0, or NaN once an output is not finite in a call after the units were chosen.
     poison: torch.Tensor | float = 0.0
 
-
-@dataclass(frozen=True)
-class _Plan:
-    """Kernels of a backward and their arguments.
-
-    Attributes:
-        group: queries of a tile.
-        fixed_point: key gradients are 64-bit integers.
-        sums_heads: the kernels also return ``p_sum``.
-    """
-
-    kernels: Kernels
-    way: Way
-    group: int
-    fixed_point: bool
-    sums_heads: bool
+    def result(self) -> torch.Tensor:
+        """Return the gradient in fp32 and in column order."""
+        if self.fixed:
+            units, one = self.units + self.poison, self.way is Way.ONE
+            return to_float(self.dkv, units) if one else self.dkv.float().div_(units)
+        match self.way:
+            case Way.PORTABLE:
+                return self.dkv
+            case Way.ONE:
+                return in_column_order(self.dkv)
+            case Way.TWO:
+                return in_column_order_transposed(self.dkv, self.v_dim)
 
 
-def _plan(inputs: SparseAttentionInputs, kernels: Kernels) -> _Plan:
-    from megatron_dsa.ops.hopper.tiles import head_tiles, queries_per_tile
+def _key_sum(inputs: SparseAttentionInputs, way: Way, fixed: bool, out, dout) -> _KeySum:
+    """Return zeros, or the accumulator that the previous call added to."""
 
-    heads, fixed, tile = inputs.q.shape[1], deterministic_mode(), kernels.backward_rows()
-    return _Plan(
-        kernels=kernels,
-        way=kernels.way(heads, fixed),
-        group=queries_per_tile(heads, tile),
-        fixed_point=fixed,
-        # The tiles of a query add in fp32: any order gives the same sum of two, not of more.
-        sums_heads=inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2),
-    )
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """Inputs and results of a backward for the kernels; ``total`` is lse with the sink."""
-
-    q: torch.Tensor
-    kv: torch.Tensor
-    out: torch.Tensor
-    dout: torch.Tensor
-    total: torch.Tensor
-    dq: torch.Tensor
-    delta: torch.Tensor
-    keys: _KeyBuffer
-
-    def rows(self, part: slice) -> _Tensors:
-        """Return tensors ``[queries * heads, ...]`` of some queries; tensors of keys stay."""
-        per_query = ("q", "out", "dout", "total", "dq", "delta")
-        return replace(
-            self, **{name: getattr(self, name)[part].flatten(0, 1) for name in per_query}
-        )
-
-
-def _backward_tensors(plan: _Plan, inputs: SparseAttentionInputs, out, lse, dout) -> _Tensors:
-    q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
-    out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
-    total = lse
-    if inputs.sink is not None:
-        total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
-    return _Tensors(
-        q=q,
-        kv=kv,
-        out=out,
-        dout=dout,
-        total=total.contiguous(),
-        dq=torch.empty_like(q),
-        delta=torch.empty_like(lse, memory_format=torch.contiguous_format),
-        keys=_key_buffer(plan, inputs, out, dout),
-    )
-
-
-def _key_buffer(plan: _Plan, inputs: SparseAttentionInputs, out, dout) -> _KeyBuffer:
-    """Return zeros, or the buffer that the previous call added to."""
-    fixed, shared = plan.fixed_point, inputs.key_sum
-
-    def new() -> _KeyBuffer:
-        dkv = torch.zeros_like(
-            inputs.kv,
-            dtype=torch.int64 if fixed else torch.float32,
-            memory_format=torch.contiguous_format,
-        )
+    def new() -> _KeySum:
+        dtype = torch.int64 if fixed else torch.float32
+        dkv = torch.zeros_like(inputs.kv, dtype=dtype, memory_format=torch.contiguous_format)
         units = units_per_one(inputs, out, dout) if fixed else torch.empty(1, device=out.device)
-        return _KeyBuffer(dkv, units)
+        return _KeySum(way, fixed, inputs.v_dim, dkv, units)
 
-    if shared is None:
+    if inputs.key_sum is None:
         return new()
-    v_dim = inputs.v_dim
-    keys = shared.buffer(new, lambda keys: _key_gradient(plan, v_dim, keys))
+    keys = inputs.key_sum.buffer(new, _KeySum.result)
     if fixed:
         keys.poison = keys.poison + 0.0 * largest(out)
     return keys
 
 
-def _one_kernel(
-    plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors, part: slice, lists, sums
-):
-    heads, dim = work.q.shape[1:]
-    kernel = plan.kernels.backward(
-        heads, dim, inputs.v_dim, plan.group, plan.fixed_point, plan.sums_heads
+def _launch_one(inputs, kernels: Kernels, group: int, per_query, kv, keys: _KeySum, lists, sums):
+    heads, dim = per_query[0].shape[1:]
+    kernel = kernels.compiled(
+        "backward", heads, dim, inputs.v_dim, group, keys.fixed, sums is not None
     )
-    x, scale = work.rows(part), inputs.softmax_scale
+    q, out, dout, total, dq, delta = (x.flatten(0, 1) for x in per_query)
+    sums = delta.new_empty(1, 1, 1) if sums is None else sums
     kernel(
-        x.q, x.kv, x.out, x.dout, x.total, *lists, x.dq, x.keys.dkv, x.keys.units, x.delta, sums,
-        scale,
-    )  # fmt: skip
+        q, kv, out, dout, total, *lists, dq, keys.dkv, keys.units, delta, sums, inputs.softmax_scale
+    )
 
 
-def _two_kernels(
-    plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors, part: slice, lists, sums
-):
-    """Run all queries (``part``), as many at a time as their P and dS fit the workspace."""
+def _launch_two(inputs, kernels: Kernels, _group: int, per_query, kv, keys: _KeySum, lists, sums):
+    """Run as many queries at a time as their P and dS fit the workspace."""
     from megatron_dsa.ops.hopper.tiles import TILE, head_tiles
 
-    heads, dim = work.q.shape[1:]
+    heads, dim = per_query[0].shape[1:]
     ids, _, length = lists
     tiles, blocks = head_tiles(heads), -(-ids.shape[1] // TILE)
     step = _queries_at_once(inputs, tiles, blocks * tiles * 2 * TILE * TILE * 2)
-    pds = work.q.new_empty(step, blocks, tiles, 2, TILE, TILE)
-    first_half = plan.kernels.query_gradient(heads, dim, inputs.v_dim, plan.sums_heads)
-    second_half = plan.kernels.key_gradient(heads, dim, inputs.v_dim, plan.fixed_point)
-    for first in range(0, ids.shape[0], step):
-        some = slice(first, first + step)
-        x, listed, n = work.rows(some), ids[some], length[some]
-        some_pds, some_sums = pds[: n.shape[0]], sums[some] if plan.sums_heads else sums
-        first_half(
-            x.q, x.kv, x.out, x.dout, x.total, listed, n, x.dq, some_pds, x.delta, some_sums,
-            inputs.softmax_scale,
+    pds = kv.new_empty(step, blocks, tiles, 2, TILE, TILE)
+    query_gradient = kernels.compiled("query_gradient", heads, dim, inputs.v_dim, sums is not None)
+    key_gradient = kernels.compiled("key_gradient", heads, dim, inputs.v_dim, keys.fixed)
+    unused = pds.new_empty(1, 1, 1, dtype=torch.float32)
+    for some in slices(len(ids), step):
+        q, out, dout, total, dq, delta = (x[some].flatten(0, 1) for x in per_query)
+        listed, n, some_pds = ids[some], length[some], pds[: some.stop - some.start]
+        query_gradient(
+            q, kv, out, dout, total, listed, n, dq, some_pds, delta,
+            unused if sums is None else sums[some], inputs.softmax_scale,
         )  # fmt: skip
-        second_half(x.q, x.dout, listed, n, some_pds, x.keys.dkv, x.keys.units)
+        key_gradient(q, dout, listed, n, some_pds, keys.dkv, keys.units)
 
 
 def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
@@ -239,21 +180,6 @@ def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query:
         wave = max(1, processors(inputs.q.device) // tiles)
         step = step // wave * wave or step
     return min(step, queries)
-
-
-def _key_gradient(plan: _Plan, v_dim: int, keys: _KeyBuffer) -> torch.Tensor:
-    """Return the accumulated gradient in fp32 and in column order."""
-    dkv = keys.dkv
-    if plan.fixed_point:
-        units = keys.units + keys.poison
-        return to_float(dkv, units) if plan.way is Way.ONE else dkv.float().div_(units)
-    match plan.way:
-        case Way.PORTABLE:
-            return dkv
-        case Way.ONE:
-            return in_column_order(dkv)
-        case Way.TWO:
-            return in_column_order_transposed(dkv, v_dim)
 
 
 def key_lists(

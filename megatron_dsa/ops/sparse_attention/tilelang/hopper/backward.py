@@ -190,16 +190,12 @@ def build(
     A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
     adjacent queries over the union of their lists (:mod:`.unions`).
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq * H, dim]``, KV ``[Skv, dim]``, O and dO ``[Sq * H, v_dim]`` bf16; Lse ``[Sq * H]``
-        fp32, natural, ``-inf`` for rows without keys; Ids ``[lists, W]`` int32, a list of keys per
-        group; Members ``[lists, W]`` uint8: bit ``g`` says that the group's query ``g`` selected
-        this key (``[1, 1]`` and not read if ``group`` is 1); Length ``[lists]`` int32 within
-        ``[0, W]``; dQ like Q; dKV ``[Skv, dim]`` fp32, or int64 if ``fixed_point``, zeroed by the
-        caller, its columns in the order of accumulators; Units ``[1]`` fp32: how many of dKV's
-        integers are one (not read without them); Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; PSum
-        ``[lists, group, W]`` fp32, zeroed by the caller, if ``p_sum``, else ``[1, 1, 1]``: sums of
-        P over heads, of no meaning where an entry is no key; scale.
+    All arguments are contiguous. Lse is natural, ``-inf`` for rows without keys; Ids has a list of
+    keys per group; bit ``g`` of Members says that the group's query ``g`` selected this key (not
+    read if ``group`` is 1); Length is within ``[0, W]``; dKV is zeroed by the caller, its columns
+    in the order of accumulators; Units: how many of dKV's integers are one (read only if
+    ``fixed_point``); Delta is ``rowsum(dO * O)``; PSum, zeroed by the caller, is sums of P over
+    heads, of no meaning where an entry is no key (not written unless ``p_sum``).
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]

@@ -80,7 +80,6 @@ __device__ __forceinline__ void dsa_select(float* score, const void* first, cons
 
 @T.macro
 def start(Q, m, done, at, dim, tx):
-    """Fetch the queries; EVEN and ODD do this."""
     fetch_tile([(m.q, Q, (0, dim))], at, TILE, 2 * GROUP, tx)
     T.cp_async_barrier_noinc(done.queries)
 
@@ -130,7 +129,6 @@ def note_members(lists, m, i, word, thread):
 
 @T.macro
 def select(s, m, i, buffer, shape, tx):
-    """Scores of keys that a row does not select become -inf."""
     row = tx % GROUP // 32 * 16 + tx % 32 // 4
     first, second = (
         T.address_of(m.selected[i % 2, buffer, T.min(r // shape.heads, shape.group - 1), 0])
@@ -294,13 +292,8 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
     adjacent queries over the union of their lists.
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq * H, dim]``, KV ``[Skv, dim]`` bf16; Ids ``[lists, W]`` int32, a list of keys per
-        group (what is no row of KV selects nothing); Members ``[lists, W]`` uint8: bit ``g`` says
-        that the group's query ``g`` selected this key (``[1, 1]`` and not read if ``group`` is 1);
-        Length ``[lists]`` int32 within ``[0, W]``; Sink ``[heads]`` fp32 (``[1]`` and not read
-        without a sink); O ``[Sq * H, v_dim]`` bf16; Lse ``[Sq * H]`` fp32, natural, without the
-        sink, ``-inf`` for rows without keys; scale, positive.
+    Arguments as of :func:`.backward.build`; Ids outside of KV select nothing; Sink is not read
+    unless ``with_sink``; Lse is without the sink; scale is positive.
     """
     shape = Shape(heads, dim, v_dim, group)
     # P0 takes the place of K0's columns past the values, if there are any: only S0 needs them.

@@ -231,14 +231,10 @@ def consume(dKV, Units, m, done, at, tiles, wg, thread):
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
-    Its arguments (all contiguous; sizes are dynamic):
-        Q ``[Sq * H, dim]``, dO ``[Sq * H, v_dim]`` bf16; Ids ``[lists, W]`` int32; Length
-        ``[lists]`` int32 within ``[0, W]``; PdS ``[lists, ceil(W / 64), tiles, 2, 64, 64]`` bf16: P
-        and dS of a block of keys and 64 rows, ``[keys, rows]``, with chunk ``c`` of 8 rows of key
-        ``k`` at ``c ^ k % 8`` (swizzled; finite where an entry is no key); dKV ``[keys, dim]`` fp32
-        (:func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
-        order), zeroed by the caller; Units ``[1]`` fp32: how many of dKV's integers are one (not
-        read without them).
+    All arguments are contiguous: Length is within ``[0, W]``; PdS as of
+    :func:`.query_gradient.build`; dKV, zeroed by the caller, is transposed
+    (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`), integers in column order;
+    Units: how many of dKV's integers are one (read only if ``fixed_point``).
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles

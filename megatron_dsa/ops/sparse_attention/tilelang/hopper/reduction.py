@@ -5,7 +5,7 @@ A thread of a warpgroup holds, of each 16 columns of its row of an accumulator, 
 so the 16 columns are stored as ``[4 threads, 2 halves, 2]``; shuffling them into order first costs
 more than one pass over the result. In fixed point they are added one by one, and stored as
 ``[2 halves, 2, 4 threads]``, so that four threads add to neighbours. See
-:mod:`megatron_dsa.ops.hopper.fragments` and :mod:`~.sparse_attention.fixed_point`.
+:mod:`megatron_dsa.ops.hopper.sums` and :mod:`~.sparse_attention.fixed_point`.
 """
 
 SOURCE = r"""

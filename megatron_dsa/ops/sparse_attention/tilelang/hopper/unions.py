@@ -115,14 +115,11 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
 
 
 def build(group: int, with_places: bool = False):
-    """Return the TileLang program that forms the unions of ``group`` adjacent queries' lists.
+    """Return the TileLang program of the unions of ``group`` adjacent queries' lists.
 
-    Its arguments (sizes are dynamic, tensors contiguous):
-        Indices ``[Sq, K]`` int32, rows of the keys, invalid ones are skipped; Length ``[Sq]`` int32
-        within ``[0, K]``; Ids ``[ceil(Sq / group), group * K]`` int32, Members uint8 alike and
-        Count ``[ceil(Sq / group)]`` int32: results, entries from Count on are undefined; Places
-        like Indices if ``with_places``, else ``[1, 1]``: where in its group's list each valid entry
-        is, the others are not written; keys: number of keys.
+    All arguments are contiguous: invalid Indices are skipped; Length is within ``[0, K]``; entries
+    of Ids and Members from Count on are undefined; Places, if ``with_places``: the index in its
+    group's list of each valid entry, the others are not written.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 
@@ -162,8 +159,4 @@ def build(group: int, with_places: bool = False):
     return key_unions
 
 
-_compiled = compiler(build)
-
-
-def compiled(group: int, with_places: bool = False, target: str = "sm_90a"):
-    return _compiled(group, with_places, target=target)
+compiled = compiler(build)

@@ -84,7 +84,6 @@ def probabilities(s, dp, m, at_key, shape, scale):
 
 @T.macro
 def head_sums(PSum, s, m, at, i, shape, thread):
-    """Sums of P over the heads of each query of the tile."""
     block_keys = s.shape[1]
     part = T.alloc_fragment([shape.tile, block_keys], "float32")
     sums = T.alloc_fragment([block_keys], "float32")

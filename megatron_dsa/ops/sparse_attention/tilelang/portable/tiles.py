@@ -47,11 +47,6 @@ BACKWARD = {
 
 
 def tiling_of(tilings: dict[str, Tiling], target: str) -> Tiling:
-    """Return the tiling for ``target``.
-
-    Raises:
-        ValueError: a target that there is none for.
-    """
     if target not in tilings:
         raise ValueError(
             f"target must be one of {', '.join(tilings)}, got {target!r}: tiles are chosen for the "
