@@ -139,7 +139,7 @@ def _engine_scores(found: IndexerInputs, queries: torch.Tensor) -> torch.Tensor:
     q, weights = engine.quantized_queries(found.q[queries], found.fp32_weights[queries])
     k, scales = engine.quantized(found.k)
     (block,) = bshd_layout(len(k), 1, k.device).blocks(lambda width: len(k))
-    block = replace(block, rows=slice(0, len(q), 1))
+    block = replace(block, tokens=slice(0, len(q), 1))
     start = torch.zeros(len(q), dtype=torch.int32, device=k.device)
     given = IndexerInputs(q, k, weights, key_scales=scales)
     return engine.Scores()(given, block, k, Seen(start, start + len(k)))

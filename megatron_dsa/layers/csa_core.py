@@ -26,7 +26,7 @@ from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
-from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
+from megatron_dsa.ops.indexer_loss.api import selected_keys_loss
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.halo import halo_of
@@ -213,11 +213,10 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
                 q, kv, lists.selected, softmax_scale=self.softmax_scale, v_dim=q.shape[2],
                 topk_length=lists.selected_length, want_p_sum=True, policy=policy,
             ).p_sum  # fmt: skip
-        loss = SelectedKeysLoss(
-            lists.compressed.layout, lists.selected, lists.selected_length, p_sum, policy,
+        return selected_keys_loss(
+            inputs, lists.compressed.layout, lists.selected, lists.selected_length, p_sum, policy,
             self.heads_group(),
-        )  # fmt: skip
-        return loss.value(inputs)
+        ).value  # fmt: skip
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
         """Shard ``attn_sink`` over tensor-parallel ranks like the heads."""

@@ -6,7 +6,6 @@ everything and trains the indexer on that, ``dense`` to everything without an in
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,8 +34,8 @@ from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.dispatch import choices_are_collected, log_once, on_meta
-from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
-from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
+from megatron_dsa.ops.indexer_loss.api import selected_keys_loss
+from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout
 
 
@@ -180,10 +179,12 @@ class DSACoreAttention(CoreAttention):
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
         """Return the keys to attend to, in the order of their sequence; the sink gets them."""
+        if isinstance(index_inputs, LatentIndexerInputs):
+            index_inputs = self.checked(index_inputs.with_queries(), layout)
         if given is not None:
             selection = given
         elif index_inputs is not None:
-            selection = TopKIndices(*self.topk(index_inputs.formed(), layout, ranks))
+            selection = TopKIndices(*self.topk(index_inputs, layout, ranks))
         else:
             raise ConfigError(
                 f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
@@ -311,10 +312,10 @@ class DSACoreAttention(CoreAttention):
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         masked = attended.k_pe is not None
         indices = _in_buffer_order(attended) if masked else attended.indices
-        loss = SelectedKeysLoss(
-            attended.layout, indices, length, p_sum, self.policy, self.heads_group()
-        )
-        return loss.value(attended.inputs.formed())
+        return selected_keys_loss(
+            attended.inputs.with_queries(), attended.layout, indices, length, p_sum, self.policy,
+            self.heads_group(),
+        ).value  # fmt: skip
 
     def needs_index_inputs(self) -> bool:
         """Return True if this forward pass selects keys, or trains or evaluates the indexer."""
@@ -332,12 +333,8 @@ class DSACoreAttention(CoreAttention):
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             inputs = self.indexer(x.detach(), qr.detach(), rope, ranks, remake)
-        checked = self.checked(inputs.formed(), layout)
-        if isinstance(inputs, IndexerInputs):
-            return checked
-        # Without a replayed selection, the indexer's is made next.
-        ready = [checked] if self.selection_source is None else []
-        return dataclasses.replace(inputs, checked=True, ready=ready)
+        # Latents are checked where their queries exist, before the selection.
+        return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:

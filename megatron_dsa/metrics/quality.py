@@ -97,7 +97,7 @@ def adjacent_overlap(
     if queries is None:
         queries = torch.arange(layout.num_queries, device=indices.device)
     # Neighbours in a sequence are as far apart as the elements of a batch are many.
-    before = queries - layout.query_ranges[0].rows.step
+    before = queries - layout.query_ranges[0].tokens.step
     exists = before >= 0
     before = before.clamp_min(0)
     exists &= layout.start[before] == layout.start[queries]

@@ -166,7 +166,7 @@ class EngineCase(SelectionCase):
         k, scales = engine.quantized(x.k)
         assert q.dtype == DTYPE
         (block,) = layout.blocks(lambda width: layout.num_queries)
-        return IndexerInputs(q, k, weights, key_scales=scales), block, k, layout.kept_seen(block)
+        return IndexerInputs(q, k, weights, key_scales=scales), block, k, layout.seen(block)
 
     def seen_scores(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores of a block, 0 for invisible keys: memory may hold anything."""

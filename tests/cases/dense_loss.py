@@ -55,26 +55,25 @@ def make(layout, shape, dtype, keys, relu=True):
     else:
         k = draw(slots, 1 if keys == "one" else shape.heads, shape.dim, seed=5).detach()
     q = draw(rows, shape.heads, shape.dim, seed=4).detach()
-    return DenseLossInputs(inputs, layout, q, k, SCALE, None, 2**28)
+    return DenseLossInputs(inputs.detach(), layout, q, k, SCALE, None, 2**28)
 
 
 def computed(arguments, run=None, name="triton"):
     """Return value and gradients of ``run``, of the implementation ``name`` if it is None."""
+    if run is not None:
+        value, gradients = run(arguments)
+        return value, *gradients
     tensors = (arguments.indexer.q, arguments.indexer.k, arguments.indexer.weights)
     inputs = IndexerInputs(*(x.detach().requires_grad_() for x in tensors), arguments.indexer.relu)
-    arguments = dataclasses.replace(arguments, indexer=inputs)
-    if run is None:
-        reset_report()
-        value = dense_indexer_loss(
-            inputs, arguments.q, arguments.k, arguments.layout, softmax_scale=SCALE,
-            other_lse=arguments.other_lse, lse=arguments.lse,
-            policy=Policy(
-                workspace_bytes=arguments.workspace_bytes, named=(("dense_indexer_loss", name),)
-            ),
-        )  # fmt: skip
-        assert report()["dense_indexer_loss"] == {name: 1}
-    else:
-        value = run(arguments)
+    reset_report()
+    value = dense_indexer_loss(
+        inputs, arguments.q, arguments.k, arguments.layout, softmax_scale=SCALE,
+        other_lse=arguments.other_lse, lse=arguments.lse,
+        policy=Policy(
+            workspace_bytes=arguments.workspace_bytes, named=(("dense_indexer_loss", name),)
+        ),
+    )  # fmt: skip
+    assert report()["dense_indexer_loss"] == {name: 1}
     value.backward()
     return value.detach(), inputs.q.grad, inputs.k.grad, inputs.weights.grad
 

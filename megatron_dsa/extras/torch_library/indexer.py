@@ -145,12 +145,12 @@ def _sparse_loss(
     _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
     teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
     layout = bshd_layout(q.shape[0], 1, q.device)  # the lists alone say which keys there are
-    loss = losses.SelectedKeysLoss(layout, indices, topk_length, teacher, policy_of(policy))
-    inputs = IndexerInputs(q, k, weights, relu)
-    if not with_gradients:
-        return loss.value(inputs), *_gradients_or_none(q, k, weights, False)
-    value, gradients = loss.with_gradients(inputs)
-    assert gradients is not None
+    value, gradients = losses.selected_keys_loss(
+        IndexerInputs(q, k, weights, relu), layout, indices, topk_length, teacher,
+        policy_of(policy), want_gradients=with_gradients,
+    )  # fmt: skip
+    if gradients is None:
+        return value, *_gradients_or_none(q, k, weights, False)
     dq, dk, dweights = (g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
     return value, dq, dk, dweights
 

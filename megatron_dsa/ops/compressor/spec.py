@@ -61,7 +61,6 @@ class CompressorInputs:
         return self.values.shape[1] // (2 if self.overlap else 1)
 
     def check(self) -> None:
-        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
         values, scores, groups = self.values, self.scores, self.groups
         require(
             self.ratio >= 2, f"ratio must be at least 2, got {self.ratio}: pass the layer's ratio"
@@ -97,7 +96,6 @@ class CompressorInputs:
 
 
 def fake(candidate: Candidate, inputs: CompressorInputs) -> torch.Tensor:
-    """Return and keep what the implementations do."""
     groups = inputs.groups
 
     def forward(values, scores, ape):

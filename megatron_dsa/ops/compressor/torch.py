@@ -14,7 +14,6 @@ from megatron_dsa.ops.layout.compressed import Groups
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values."""
     return _Compress.apply(inputs.values, inputs.scores, inputs.ape, inputs)
 
 

@@ -1,7 +1,7 @@
 """The indexer's losses over selected keys and over all visible keys (DeepSeek-V3.2)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from megatron_dsa.ops.indexer_loss.spec import (
     SPARSE_LOSS,
     DenseLossInputs,
     ExpandedKeys,
-    IndexerGradients,
+    IndexerLoss,
     LatentKeys,
-    SparseLoss,
     SparseLossInputs,
     TeacherKeys,
 )
@@ -35,63 +34,42 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer, des
 from megatron_dsa.ops.layout.layout import Layout
 
 
-@dataclass(frozen=True)
-class SelectedKeysLoss:
-    """One evaluation of the sparse loss; see :func:`sparse_indexer_loss`.
+def selected_keys_loss(
+    inputs: IndexerInputs,
+    layout: Layout,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    teacher: torch.Tensor,
+    policy: Policy,
+    head_group: Any = None,
+    *,
+    want_gradients: bool = False,
+    dq: torch.Tensor | None = None,
+) -> IndexerLoss:
+    """Return the KL sum of :func:`sparse_indexer_loss` and its gradients, without autograd.
 
-    The teacher, of local heads, is overwritten.
+    The teacher, of local heads, is overwritten. ``dq`` is where the gradient of q is written, fp32
+    for fp16 inputs.
     """
-
-    layout: Layout
-    indices: torch.Tensor
-    topk_length: torch.Tensor | None
-    teacher: torch.Tensor
-    policy: Policy
-    head_group: Any = None
-
-    def value(self, inputs: IndexerInputs) -> torch.Tensor:
-        """Return the KL sum, without gradients."""
-        return self._run(inputs, want_gradients=False).value
-
-    def with_gradients(self, inputs: IndexerInputs, dq: torch.Tensor | None = None) -> SparseLoss:
-        """Return the KL sum and its gradients (fp32 where they accumulate).
-
-        ``dq`` is where the gradient of q is written, fp32 for fp16 inputs.
-        """
-        return self._run(inputs, want_gradients=True, dq=dq)
-
-    def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:
-        """Return the KL sum, differentiable in the indexer's tensors where they require grad."""
-        return with_backward(inputs, lambda wanted: self._run(inputs, wanted))
-
-    def _run(
-        self, inputs: IndexerInputs, want_gradients: bool, dq: torch.Tensor | None = None
-    ) -> SparseLoss:
-        if query_gradient_dtype(inputs.q.dtype) != inputs.q.dtype:
-            inputs = IndexerInputs(
-                inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
-            )
-        if self.head_group is not None:
-            torch.distributed.all_reduce(self.teacher, group=self.head_group)
-        call = describe_index_call(inputs, self.layout, self.indices.shape[1])
-        arguments = SparseLossInputs(
-            inputs, self.indices, self.topk_length, self.teacher, self.policy.workspace_bytes,
-            want_gradients, dq,
-        )  # fmt: skip
-        return SPARSE_LOSS.run(call, self.policy, arguments)
+    inputs = _without_fp16(inputs)
+    if head_group is not None:
+        torch.distributed.all_reduce(teacher, group=head_group)
+    call = describe_index_call(inputs, layout, indices.shape[1])
+    arguments = SparseLossInputs(
+        inputs, indices, topk_length, teacher, policy.workspace_bytes, want_gradients, dq
+    )
+    return SPARSE_LOSS.run(call, policy, arguments)
 
 
-def with_backward(
-    inputs: IndexerInputs, run: Callable[[bool], tuple[torch.Tensor, IndexerGradients | None]]
-) -> torch.Tensor:
+def _differentiable(inputs: IndexerInputs, run: Callable[[bool], IndexerLoss]) -> torch.Tensor:
     """Return a loss, differentiable in the indexer's tensors where they require grad.
 
-    ``run`` returns the loss, and its gradients if its argument is true: the forward computes them.
+    ``run`` returns gradients with the loss if its argument is true.
     """
     tensors = inputs.tensors()
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _WithBackward.apply(*tensors, run)
-    return run(False)[0]
+    return run(False).value
 
 
 class _WithBackward(torch.autograd.Function):
@@ -110,13 +88,19 @@ class _WithBackward(torch.autograd.Function):
         return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None
 
 
+def _without_fp16(inputs: IndexerInputs) -> IndexerInputs:
+    if inputs.q.dtype != torch.float16:
+        return inputs
+    return inputs.with_tensors([x.float() for x in inputs.tensors()])
+
+
 def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of query gradients before the loss scale is applied: fp16 underflows."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a caller's teacher in ``dtype``, which :class:`SelectedKeysLoss` overwrites.
+    """Return a copy of a caller's teacher in ``dtype``, for :func:`selected_keys_loss`.
 
     One reduction on a GPU and no synchronisation. The teachers of layers are head sums of
     probabilities and do not come here.
@@ -172,8 +156,12 @@ def sparse_indexer_loss(
     fix = "give one entry per entry of indices"
     require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, inputs.q, fix)
     teacher = checked_teacher(teacher, accumulation_dtype(inputs.q.dtype))
-    loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy, head_group)
-    return loss.differentiable(inputs)
+    return _differentiable(
+        inputs,
+        lambda wanted: selected_keys_loss(
+            inputs, layout, indices, topk_length, teacher, policy, head_group, want_gradients=wanted
+        ),
+    )
 
 
 def dense_indexer_loss(
@@ -221,15 +209,20 @@ def dense_indexer_loss(
             fix = "give one value per query token and head"
             require_tensor(name, value, tuple(q.shape[:2]), FLOATS, q, fix)
     inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
-    arguments = DenseLossInputs(
-        inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
-        None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
-    )  # fmt: skip
-    asked = describe_index_call(inputs, layout, None)
+    call = describe_index_call(inputs, layout, None)
     # The teacher's queries may be wider than the indexer's.
-    dtype = torch.promote_types(asked.dtype, q.dtype)
-    asked = replace(asked, dtype=dtype, teacher_dim=q.shape[2])
-    return DENSE_LOSS.run(asked, policy, arguments)
+    dtype = torch.promote_types(call.dtype, q.dtype)
+    call = replace(call, dtype=dtype, teacher_dim=q.shape[2])
+    inputs = _without_fp16(inputs)
+    arguments = DenseLossInputs(
+        inputs.detach(), layout, q.detach(), k.detach(), softmax_scale, head_group,
+        policy.workspace_bytes, None if other_lse is None else other_lse.detach(),
+        None if lse is None else lse.detach(),
+    )  # fmt: skip
+    return _differentiable(
+        inputs,
+        lambda wanted: DENSE_LOSS.run(call, policy, replace(arguments, want_gradients=wanted)),
+    )
 
 
 def _check_teacher_keys(q: torch.Tensor, k: TeacherKeys, layout: Layout) -> None:

@@ -9,13 +9,13 @@ student is kept above the smallest normal number.
 import torch
 
 from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget
-from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, IndexerLoss, SparseLossInputs
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def sparse(inputs: SparseLossInputs) -> SparseLoss:
+def sparse(inputs: SparseLossInputs) -> IndexerLoss:
     from cudnn import DSA
 
     x, width = inputs.indexer, inputs.indices.shape[1]
@@ -35,7 +35,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
     for first in range(0, student.shape[0], step):
         rows = slice(first, first + step)
         value += _kl_rows(student[rows], inputs.teacher[rows], valid[rows])
-    return SparseLoss(value, _gradients(inputs, student) if inputs.want_gradients else None)
+    return IndexerLoss(value, _gradients(inputs, student) if inputs.want_gradients else None)
 
 
 def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

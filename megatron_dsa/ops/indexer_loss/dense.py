@@ -3,23 +3,24 @@
 The first pass computes the log-sum-exp of the student's scores, and of the teacher's unless it is
 given. The second computes teacher, student, loss and gradients tile by tile. Memory is linear in
 the number of tokens; keys of all heads are expanded for one tile and a few heads at a time.
-
-:class:`TileFunctions` compute a tile: in torch (:mod:`.torch_dense`) or in kernels
-(:mod:`.triton.dense`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_loss.api import with_backward
-from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs, ExpandedKeys, LatentKeys
+from megatron_dsa.ops.indexer_loss.spec import (
+    DenseLossInputs,
+    ExpandedKeys,
+    IndexerLoss,
+    LatentKeys,
+)
 from megatron_dsa.ops.indexer_loss.torch import Gradients
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
@@ -81,92 +82,77 @@ class TileFunctions(Protocol):
         """
 
 
-def dense_loss(
-    inputs: DenseLossInputs, functions: Callable[[DenseLossInputs], TileFunctions]
-) -> torch.Tensor:
-    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs."""
-
-    def run(want_gradients: bool):
-        grads = Gradients(inputs.indexer) if want_gradients else None
-        loss = _kl_sum(inputs, functions(inputs), grads)
-        return loss, None if grads is None else grads.result()
-
-    return with_backward(inputs.indexer, run)
-
-
-def _kl_sum(
-    inputs: DenseLossInputs, functions: TileFunctions, grads: Gradients | None
-) -> torch.Tensor:
-    # Functions see plain tensors: on their own they would be taken for part of an autograd graph.
-    inputs = replace(inputs, indexer=inputs.indexer.detach())
-    q = inputs.indexer.q
-    loss = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
-    rows, width = functions.shape
-    for block in query_blocks(inputs.layout, rows):
+def dense_loss(inputs: DenseLossInputs, functions: TileFunctions) -> IndexerLoss:
+    x = inputs.indexer
+    value = x.q.new_zeros((), dtype=accumulation_dtype(x.q.dtype))
+    grads = Gradients(x) if inputs.want_gradients else None
+    longest, width = functions.shape
+    for block in query_blocks(inputs.layout, longest):
         tiles = list(block.tiles(width))
         if tiles:
-            _Block(inputs, functions, block, tiles).add(loss, grads)
-    return loss
+            _BlockLoss(inputs, functions, block.tokens, tiles).add(value, grads)
+    return IndexerLoss(value, None if grads is None else grads.result())
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Some query tokens of a window, with tiles that cover what they see."""
+class _BlockLoss:
+    """The loss of a block of query tokens, with tiles that cover what they see."""
 
-    given: DenseLossInputs
+    inputs: DenseLossInputs
     functions: TileFunctions
-    block: QueryBlock
+    tokens: slice
     tiles: list[Tile]
 
     def add(self, loss: torch.Tensor, grads: Gradients | None) -> None:
         """Add the KL sum of these tokens to ``loss``, and their gradients to ``grads``."""
-        arguments, functions, rows = self.given, self.functions, self.block.rows
-        x, layout = arguments.indexer, arguments.layout
-        seen = Seen(layout.start[rows], layout.end[rows])
+        inputs, functions, tokens = self.inputs, self.functions, self.tokens
+        x, layout = inputs.indexer, inputs.layout
+        seen = Seen(layout.start[tokens], layout.end[tokens])
         student_lse, lse = self._log_sum_exps(seen)
-        other = None if arguments.other_lse is None else arguments.other_lse[rows].t().to(lse.dtype)
-        lse, has_mass = normalised_lse(lse, other, arguments.head_group)
+        other = None if inputs.other_lse is None else inputs.other_lse[tokens].t().to(lse.dtype)
+        lse, has_mass = normalised_lse(lse, other, inputs.head_group)
         # A token without a teacher has neither loss nor gradient, as if it saw nothing.
         seen = Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
         dq = None
         if grads is not None:
             dq = x.q.new_zeros(student_lse.shape + x.q.shape[1:], dtype=student_lse.dtype)
         for tile, here, teacher in self._teachers(seen, lse):
-            inputs, inside = self._inputs(tile), tile.inside
+            part, inside = self._student(tile), tile.inside
             value, dscores = functions.loss(
-                inputs, here, teacher, student_lse[inside], grads is not None
+                part, here, teacher, student_lse[inside], inputs.want_gradients
             )
             loss += value
             if grads is not None:
                 assert dq is not None and dscores is not None
-                dk = functions.backward(inputs, here, dscores, dq[inside], grads.weights[tile.rows])
+                dweights = grads.weights[tile.tokens]
+                dk = functions.backward(part, here, dscores, dq[inside], dweights)
                 grads.add_to_slots(layout, tile.slots, dk)
         if grads is not None:
             assert dq is not None
-            inputs = IndexerInputs(x.q[rows], x.k, x.weights[rows], x.relu)
-            functions.finish(inputs, seen, dq, grads.q[rows], grads.weights[rows])
+            part = IndexerInputs(x.q[tokens], x.k, x.weights[tokens], x.relu)
+            functions.finish(part, seen, dq, grads.q[tokens], grads.weights[tokens])
 
-    def _inputs(self, tile: Tile) -> IndexerInputs:
-        x = self.given.indexer
-        keys = self.functions.index_keys(self.given.layout, tile.slots)
-        return IndexerInputs(x.q[tile.rows], keys, x.weights[tile.rows], x.relu)
+    def _student(self, tile: Tile) -> IndexerInputs:
+        x = self.inputs.indexer
+        keys = self.functions.index_keys(self.inputs.layout, tile.slots)
+        return IndexerInputs(x.q[tile.tokens], keys, x.weights[tile.tokens], x.relu)
 
     def _log_sum_exps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the student's ``[r]`` and the teacher's ``[H, r]``, which may be given."""
-        inputs, q = self.given, self.given.q
-        rows, index_q = seen.start.shape[0], inputs.indexer.q
-        dtype = accumulation_dtype(q.dtype)
-        student = index_q.new_full((rows,), float("-inf"), dtype=accumulation_dtype(index_q.dtype))
+        inputs, q, index_q = self.inputs, self.inputs.q, self.inputs.indexer.q
+        count, dtype = seen.start.shape[0], accumulation_dtype(q.dtype)
+        student = index_q.new_full((count,), float("-inf"), dtype=accumulation_dtype(index_q.dtype))
         if inputs.lse is None:
-            teacher = q.new_full((q.shape[1], rows), float("-inf"), dtype=dtype)
+            teacher = q.new_full((q.shape[1], count), float("-inf"), dtype=dtype)
         else:
-            teacher = inputs.lse[self.block.rows].t().to(dtype)
+            teacher = inputs.lse[self.tokens].t().to(dtype)
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
-            _join(student[tile.inside], self.functions.student_lse(self._inputs(tile), here))
+            _join(student[tile.inside], self.functions.student_lse(self._student(tile), here))
             if inputs.lse is None:
                 keys = take(inputs.k, inputs.layout, tile.slots)
-                _join(teacher[:, tile.inside], self.functions.teacher_lse(q[tile.rows], keys, here))
+                part = self.functions.teacher_lse(q[tile.tokens], keys, here)
+                _join(teacher[:, tile.inside], part)
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:
@@ -174,11 +160,11 @@ class _Block:
 
         The sum over ranks of one tile runs under the computation of the next.
         """
-        inputs, group, last = self.given, self.given.head_group, None
+        inputs, group, last = self.inputs, self.inputs.head_group, None
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
             keys = take(inputs.k, inputs.layout, tile.slots)
-            teacher = self.functions.teacher(inputs.q[tile.rows], keys, lse[:, tile.inside], here)
+            teacher = self.functions.teacher(inputs.q[tile.tokens], keys, lse[:, tile.inside], here)
             del keys
             if group is None:
                 yield tile, here, teacher
@@ -244,80 +230,49 @@ def normalised_lse(
 
 @dataclass(frozen=True)
 class Tile:
-    """Some query tokens and some slots.
+    """Some query tokens and some slots."""
 
-    Attributes:
-        rows: slice of the query tokens.
-        inside: the same tokens, counted from the first of their query block.
-        slots: slice of the keys in slot order.
-    """
-
-    rows: slice
-    inside: slice
-    slots: slice
+    tokens: slice
+    inside: slice  # the same tokens, counted from the first of their query block
+    slots: slice  # of the keys in slot order
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """The queries ``[begin, end)`` of a window."""
+    """The queries ``[begin, end)`` of a query range."""
 
-    window: QueryRange
+    query_range: QueryRange
     begin: int
     end: int
 
     @property
-    def rows(self) -> slice:
-        """Their slice of the query tokens."""
-        return self._rows(self.begin, self.end)
-
-    def _rows(self, begin: int, end: int) -> slice:
-        first, step = self.window.rows.start, self.window.rows.step
-        return slice(first + begin * step, first + (end - 1) * step + 1, step)
+    def tokens(self) -> slice:
+        return self.query_range.tokens_of(self.begin, self.end)
 
     def tiles(self, width: int) -> Iterator[Tile]:
         """Cut the slots that these queries may see into tiles of at most ``width`` slots.
 
-        The bounds of a window rise from query to query: a tile begins with the first query that
-        reaches its slots, and ends before the first that is past them.
+        The bounds of a query range rise from query to query: a tile begins with the first query
+        that reaches its slots, and ends before the first that is past them.
         """
         queries = range(self.begin, self.end)
-        lowest, highest = self.window.slots(self.begin, self.end)
+        lowest, highest = self.query_range.slots(self.begin, self.end)
         for low in range(lowest, highest, width):
             high = min(low + width, highest)
             begin = self.begin + bisect_left(queries, True, key=lambda i: self._sees(i)[1] > low)
             end = self.begin + bisect_left(queries, True, key=lambda i: self._sees(i)[0] >= high)
             if begin < end:
                 inside = slice(begin - self.begin, end - self.begin)
-                yield Tile(self._rows(begin, end), inside, slice(low, high))
+                yield Tile(self.query_range.tokens_of(begin, end), inside, slice(low, high))
 
     def _sees(self, query: int) -> tuple[int, int]:
-        return self.window.slots(query, query + 1)
+        return self.query_range.slots(query, query + 1)
 
 
-def query_blocks(layout: Layout, rows: int) -> Iterator[QueryBlock]:
-    for window in layout.query_ranges:
-        for begin in range(0, len(window), rows):
-            yield QueryBlock(window, begin, min(begin + rows, len(window)))
-
-
-def fitting_shape(
-    costs: TileBytes, budget: int, longest: int, shortest: int = 1
-) -> tuple[int, int]:
-    """Return how many query tokens and how many slots a tile may have to fit the workspace.
-
-    Edges are ``longest`` at most and never below ``shortest``. Tokens are given up last, up to four
-    per slot: the keys of a tile are expanded once for all its tokens, which is cheap from several
-    hundred tokens on.
-    """
-    rows = width = longest
-    while costs(rows, width) > budget and (rows, width) != (shortest, shortest):
-        if 4 * width > rows and width > shortest:
-            width //= 2
-        else:
-            rows //= 2
-    while width < longest and costs(rows, 2 * width) <= budget:
-        width *= 2
-    return rows, width
+def query_blocks(layout: Layout, longest: int) -> Iterator[QueryBlock]:
+    for query_range in layout.query_ranges:
+        for begin in range(0, len(query_range), longest):
+            yield QueryBlock(query_range, begin, min(begin + longest, len(query_range)))
 
 
 @dataclass(frozen=True)
@@ -325,12 +280,29 @@ class TileBytes:
     """Temporary bytes of the loss: per pair of a tile, per query token, per slot, and at all."""
 
     pair: int
-    row: int
+    token: int
     slot: int
     fixed: int
 
-    def __call__(self, rows: int, width: int) -> int:
-        return rows * width * self.pair + rows * self.row + width * self.slot + self.fixed
+    def __call__(self, tokens: int, width: int) -> int:
+        return tokens * width * self.pair + tokens * self.token + width * self.slot + self.fixed
+
+    def fitting_shape(self, budget: int, longest: int, shortest: int = 1) -> tuple[int, int]:
+        """Return how many query tokens and how many slots a tile may have to fit the workspace.
+
+        Edges are ``longest`` at most and never below ``shortest``. Tokens are given up last, up to
+        four per slot: the keys of a tile are expanded once for all its tokens, which is cheap from
+        several hundred tokens on.
+        """
+        tokens = width = longest
+        while self(tokens, width) > budget and (tokens, width) != (shortest, shortest):
+            if 4 * width > tokens and width > shortest:
+                width //= 2
+            else:
+                tokens //= 2
+        while width < longest and self(tokens, 2 * width) <= budget:
+            width *= 2
+        return tokens, width
 
 
 def gathered_bytes(k: ExpandedKeys) -> int:

@@ -18,7 +18,7 @@ from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG, TRITON
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout
-from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
+from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 
 class IndexerGradients(NamedTuple):
@@ -29,8 +29,8 @@ class IndexerGradients(NamedTuple):
     weights: torch.Tensor  # [Sq, HI], fp32 (fp64) or the dtype of the weights
 
 
-class SparseLoss(NamedTuple):
-    """Result of an implementation of ``sparse_indexer_loss``."""
+class IndexerLoss(NamedTuple):
+    """Result of an implementation of a loss."""
 
     value: torch.Tensor  # scalar, the KL sum
     gradients: IndexerGradients | None  # if they were wanted
@@ -60,10 +60,6 @@ class SparseLossInputs:
     workspace_bytes: int
     want_gradients: bool = True
     dq: torch.Tensor | None = None
-
-    def query_gradient(self) -> torch.Tensor:
-        """Return the tensor to write the gradient of q to; it may hold anything."""
-        return torch.empty_like(self.indexer.q) if self.dq is None else self.dq
 
 
 @dataclass(frozen=True)
@@ -143,6 +139,7 @@ class DenseLossInputs:
     workspace_bytes: int
     other_lse: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    want_gradients: bool = True
 
 
 _HERE = __package__
@@ -229,32 +226,30 @@ DENSE_LOSS = Operation(
 )
 
 
-def fake_sparse(candidate: Candidate, inputs: SparseLossInputs) -> SparseLoss:
-    x, gradients = inputs.indexer, None
-    value = empty_sums(x.q)
-    if inputs.want_gradients:
-        dk, dweights = empty_sums(x.k, *x.k.shape), empty_sums(x.weights, *x.weights.shape)
-        gradients = IndexerGradients(inputs.query_gradient(), dk, dweights)
-        if candidate.fused:
-            gradients = gradients._replace(k=dk.clone())
+def fake_sparse(candidate: Candidate, inputs: SparseLossInputs) -> IndexerLoss:
+    loss = _empty_loss(inputs, inputs.dq)
+    if loss.gradients is not None and candidate.fused:
+        loss = loss._replace(gradients=loss.gradients._replace(k=loss.gradients.k.clone()))
     if not candidate.fused:
-        take_workspace(x.q, inputs.workspace_bytes)
-    return SparseLoss(value, gradients)
+        take_workspace(inputs.indexer.q, inputs.workspace_bytes)
+    return loss
 
 
-def fake_dense(_candidate: Candidate, inputs: DenseLossInputs) -> torch.Tensor:
-    x = inputs.indexer
+def fake_dense(_candidate: Candidate, inputs: DenseLossInputs) -> IndexerLoss:
+    loss = _empty_loss(inputs)
+    take_workspace(inputs.indexer.q, inputs.workspace_bytes)
+    return loss
 
-    def forward(q, k, weights):
-        # The forward computes the gradients: summed wide, and kept as narrow as the inputs.
-        dk, dweights = empty_sums(k, *k.shape), empty_sums(weights, *weights.shape)
-        kept = torch.empty_like(q), dk.to(k.dtype), dweights.to(weights.dtype)
-        return (empty_sums(q), *kept), kept
 
-    def backward(*kept):
-        return tuple(torch.empty_like(gradient) for gradient in kept)
-
-    return differentiable((x.q, x.k, x.weights), forward, backward, inputs.workspace_bytes)
+def _empty_loss(
+    inputs: SparseLossInputs | DenseLossInputs, dq: torch.Tensor | None = None
+) -> IndexerLoss:
+    x, gradients = inputs.indexer, None
+    if inputs.want_gradients:
+        dq = torch.empty_like(x.q) if dq is None else dq
+        sums = (empty_sums(tensor, *tensor.shape) for tensor in (x.k, x.weights))
+        gradients = IndexerGradients(dq, *sums)
+    return IndexerLoss(empty_sums(x.q), gradients)
 
 
 # The plain reference: differentiable, materialises everything.

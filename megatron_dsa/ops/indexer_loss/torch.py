@@ -11,7 +11,7 @@ from megatron_dsa.ops.common.arithmetic import (
     rows_in_budget,
     valid_entries,
 )
-from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, IndexerLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout
 
@@ -23,17 +23,10 @@ class Gradients:
         acc = accumulation_dtype(inputs.q.dtype)
         # Each query is written once, by its block, so dq needs no wider accumulator.
         self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
-        # A spare row takes the contributions of invalid indices.
-        self._k = inputs.k.new_zeros(inputs.k.shape[0] + 1, inputs.k.shape[1], dtype=acc)
+        # A spare key takes the contributions of invalid indices.
+        self.k_with_spare = inputs.k.new_zeros(len(inputs.k) + 1, inputs.k.shape[1], dtype=acc)
+        self.k = self.k_with_spare[:-1]
         self.weights = torch.zeros_like(inputs.weights, dtype=acc)
-
-    @property
-    def k(self) -> torch.Tensor:
-        return self._k[:-1]
-
-    @property
-    def k_with_spare(self) -> torch.Tensor:
-        return self._k
 
     def add_to_slots(self, layout: Layout, slots: slice, dk: torch.Tensor) -> None:
         """Add ``dk [slots, DI]`` to the gradient of these slots' keys."""
@@ -46,7 +39,7 @@ class Gradients:
         return IndexerGradients(self.q, self.k, self.weights)
 
 
-def sparse(inputs: SparseLossInputs) -> SparseLoss:
+def sparse(inputs: SparseLossInputs) -> IndexerLoss:
     x = inputs.indexer
     acc = accumulation_dtype(x.q.dtype)
     value = x.q.new_zeros((), dtype=acc)
@@ -57,7 +50,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
         value += part
         if grads is not None:
             chunk.backward(student.sub_(teacher), grads)
-    return SparseLoss(value, None if grads is None else grads.result())
+    return IndexerLoss(value, None if grads is None else grads.result())
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):

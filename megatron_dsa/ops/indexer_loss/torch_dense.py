@@ -1,20 +1,13 @@
 """The dense indexer loss in torch, which runs everywhere."""
 
-from dataclasses import replace
-
 import torch
 
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, mm, slices
-from megatron_dsa.ops.indexer_loss.dense import (
-    TileBytes,
-    dense_loss,
-    fitting_shape,
-    gathered_bytes,
-    take,
-)
+from megatron_dsa.ops.indexer_loss.dense import TileBytes, dense_loss, gathered_bytes, take
 from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
     ExpandedKeys,
+    IndexerLoss,
     LatentKeys,
     TeacherKeys,
 )
@@ -30,13 +23,8 @@ LONGEST_EDGE = 1024
 _ALL = slice(None)
 
 
-def dense(inputs: DenseLossInputs) -> torch.Tensor:
-    x = inputs.indexer
-    if x.q.dtype == torch.float16:
-        # Gradients exist before the loss scale is applied: fp16 underflows.
-        x = IndexerInputs(x.q.float(), x.k.float(), x.weights.float(), x.relu)
-        inputs = replace(inputs, indexer=x)
-    return dense_loss(inputs, TorchTiles)
+def dense(inputs: DenseLossInputs) -> IndexerLoss:
+    return dense_loss(inputs, TorchTiles(inputs))
 
 
 class TorchTiles:
@@ -44,7 +32,7 @@ class TorchTiles:
 
     def __init__(self, inputs: DenseLossInputs):
         self.shape = tile_shape(inputs)
-        self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
+        self._keys, self._scale = inputs.indexer.k, inputs.softmax_scale
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
         return take(self._keys, layout, slots)
@@ -187,7 +175,7 @@ def _add_scaled(shift: torch.Tensor, scores: torch.Tensor, scale: float) -> torc
 
 def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
     """Return how many query tokens and slots a tile of the torch implementation may have."""
-    return fitting_shape(tile_bytes(inputs), inputs.workspace_bytes, LONGEST_EDGE)
+    return tile_bytes(inputs).fitting_shape(inputs.workspace_bytes, LONGEST_EDGE)
 
 
 def tile_bytes(inputs: DenseLossInputs) -> TileBytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, sum_mm
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled, scaled_together
 from megatron_dsa.ops.dispatch import Policy
-from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss, query_gradient_dtype
+from megatron_dsa.ops.indexer_loss.api import query_gradient_dtype, selected_keys_loss
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import rotate_index
@@ -47,8 +47,8 @@ class LatentQueries:
         return self.weight.shape[0] // self.heads
 
     @torch.no_grad()
-    def formed(self, tokens: slice = slice(None)) -> torch.Tensor:
-        """Compute the queries ``[tokens, HI, DI]`` of some tokens, without gradient."""
+    def compute(self, tokens: slice = slice(None)) -> torch.Tensor:
+        """Return the queries ``[tokens, HI, DI]``, the same bits each time, without gradient."""
         product = torch.nn.functional.linear(self.latent[tokens], self.weight)
         return self._rotated(product.view(len(product), self.heads, self.dim), tokens)
 
@@ -66,17 +66,10 @@ class LatentQueries:
 
 @dataclass(frozen=True)
 class LatentIndexerInputs:
-    """:class:`IndexerInputs` whose queries are computed twice, in the selection and in the loss.
+    """:class:`IndexerInputs` whose queries are recomputed from latents in the loss's backward.
 
     An indexer has as many heads as its model says, however few the attention of a rank has: 64 of
-    128 dims in DeepSeek-V3.2, 16 KiB per token. The latents are kept anyway, for the attention's
-    queries. So the selection drops the index queries, and the backward of the sparse loss computes
-    them again block by block.
-
-    Attributes:
-        queries: the source of the queries.
-        k, weights, relu, fp32_weights, checked: see ``IndexerInputs``.
-        ready: queries already computed for the selection, at most one entry; consumed once.
+    128 dims in DeepSeek-V3.2, 16 KiB per token. The attention's backward keeps the latents anyway.
     """
 
     queries: LatentQueries
@@ -84,35 +77,24 @@ class LatentIndexerInputs:
     weights: torch.Tensor
     relu: bool = True
     fp32_weights: torch.Tensor | None = None
-    checked: bool = False
-    ready: list[IndexerInputs] = field(default_factory=list, repr=False, compare=False)
 
     @torch.no_grad()
-    def formed(self) -> IndexerInputs:
-        """Return the inputs with the queries of all tokens, the same bits each time, no gradient.
-
-        Takes those that are ``ready``.
-        """
-        if self.ready:
-            return self.ready.pop()
+    def with_queries(self) -> IndexerInputs:
+        """Return the inputs of a selection; no gradient flows to them."""
         return IndexerInputs(
-            self.queries.formed(), self.k.detach(), self.weights.detach(), self.relu,
-            fp32_weights=self.fp32_weights, checked=self.checked,
+            self.queries.compute(), self.k.detach(), self.weights.detach(), self.relu,
+            fp32_weights=self.fp32_weights,
         )  # fmt: skip
 
-    def shaped(self) -> IndexerInputs:
-        """Return inputs with the shapes and dtypes of these, whose queries take no memory.
-
-        Raises:
-            ConfigError: latents and weight do not fit.
-        """
+    def check(self, layout: Layout, **queries: torch.Tensor) -> None:
+        """As :func:`check_indexer`, also of latents and weight."""
         x = self.queries
         fix = "flatten sequence and batch to tokens"
         require_tensor("inputs.latent", x.latent, ("Sq", "L"), FLOATS, fix=fix)
         shape, fix = ("HI * DI", x.latent.shape[1]), "give the weight that projects the latents"
         require_tensor("inputs.weight", x.weight, shape, (x.latent.dtype,), x.latent, fix)
-        q = x.latent.new_empty(()).expand(len(x.latent), x.heads, x.dim)
-        return IndexerInputs(q, self.k, self.weights, self.relu)
+        q = x.latent.new_empty(()).expand(len(x.latent), x.heads, x.dim)  # takes no memory
+        check_indexer(IndexerInputs(q, self.k, self.weights, self.relu), layout, **queries)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the weight of the queries, k and weights, which get gradients, then the rest."""
@@ -120,36 +102,38 @@ class LatentIndexerInputs:
         return x.weight, self.k, self.weights, x.latent, x.cos, x.sin
 
     def with_tensors(self, tensors: Sequence[Any]) -> LatentIndexerInputs:
-        """Return the same with other :meth:`tensors`; ``ready`` is shared."""
+        """Return the same with other :meth:`tensors`."""
         weight, k, weights, latent, cos, sin = tensors
         queries = replace(self.queries, weight=weight, latent=latent, cos=cos, sin=sin)
         return replace(self, queries=queries, k=k, weights=weights)
 
-    def without_tensors(self) -> LatentIndexerInputs:
-        return replace(self.with_tensors((None,) * 6), fp32_weights=None, ready=[])
 
-
-#: What an indexer returns.
+#: Inputs that an indexer is trained on.
 TrainedIndexer = IndexerInputs | LatentIndexerInputs
 
 
 class TeacherPart(NamedTuple):
-    """Teacher of some query tokens; see :class:`SparseLossInputs`, but of local heads only."""
+    """Teacher of some query tokens; fields as in :class:`SparseLossInputs`, of local heads only."""
 
     tokens: slice
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
 
-    def of(self, some: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return indices, lengths and teacher of some of the tokens."""
-        length = None if self.topk_length is None else self.topk_length[some]
-        return self.indices[some], length, self.teacher[some]
+    def blocks(self, longest: int) -> Iterator[TeacherPart]:
+        """Cut into parts of about equal length, of at most ``longest`` tokens."""
+        total = len(self.teacher)
+        count = max(1, -(-total // longest))
+        for some in slices(total, -(-total // count)) if total else [slice(0, 0)]:
+            first = self.tokens.start or 0
+            tokens = slice(first + some.start, first + some.stop)
+            length = None if self.topk_length is None else self.topk_length[some]
+            yield TeacherPart(tokens, self.indices[some], length, self.teacher[some])
 
 
 @dataclass(frozen=True)
 class IndexerTraining:
-    """What :func:`megatron_dsa.dsa_kernels.sparse_attention` needs to train the indexer.
+    """The sparse loss, which :func:`megatron_dsa.dsa_kernels.sparse_attention` runs backwards.
 
     The teacher is the head sum of the attention probabilities, which the backward recomputes
     anyway. So the loss gets its exact value there, and the indexer's tensors get their gradients
@@ -175,41 +159,46 @@ class IndexerTraining:
     head_group: object | None = None
     selected_only: bool = False
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``inputs``; the first three get gradients."""
-        return self.inputs.tensors()
-
     def gradients(
-        self, tensors, parts: Iterable[TeacherPart], policy: Policy
+        self, tensors: Sequence[torch.Tensor], parts: Iterable[TeacherPart], policy: Policy
     ) -> tuple[torch.Tensor | None, ...]:
         """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
 
         Args:
-            tensors: the result of :meth:`tensors`, as saved for the backward.
+            tensors: of :func:`separate_tensors`, as saved for the backward. The first three get
+                gradients.
             parts: the teacher of all query tokens, part by part. A part is computed after the loss
                 of the one before, and dropped with it.
             policy: which implementations may run.
         """
-        trained, (_, k, weights) = tensors[:3], tensors[:3]
-        factor = self.weight()
-        queries = _queries(self.inputs.with_tensors(tensors), factor, policy)
+        inputs, factor = self.inputs.with_tensors(tensors), self.weight()
+        queries: _KeptQueries | _RecomputedQueries
+        if isinstance(inputs, IndexerInputs):
+            queries = _KeptQueries(inputs.q)
+        else:
+            queries = _RecomputedQueries(inputs.queries, factor, policy.workspace_bytes // 2)
         dk, value, dweights = None, None, []
         for part in parts:
-            for tokens, some, q, dq in queries.blocks(part.tokens):
-                inputs = IndexerInputs(q, k, weights[tokens], self.inputs.relu)
-                loss = SelectedKeysLoss(self.layout, *part.of(some), policy, self.head_group)
-                kl_sum, gradients = loss.with_gradients(inputs, dq)
+            for tokens, indices, length, teacher in queries.blocks(part):
+                q, dq = queries.load(tokens)
+                block = IndexerInputs(q, inputs.k, inputs.weights[tokens], inputs.relu)
+                kl_sum, gradients = selected_keys_loss(
+                    block, self.layout, indices, length, teacher, policy, self.head_group,
+                    want_gradients=True, dq=dq,
+                )  # fmt: skip
                 assert gradients is not None
                 value = kl_sum if value is None else value + kl_sum
                 dweights.append(gradients.weights)
                 dk = gradients.k if dk is None else dk.add_(gradients.k)
-                del q, dq, inputs, loss, gradients  # before the next block takes memory
+                del q, block, gradients, indices, length, teacher  # before more takes memory
+                queries.add(tokens, dq)
+                del dq
             del part
         assert dk is not None and value is not None
         self.record(value)
         dq, is_scaled = queries.gradient()
         rest = dk, dweights[0] if len(dweights) == 1 else torch.cat(dweights)
-        dtypes = [x.dtype for x in trained]
+        dtypes = [x.dtype for x in tensors[:3]]
         if is_scaled:
             found = dq.to(dtypes[0]), *scaled_together(rest, factor, dtypes[1:], in_place=True)
         else:
@@ -231,57 +220,56 @@ def separate_tensors(
     """
     if indexer is None:
         return None, ()
-    check_indexer(indexer.inputs.shaped(), indexer.layout, **queries)
-    return replace(indexer, inputs=indexer.inputs.without_tensors()), indexer.tensors()
-
-
-#: Tokens of a block, the same counted from the first of its part, their queries, and a buffer that
-#: the loss writes their gradient to.
-QueryBlock = tuple[slice, slice, torch.Tensor, torch.Tensor]
+    inputs, tensors = indexer.inputs, indexer.inputs.tensors()
+    if isinstance(inputs, LatentIndexerInputs):
+        inputs.check(indexer.layout, **queries)
+    else:
+        check_indexer(inputs, indexer.layout, **queries)
+    inputs = replace(inputs.with_tensors([None] * len(tensors)), fp32_weights=None)
+    return replace(indexer, inputs=inputs), tensors
 
 
 class _KeptQueries:
-    """Queries that the forward kept: one block per part; their gradient."""
+    """Queries that the forward kept, and their gradient."""
 
     def __init__(self, q: torch.Tensor):
         self._q = q
         self._dq = torch.empty(q.shape, dtype=query_gradient_dtype(q.dtype), device=q.device)
 
-    def blocks(self, tokens: slice) -> Iterator[QueryBlock]:
-        yield tokens, slice(None), self._q[tokens], self._dq[tokens]
+    def blocks(self, part: TeacherPart) -> Iterator[TeacherPart]:
+        yield part
+
+    def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries of a block, and a buffer that the loss writes their gradient to."""
+        return self._q[tokens], self._dq[tokens]
+
+    def add(self, tokens: slice, dq: torch.Tensor) -> None:
+        """Take up the gradient that was written."""
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
-        """Return the gradient of the queries; it still lacks the factor."""
+        """Return the gradient of q (or of its weight), and whether it has the factor."""
         return self._dq, False
 
 
 class _RecomputedQueries:
-    """Queries computed again for a block of tokens; the gradient of their weight."""
+    """Queries recomputed for a block of tokens, and the gradient of their weight."""
 
     def __init__(self, queries: LatentQueries, factor: Factor | torch.Tensor | float, budget: int):
         self._queries, self._factor = queries, factor
-        weight = queries.weight
-        self._dtype = query_gradient_dtype(weight.dtype)
+        self._dtype = query_gradient_dtype(queries.weight.dtype)
         # A query and its gradient.
-        per_token = weight.shape[0] * (weight.dtype.itemsize + self._dtype.itemsize)
+        per_token = len(queries.weight) * (queries.weight.dtype.itemsize + self._dtype.itemsize)
         self._longest = rows_in_budget(budget, per_token)
         self._dweight: torch.Tensor | None = None
 
-    def blocks(self, tokens: slice) -> Iterator[QueryBlock]:
-        """Yield blocks of about equal length within the budget, and take up their gradient."""
-        first, last, _ = tokens.indices(len(self._queries.latent))
-        count = max(1, -(-(last - first) // self._longest))
-        size = max(1, -(-(last - first) // count))
-        for some in slices(last - first, size) if last > first else [slice(0, 0)]:
-            block = slice(first + some.start, first + some.stop)
-            q = self._queries.formed(block)
-            dq = torch.empty(q.shape, dtype=self._dtype, device=q.device)
-            yield block, some, q, dq
-            del q
-            self._add(block, dq)
-            del dq  # before the next block takes memory
+    def blocks(self, part: TeacherPart) -> Iterator[TeacherPart]:
+        return part.blocks(self._longest)
 
-    def _add(self, tokens: slice, dq: torch.Tensor) -> None:
+    def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self._queries.compute(tokens)
+        return q, torch.empty(q.shape, dtype=self._dtype, device=q.device)
+
+    def add(self, tokens: slice, dq: torch.Tensor) -> None:
         x = self._queries
         if dq.dtype != x.weight.dtype:  # it could underflow without the factor
             dq = scaled(dq, self._factor, x.weight.dtype)
@@ -289,15 +277,5 @@ class _RecomputedQueries:
         self._dweight = sum_mm(self._dweight, dq.t(), x.latent[tokens])
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
-        """Return the gradient of the weight, and whether it has the factor."""
         assert self._dweight is not None
         return self._dweight, self._dtype != self._queries.weight.dtype
-
-
-def _queries(
-    inputs: TrainedIndexer, factor: Factor | torch.Tensor | float, policy: Policy
-) -> _KeptQueries | _RecomputedQueries:
-    if isinstance(inputs, IndexerInputs):
-        return _KeptQueries(inputs.q)
-    # Recomputed queries and their gradient take half of the workspace.
-    return _RecomputedQueries(inputs.queries, factor, policy.workspace_bytes // 2)

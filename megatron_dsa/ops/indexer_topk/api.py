@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from megatron_dsa.ops.indexer_topk.spec import (
     SCORES,
     TOPK,
     IndexerInputs,
-    TopKInputs,
     check_indexer,
     describe_index_call,
 )
@@ -59,11 +58,8 @@ def indexer_topk(
         engine.check(inputs)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
     inputs = require_finite_scores(inputs, layout, "indexer_topk")
-    engine_scores = policy.indexer_numerics == DEEPGEMM_FP8
-    select = (_EngineScored if engine_scores else _Exact)(
-        TopKInputs(inputs.detach(), layout, topk), policy
-    )
-    return _select_blocks(select, policy.workspace_bytes)
+    select = _EngineScored if policy.indexer_numerics == DEEPGEMM_FP8 else _Exact
+    return _select_blocks(select(inputs.detach(), layout, topk, policy))
 
 
 def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
@@ -80,11 +76,10 @@ class _Exact:
 
     scoring: Operation = SCORES
 
-    def __init__(self, given: TopKInputs, policy: Policy):
-        self.given, self.policy = given, policy
-        keys = given.layout.keys_in_slot_order(given.indexer.k)
-        self.inputs = replace(given.indexer, k=keys)
-        self.call = describe_index_call(self.inputs, given.layout, given.topk)
+    def __init__(self, inputs: IndexerInputs, layout: Layout, topk: int, policy: Policy):
+        self.layout, self.topk, self.policy = layout, topk, policy
+        self.inputs = replace(inputs, k=layout.keys_in_slot_order(inputs.k))
+        self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the block, then -1.
@@ -92,19 +87,14 @@ class _Exact:
         The block is wider than ``topk``. The result may be written to ``out`` and be it.
         """
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
-        return TOPK.run(
-            self.call, self.policy, self._scores(block, seen), seen, self.given.topk, *more
-        )
+        return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 
     def bytes_per_token(self, width: int) -> int:
         """Temporary bytes per query of a block ``width`` slots wide, the result included."""
-        return width * self._bytes_per_score + 4 * self.given.topk
+        return width * self._bytes_per_score + 4 * self.topk
 
     def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
         return SCORES.run(self.call, self.policy, self.inputs, block, self.inputs.k, seen)
-
-    def _scoring_call(self) -> OpCall:
-        return self.call
 
     @functools.cached_property
     def _selection(self) -> Any:
@@ -112,7 +102,7 @@ class _Exact:
 
     @functools.cached_property
     def _bytes_per_score(self) -> int:
-        call = self._scoring_call()
+        call = self.scoring_call
         scores: Any = self.scoring.choose(call, self.policy).candidate.load()
         itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
         return scores.bytes_per_score(call.heads, itemsize) + self._selection.bytes_per_score()
@@ -123,6 +113,10 @@ class _EngineScored(_Exact):
 
     scoring = ENGINE_SCORES
 
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.scoring_call = replace(self.call, dtype=FP8)
+
     @functools.cached_property
     def _fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         # For all blocks; queries are quantised a block at a time.
@@ -132,25 +126,22 @@ class _EngineScored(_Exact):
         heads, dim = self.inputs.q.shape[1:]
         return super().bytes_per_token(width) + 11 * heads * dim  # queries in bf16, fp32 and fp8
 
-    def _scoring_call(self) -> OpCall:
-        return replace(self.call, dtype=FP8)
-
     def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
         weights = self.inputs.fp32_weights
         weights = self.inputs.weights if weights is None else weights
-        q, weights = engine.quantized_queries(self.inputs.q[block.rows], weights[block.rows])
+        q, weights = engine.quantized_queries(self.inputs.q[block.tokens], weights[block.tokens])
         k, scales = self._fp8_keys
         inputs = IndexerInputs(q, k, weights, self.inputs.relu, scales)
         # The queries are the block's, from the first on.
-        here = replace(block, rows=slice(0, q.shape[0], 1))
-        call = describe_index_call(inputs, self.given.layout, self.given.topk)
+        here = replace(block, tokens=slice(0, q.shape[0], 1))
+        call = describe_index_call(inputs, self.layout, self.topk)
         return ENGINE_SCORES.run(call, self.policy, inputs, here, k, seen)
 
 
 @torch.no_grad()
-def _select_blocks(select: _Exact, workspace_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, layout, topk = select.given.indexer, select.given.layout, select.given.topk
-    indices = torch.empty(inputs.q.shape[0], topk, dtype=torch.int32, device=inputs.q.device)
+def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
+    q, layout, topk = select.inputs.q, select.layout, select.topk
+    indices = torch.empty(q.shape[0], topk, dtype=torch.int32, device=q.device)
     length = layout.derive(
         ("selected keys", topk), lambda: torch.clamp(layout.end - layout.start, max=topk)
     )
@@ -158,21 +149,22 @@ def _select_blocks(select: _Exact, workspace_bytes: int) -> tuple[torch.Tensor, 
     def tokens_for_width(width: int) -> int:
         # A packed block merges two selections (`put`).
         lists = 12 * topk if layout.packed else 0
-        return rows_in_budget(workspace_bytes, select.bytes_per_token(width) + lists)
+        bytes_per_token = select.bytes_per_token(width) + lists
+        return rows_in_budget(select.policy.workspace_bytes, bytes_per_token)
 
     # Queries that see no more keys than they select need no scores.
-    for block in layout.blocks(tokens_for_width, (topk + 1,)):
-        seen, out = layout.kept_seen(block), indices[block.rows]
-        slots = written = None
+    for block in layout.blocks(tokens_for_width, topk + 1):
+        seen, out = layout.seen(block), indices[block.tokens]
+        columns = written = None
         if block.width > topk and block.bound > topk:  # else every query gets all that it sees
             if not layout.packed:
                 written = out if _takes_columns(out, layout, block) else None
-                slots = select(block, seen, written)
+                columns = select(block, seen, written)
             else:
                 # Only the device knows which queries see few keys.
-                slots = select(block, _scored(layout, block, seen, topk))
-        if written is None or slots is not written:
-            put(out, slots, seen, block.lo, layout.key_rows)
+                columns = select(block, _scored(layout, block, seen, topk))
+        if written is None or columns is not written:
+            put(out, columns, seen, block.lo, layout.key_rows)
     return indices, length
 
 
@@ -220,10 +212,10 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
     tensors = inputs.tensors()
     if inputs.checked or on_meta() or any(x.numel() == 0 for x in tensors):
         return inputs
-    unseen = _unseen(layout)
+    queries, keys = _unseen(layout)
     heads, dim = inputs.q.shape[1:]
     limit = torch.finfo(accumulation_dtype(inputs.q.dtype)).max / (2 * heads * dim)
-    hidden = unseen.queries, unseen.keys, unseen.queries
+    hidden = queries, keys, queries
     require_on_device(
         sums_fit(tensors, hidden, limit), f"{where}: index scores are NaN or infinite: {ADVICE}",
         lambda: _explain(tensors, hidden, where),
@@ -231,21 +223,16 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
     return replace(inputs, checked=True)
 
 
-class _Unseen(NamedTuple):
-    """Padding: bool ``[num_queries]`` and ``[num_keys]``, ``None`` if there is none."""
+def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return padding: bool ``[num_queries]`` and ``[num_keys]``, ``None`` if there is none."""
 
-    queries: torch.Tensor | None = None
-    keys: torch.Tensor | None = None
-
-
-def _unseen(layout: Layout) -> _Unseen:
-    def find() -> _Unseen:
+    def find() -> tuple[torch.Tensor, torch.Tensor]:
         keys = ~seen_slots(layout)
         if layout.key_rows is not None:
             keys = torch.empty_like(keys).index_copy_(0, layout.key_rows, keys)
-        return _Unseen(layout.end <= layout.start, keys)
+        return layout.end <= layout.start, keys
 
-    return _Unseen() if layout.real is None else layout.derive("unseen queries and keys", find)
+    return layout.derive("unseen queries and keys", find) if layout.packed else (None, None)
 
 
 def seen_slots(layout: Layout) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Scores:
     ) -> torch.Tensor:
         from cudnn import DSA
 
-        q, weights = inputs.q[block.rows], inputs.weights[block.rows]
+        q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
         heads = padded_heads(q.shape[1], (16, 32, 64))
         # The i-th of r queries sees up to its own slot, the block's last but r - i. A compressed
         # slot is seen from several queries on: no part of the block is left out then.

@@ -73,7 +73,7 @@ class Scores:
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
         assert inputs.key_scales is not None
-        q, weights = inputs.q[block.rows], inputs.weights[block.rows].double()
+        q, weights = inputs.q[block.tokens], inputs.weights[block.tokens].double()
         scores = weights.new_empty(len(q), block.width, dtype=torch.float32)
         for some in slices(block.width, KEYS):
             slots = slice(block.lo + some.start, block.lo + some.stop)

@@ -54,12 +54,8 @@ class IndexerInputs:
     def detach(self) -> IndexerInputs:
         return self.with_tensors([x.detach() for x in self.tensors()])
 
-    def formed(self) -> IndexerInputs:
-        """Return these inputs: their queries exist."""
-        return self
-
-    def shaped(self) -> IndexerInputs:
-        """Return inputs with the shapes and dtypes of these."""
+    def with_queries(self) -> IndexerInputs:
+        """Return these inputs, whose queries exist."""
         return self
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -70,19 +66,6 @@ class IndexerInputs:
         """Return the same with other :meth:`tensors`."""
         q, k, weights = tensors
         return replace(self, q=q, k=k, weights=weights)
-
-    def without_tensors(self) -> IndexerInputs:
-        """Return the same without tensors, to be kept until a backward."""
-        return replace(self.with_tensors((None,) * 3), fp32_weights=None)
-
-
-@dataclass(frozen=True)
-class TopKInputs:
-    """Inputs of one selection: the indexer's, the layout and ``topk``."""
-
-    indexer: IndexerInputs
-    layout: Layout
-    topk: int
 
 
 class BlockScores(Protocol):
@@ -248,7 +231,7 @@ def fake_scores(
     _candidate: Candidate, inputs: IndexerInputs, block: Block, _keys: torch.Tensor, _seen: Seen
 ) -> torch.Tensor:
     # q may be fp8; the weights never are.
-    return empty_sums(inputs.weights, inputs.q[block.rows].shape[0], block.width)
+    return empty_sums(inputs.weights, inputs.q[block.tokens].shape[0], block.width)
 
 
 def fake_selection(

@@ -27,7 +27,7 @@ class Scores:
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
         heads_at_once = min(HEADS_AT_ONCE, inputs.q.shape[1])
-        return block_scores(inputs, block.rows, keys[block.lo : block.hi], heads_at_once)
+        return block_scores(inputs, block.tokens, keys[block.lo : block.hi], heads_at_once)
 
 
 class Selection:

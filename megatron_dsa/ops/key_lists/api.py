@@ -1,9 +1,8 @@
-"""Keys of a query in V4's attention, described by ranges and written out block by block.
+"""Keys of a query in V4's attention, written out as lists block by block.
 
 A query attends to the last positions of its sequence (the window) and to compressed keys: the
-selected ones, or all that it sees. Only the selection is a tensor; the rest are two ranges per
-token. Attention kernels need one list per query, so lists are written for as many tokens at a time
-as fit the workspace, in the forward and again in the backward, never stored.
+selected ones, or all that it sees. Lists are written for as many tokens at a time as fit the
+workspace, in the forward and again in the backward, never stored.
 """
 
 from collections.abc import Iterator

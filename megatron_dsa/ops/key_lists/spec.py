@@ -13,28 +13,19 @@ _HERE = __package__
 
 @dataclass(frozen=True, eq=False)
 class ListInputs:
-    """Ranges and selections of a block of query tokens, as every implementation receives them.
+    """Ranges and selections of a block of query tokens; see :class:`.api.KeyLists`.
 
-    The key buffer holds the compressed keys in the order of their slots, then the keys of
-    positions. The list of a token has ``n`` compressed slots, then the last ``w = min(window, end -
-    start)`` window slots in ascending order as rows of the key buffer, then -1. A list that is
+    The list of a token has ``n`` compressed slots, then the last ``w = min(window, end - start)``
+    slots ``[start, end)`` in ascending order as rows of the key buffer, then -1. A list that is
     longer than ``width`` loses compressed entries from behind. Implementations return ``indices``
     int32 ``[tokens, width]`` and ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1)
     of larger ones.
 
     Attributes:
-        start, end: int32 ``[tokens]``; slots ``[start, end)`` are the token's own sequence up to
-            and including the token itself. ``start == end`` for padding tokens.
-        window: how many of them, from behind, belong to the list.
         key_rows: int64 ``[slots]`` slot -> row behind ``offset``; ``None`` for the identity.
-        offset: row of the key buffer where the keys of positions start.
-        selected: int32 ``[tokens, topk]`` or ``None``; compressed slots chosen by the indexer,
-            valid ones first, -1 behind.
-        selected_length: int32 ``[tokens]`` or ``None``; how many of ``selected`` are valid.
-            ``None``: those that are not negative.
+        selected_length: ``None``: the entries of ``selected`` that are not negative.
         group_start, group_end: int32 ``[tokens]`` or ``None``, used if ``selected`` is ``None``:
             all compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
-        width: columns of the result, at least the longest list.
     """
 
     start: torch.Tensor

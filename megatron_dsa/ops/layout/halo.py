@@ -47,10 +47,7 @@ class Halo:
 
 
 def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
-    """Return the halo of this rank, computed once per layout.
-
-    ``sharding`` is the keys' (``layout.key_ownership``) or that without its sequence parallelism.
-    """
+    """Return the halo of this rank; ``sharding`` is the keys', maybe without its ``sp``."""
     return layout.derive(("halo", sharding, reach), lambda: _halo(layout, sharding, reach))
 
 

@@ -1,25 +1,17 @@
 """Causal visibility of keys per query, for packed and unpacked batches.
 
-Indexer, selection, sparse attention and losses have no batches, sequences or masks: they work on
-flattened tokens and read a :class:`Layout`. Dense attention also reads :attr:`Layout.sequences`.
-
-* a *row* is an index into the flattened ``[tokens, ...]`` query or key tensor. Megatron's
-  ``[s, b, ...]`` flattens to rows ``s * B + b`` without a copy;
-* a *slot* is an index into the keys in sequence order, one sequence after the other. Every query
-  sees a contiguous range of slots ``[start, end)``, so no mask is needed. ``key_rows`` maps a slot
-  to its row;
-* a :class:`QueryRange` is a run of query tokens whose visible slots have bounds on the host, so
-  that blocks above the diagonal are skipped without a device synchronisation.
-
-Tensors are computed on the device without a host synchronisation.
+Operations work on flattened tokens: Megatron's ``[s, b, ...]`` flattens to tokens ``s * B + b``
+without a copy. A *slot* is an index into the keys in sequence order, one sequence after the other.
+Every query sees a contiguous range of slots, so no mask is needed. Tensors are computed on the
+device without a host synchronisation.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueryRange:
-    """Host-side bounds of the slots that a run of query tokens sees.
+    """Host-side bounds of the slots that a run of query tokens sees, to skip blocks of keys.
 
-    Query ``i`` has position ``p = place + i * step``, up to ``slack`` more or less, in a sequence
-    that begins at slot ``origin`` or later::
+    Query ``i`` has position ``p = position + i * step``, up to ``slack`` more or less, in a
+    sequence that begins at slot ``origin`` or later::
 
         slots  0 ......... origin ....... lowest ========== highest ....... ceiling
                            position 0            |<-lookback->|
@@ -47,9 +39,9 @@ class QueryRange:
     positions: ``lowest`` and ``highest`` use ``(...) // ratio``.
 
     Attributes:
-        rows: slice of query tokens.
+        tokens: slice of query tokens.
         origin: lowest slot that any of them sees.
-        place: position of the first query.
+        position: of the first query.
         lookback: upper bound of the sequence length.
         ceiling: number of slots.
         step: positions from one query to the next; more than 1 where ranks share a sequence.
@@ -57,9 +49,9 @@ class QueryRange:
         ratio: positions per slot.
     """
 
-    rows: slice
+    tokens: slice
     origin: int
-    place: int
+    position: int
     lookback: int
     ceiling: int
     step: int = 1
@@ -67,42 +59,33 @@ class QueryRange:
     ratio: int = 1
 
     def __len__(self) -> int:
-        return len(range(self.rows.start, self.rows.stop, self.rows.step))
+        return len(range(self.tokens.start, self.tokens.stop, self.tokens.step))
+
+    def tokens_of(self, begin: int, end: int) -> slice:
+        """Return the slice of query tokens that queries ``[begin, end)`` are."""
+        first, step = self.tokens.start, self.tokens.step
+        return slice(first + begin * step, first + (end - 1) * step + 1, step)
 
     def bound(self, query: int) -> int:
         """Return an upper bound of the slots that query ``query`` sees; never falls.
 
         Without ``slack`` it depends on the query's position only, on any rank.
         """
-        position = self.place + query * self.step + self.slack
+        position = self.position + query * self.step + self.slack
         return min(position + 1, self.lookback) // self.ratio
-
-    def cut(self, bound: int) -> tuple[QueryRange, ...]:
-        """Return the queries with a smaller :meth:`bound` and the others, as two ranges."""
-        count = len(self)
-        first = bisect_left(range(count), bound, key=self.bound)
-        if first in (0, count):
-            return (self,)
-        step = self.rows.step
-        middle = self.rows.start + first * step
-        return (
-            replace(self, rows=slice(self.rows.start, middle, step)),
-            replace(self, rows=slice(middle, self.rows.stop, step),
-                    place=self.place + first * self.step),
-        )  # fmt: skip
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
         """Return the slot range that covers everything queries ``[begin, end)`` may see."""
-        first = self.place + begin * self.step - self.slack
-        last = self.place + (end - 1) * self.step + self.slack
+        first = self.position + begin * self.step - self.slack
+        last = self.position + (end - 1) * self.step + self.slack
         lowest = self.origin + max(0, (first + 1 - self.lookback) // self.ratio)
         highest = min(self.origin + (last + 1) // self.ratio, self.ceiling)
         return min(lowest, highest), highest
 
     def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """Return bool scalar: :meth:`slots` of each query covers its ``[start, end)``."""
-        start, end = start[self.rows], end[self.rows]
-        position = self.place + self.step * torch.arange(len(self), device=start.device)
+        start, end = start[self.tokens], end[self.tokens]
+        position = self.position + self.step * torch.arange(len(self), device=start.device)
         reach = (position - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
         lowest = self.origin + reach.clamp_min(0)
         highest = self.origin + (position + self.slack + 1).div(self.ratio, rounding_mode="floor")
@@ -114,12 +97,10 @@ class QueryRange:
 class Block:
     """Query tokens of one query range, and the slots ``[lo, hi)`` that cover what they see.
 
-    Attributes:
-        ratio: positions per slot.
-        bound: upper bound of the slots that the first query sees.
+    ``ratio`` positions per slot; the first query sees at most ``bound`` slots.
     """
 
-    rows: slice
+    tokens: slice
     lo: int
     hi: int
     ratio: int = 1
@@ -132,7 +113,7 @@ class Block:
     @property
     def key(self) -> tuple[int, ...]:
         """Identify the block among those of a layout."""
-        return self.rows.start, self.rows.stop, self.rows.step, self.lo, self.hi
+        return self.tokens.start, self.tokens.stop, self.tokens.step, self.lo, self.hi
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +166,7 @@ class Layout:
 
     Attributes:
         num_queries: query tokens.
-        num_keys: rows (and slots) of the key buffer.
+        num_keys: keys (and slots) of the key buffer.
         start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``.
             ``start == end`` for padding tokens.
         position: int64 ``[num_queries]``, position in the token's sequence (for rope).
@@ -216,15 +197,11 @@ class Layout:
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
     #: Results of :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
-    derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: Keys of ``derived`` that another layout may drop (:meth:`derive_large`), and keys that a CUDA
-    #: graph reads in every replay.
-    large: set = field(default_factory=set, init=False, repr=False, compare=False)
-    pinned: set = field(default_factory=set, init=False, repr=False, compare=False)
+    derived: dict = field(default_factory=dict, init=False, repr=False)
+    #: Keys of ``derived`` that :meth:`derive_large` of another layout may drop.
+    large: set = field(default_factory=set, init=False, repr=False)
     #: The tensors are written by a CUDA graph, anew in every replay.
-    in_graph: bool = field(
-        default_factory=lambda: capturing(), init=False, repr=False, compare=False
-    )
+    in_graph: bool = field(default_factory=lambda: capturing(), init=False, repr=False)
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)
@@ -246,11 +223,10 @@ class Layout:
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
         if self.start.device.type == "cpu":  # on a GPU some ten launches per query_range
-            rule = (
-                "query_ranges must cover all that their queries see: widen place, lookback or slack"
-            )
+            rule = "query_ranges must cover all that their queries see"
+            fix = f"{rule}: widen position, lookback or slack"
             for query_range in self.query_ranges:
-                require_values({rule: query_range.covers(self.start, self.end)}, rule)
+                require_values({fix: query_range.covers(self.start, self.end)}, rule)
 
     @property
     def packed(self) -> bool:
@@ -282,15 +258,16 @@ class Layout:
 
         Layouts of unpacked batches are cached for ever, and large tensors would be with them.
         """
-        others = [holder for holder in _holders if holder() is not self]
-        for holder in others[:-1]:
-            if (layout := holder()) is not None:
-                for old in layout.large - layout.pinned:
-                    layout.derived.pop(old, None)
-        _holders[:] = [*others[-1:], weakref.ref(self)]
-        self.large.add(key)
-        if capturing():
-            self.pinned.add(key)
+        others = [x for ref in _recent if (x := ref()) is not None and x is not self]
+        for layout in others[:-1]:
+            for old in layout.large:
+                layout.derived.pop(old, None)
+            layout.large.clear()
+        _recent[:] = map(weakref.ref, (*others[-1:], self))
+        if capturing():  # the graph reads it in every replay
+            self.large.discard(key)
+        elif key not in self.derived:
+            self.large.add(key)
         return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
@@ -322,90 +299,78 @@ class Layout:
         rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
         return torch.where(slots < 0, slots, rows)
 
-    def blocks(self, rows_for_width, cuts: tuple[int | None, ...] = ()) -> Iterator[Block]:
+    def blocks(
+        self, tokens_for_width: Callable[[int], int], cut: int | None = None
+    ) -> Iterator[Block]:
         """Cut the query ranges into blocks of queries, without the slots above the diagonal.
 
         Args:
-            rows_for_width: ``rows_for_width(width)`` returns the most queries of a block whose
-                visible slots span ``width``.
-            cuts: blocks also end where :meth:`QueryRange.bound` reaches one of these.
+            tokens_for_width: returns the most queries of a block whose visible slots span a width.
+            cut: a block also ends where :meth:`QueryRange.bound` reaches this.
         """
-        query_ranges: Iterable[QueryRange] = self.query_ranges
-        for bound in cuts:
-            if bound is not None:
-                query_ranges = [part for whole in query_ranges for part in whole.cut(bound)]
-        for query_range in query_ranges:
-            total, done, step = len(query_range), 0, query_range.rows.step
-            while done < total:
-                lo, hi = query_range.slots(done, done + 1)
-                rows = max(1, min(total - done, rows_for_width(hi - lo)))
+        for query_range in self.query_ranges:
+            total, begin, before_cut = len(query_range), 0, 0
+            if cut is not None:
+                before_cut = bisect_left(range(total), cut, key=query_range.bound)
+            while begin < total:
+                most = (before_cut if begin < before_cut else total) - begin
+                lo, hi = query_range.slots(begin, begin + 1)
+                most = max(1, min(most, tokens_for_width(hi - lo)))
                 # A longer block sees further: its own end decides.
-                lo, hi = query_range.slots(done, done + rows)
-                rows = max(1, min(rows, rows_for_width(hi - lo)))
-                lo, hi = query_range.slots(done, done + rows)
-                first = query_range.rows.start + done * step
-                some = slice(first, first + (rows - 1) * step + 1, step)
-                yield Block(some, lo, hi, query_range.ratio, query_range.bound(done))
-                done += rows
+                lo, hi = query_range.slots(begin, begin + most)
+                end = begin + max(1, min(most, tokens_for_width(hi - lo)))
+                lo, hi = query_range.slots(begin, end)
+                tokens = query_range.tokens_of(begin, end)
+                yield Block(tokens, lo, hi, query_range.ratio, query_range.bound(begin))
+                begin = end
 
-    def widest(self, rows: slice) -> int:
-        """Return an upper bound of the slots that any query of ``rows`` (step 1) sees."""
+    def widest(self, tokens: slice) -> int:
+        """Return an upper bound of the slots that any query of ``tokens`` (step 1) sees."""
         bound = 0
         for query_range in self.query_ranges:
-            first, step = query_range.rows.start, query_range.rows.step
-            last = min(rows.stop, query_range.rows.stop) - 1
-            if last >= max(first, rows.start):
+            first, step = query_range.tokens.start, query_range.tokens.step
+            last = min(tokens.stop, query_range.tokens.stop) - 1
+            if last >= max(first, tokens.start):
                 query = (last - first) // step
                 lo, hi = query_range.slots(query, query + 1)
                 bound = max(bound, hi - lo)
         return min(bound, self.max_length)
 
     def seen(self, block: Block) -> Seen:
-        """Return the columns of ``block`` that each of its queries sees."""
-        start, end = self.start[block.rows] - block.lo, self.end[block.rows] - block.lo
-        return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
+        """Return the columns of ``block`` that each of its queries sees, not to be changed."""
 
-    def kept_seen(self, block: Block) -> Seen:
-        """Return :meth:`seen`, computed once for all layers. It must not be changed."""
-        return self.derive(("seen", *block.key), lambda: self.seen(block))
+        def columns() -> Seen:
+            start, end = self.start[block.tokens] - block.lo, self.end[block.tokens] - block.lo
+            return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
 
-    def visible(self, block: Block) -> torch.Tensor:
-        """Return bool ``[tokens, width]``: the slots of the block that each of its queries sees."""
-        return self.seen(block).columns(block.width)
+        return self.derive(("seen", *block.key), columns)
 
 
-#: The last two layouts that hold something large, the latest last.
-_holders: list[weakref.ref[Layout]] = []
+#: The last two layouts that derived something large, the latest last.
+_recent: list[weakref.ref[Layout]] = []
 
 
 @tensor_cache(16)
 def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
     """Layout of Megatron's ``[s, b, ...]`` batches: ``batch`` causal sequences of equal length.
 
-    Query and key rows are ``s * batch + b``; slot order is one batch element after the other.
+    Queries and keys are ``s * batch + b``; slot order is one batch element after the other.
     """
-    rows = torch.arange(seq_length * batch, device=device)
-    position, element = rows // batch, rows % batch
-    start = element * seq_length
-    if batch == 1:
-        key_rows = None
-    else:
-        key_rows = rows % seq_length * batch + rows // seq_length
-    query_ranges = tuple(
-        QueryRange(
-            slice(b, seq_length * batch, batch), b * seq_length, 0, seq_length, seq_length * batch
-        )
-        for b in range(batch)
-    )
+    count = seq_length * batch
+    token = torch.arange(count, device=device)
+    position, start = token // batch, token % batch * seq_length
     return Layout(
-        num_queries=seq_length * batch,
-        num_keys=seq_length * batch,
+        num_queries=count,
+        num_keys=count,
         start=start.int(),
         end=(start + position + 1).int(),
         position=position,
-        key_rows=key_rows,
+        key_rows=None if batch == 1 else token % seq_length * batch + token // seq_length,
         real=None,
-        query_ranges=query_ranges,
+        query_ranges=tuple(
+            QueryRange(slice(b, count, batch), b * seq_length, 0, seq_length, count)
+            for b in range(batch)
+        ),
         max_length=seq_length,
         sequences=Sequences(batch),
     )
@@ -417,18 +382,18 @@ def packed_layout(
     max_seqlen: int | None = None,
     cu_seqlens_padded: torch.Tensor | None = None,
 ) -> Layout:
-    """Layout of packed sequences (THD): sequence ``i`` holds the rows from ``cu_seqlens[i]``.
+    """Layout of packed sequences (THD): sequence ``i`` holds the tokens from ``cu_seqlens[i]``.
 
     Args:
         cu_seqlens: int ``[n + 1]``, cumulative *real* lengths, from 0 on.
-        tokens: rows of the packed tensor.
+        tokens: of the packed tensor.
         max_seqlen: host-side upper bound of a real sequence length, for skipping blocks; ``None``:
             there is none.
         cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding after each sequence,
-            if the tensor has such padding. Rows past the last sequence are padding as well.
+            if the tensor has such padding. Tokens past the last sequence are padding as well.
 
     Raises:
-        ConfigError: the lengths do not describe sequences of ``tokens`` rows, or are longer than
+        ConfigError: the lengths do not describe sequences of ``tokens`` tokens, or are longer than
             ``max_seqlen``. On a GPU an assertion there fails, at its next synchronisation.
     """
     require(
@@ -439,15 +404,15 @@ def packed_layout(
     require_cu_seqlens(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen)
     padded = None if cu_seqlens_padded is None else cu_seqlens_padded.int()
     offsets = (cu_seqlens if padded is None else padded).long()
-    rows = torch.arange(tokens, device=offsets.device)
-    # right=True puts a row that starts a sequence into that sequence, also after empty ones.
-    sequence = torch.bucketize(rows, offsets[1:], right=True)
+    token = torch.arange(tokens, device=offsets.device)
+    # right=True puts a token that starts a sequence into that sequence, also after empty ones.
+    sequence = torch.bucketize(token, offsets[1:], right=True)
     inside = sequence < offsets.numel() - 1
     sequence = sequence.clamp_max(max(offsets.numel() - 2, 0))
     start = offsets[sequence]
-    position = rows - start
+    position = token - start
     real = inside & (position < cu_seqlens.long().diff()[sequence])
-    end = torch.where(real, rows + 1, start)
+    end = torch.where(real, token + 1, start)
     max_length = tokens if max_seqlen is None else min(max_seqlen, tokens)
     return Layout(
         num_queries=tokens,

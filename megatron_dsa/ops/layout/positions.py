@@ -32,18 +32,11 @@ RULES = {
 
 def check_form(indices: torch.Tensor, name: str = "indices") -> None:
     """Require int32 ``[tokens, K]`` with ``K > 0``."""
-    require(
-        isinstance(indices, torch.Tensor)
-        and indices.dtype == torch.int32
-        and indices.dim() == 2
-        and indices.shape[1] > 0,
-        f"{name} must be an int32 tensor [rows, K] with K > 0, got "
-        + (
-            f"{indices.dtype} {tuple(indices.shape)}"
-            if isinstance(indices, torch.Tensor)
-            else type(indices).__name__
-        ),
-    )
+    got = type(indices).__name__
+    if fits := isinstance(indices, torch.Tensor):
+        fits = indices.dtype == torch.int32 and indices.dim() == 2 and indices.shape[1] > 0
+        got = f"{indices.dtype} {tuple(indices.shape)}"
+    require(fits, f"{name} must be an int32 tensor [rows, K] with K > 0, got {got}")
 
 
 def validate_indices(
@@ -81,16 +74,16 @@ def validate_indices(
         f"{name} must list at most {topk} keys per query (--dsa-indexer-topk), got "
         f"{indices.shape[1]}: select as many where the indices come from",
     )
-    for rows in _blocks(indices, workspace_bytes):
-        given, seen = _real(indices[rows], layout, rows)
+    for tokens in _blocks(indices, workspace_bytes):
+        given, seen = _real(indices[tokens], layout, tokens)
         for rule, broken, lists in _broken(given, _ordered(given), seen, ascending):
             if not broken.any():
                 continue
             row, column = (int(x) for x in broken.nonzero()[0])
             raise ConfigError(
-                f"{name}: {RULES[rule]}. Row {rows.start + row}, whose query sees {int(seen[row])} "
-                f"keys, breaks this with {_around(lists[row], column)}: fix what wrote the "
-                "indices, or check that they belong to these tokens"
+                f"{name}: {RULES[rule]}. Row {tokens.start + row}, whose query sees "
+                f"{int(seen[row])} keys, breaks this with {_around(lists[row], column)}: fix what "
+                "wrote the indices, or check that they belong to these tokens"
             )
 
 
@@ -132,16 +125,16 @@ def positions_to_rows(
     indices = positions.new_full((count, topk), -1)
     length = positions.new_empty(count)
     fine = torch.ones((), dtype=torch.bool, device=positions.device)
-    for rows in _blocks(positions, workspace_bytes):
-        given, seen = _real(positions[rows], keys, rows)
+    for tokens in _blocks(positions, workspace_bytes):
+        given, seen = _real(positions[tokens], keys, tokens)
         ordered = _ordered(given)
         for _, broken, _ in _broken(given, ordered, seen):
             fine &= ~broken.any()
         # Nothing out of bounds is read before the check below takes effect.
         valid = ordered < seen[:, None]
-        slots = torch.where(valid, ordered + keys.start[rows, None], -1)
-        indices[rows, :width] = keys.to_key_rows(slots)
-        length[rows] = valid.sum(-1, dtype=torch.int32)
+        slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
+        indices[tokens, :width] = keys.to_key_rows(slots)
+        length[tokens] = valid.sum(-1, dtype=torch.int32)
     advice = "megatron_dsa.ops.layout.positions.validate_indices says which and where"
     rules = "; ".join(RULES[r] for r in list(RULES)[:4])
     require_values(
@@ -163,10 +156,10 @@ def rows_to_positions(
     require_tensor("indices", indices, shape, (torch.int32,), keys.start, fix)
     out = torch.empty_like(indices)
     slots_of = keys.slots_of_key_rows()
-    for rows in _blocks(indices, workspace_bytes):
-        given = indices[rows]
+    for tokens in _blocks(indices, workspace_bytes):
+        given = indices[tokens]
         slots = slots_of[given.clamp_min(0).long()].int()
-        out[rows] = torch.where(given < 0, -1, slots - keys.start[rows, None])
+        out[tokens] = torch.where(given < 0, -1, slots - keys.start[tokens, None])
     return out
 
 
@@ -204,11 +197,11 @@ def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
     yield from slices(len(indices), at_once)
 
 
-def _real(given: torch.Tensor, layout: Layout, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _real(given: torch.Tensor, layout: Layout, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions, -1 for padding, and the number of keys that each token sees."""
     if layout.real is not None:
-        given = torch.where(layout.real[rows, None].to(given.device), given, -1)
-    return given, (layout.end[rows] - layout.start[rows]).to(given.device)
+        given = torch.where(layout.real[tokens, None].to(given.device), given, -1)
+    return given, (layout.end[tokens] - layout.start[tokens]).to(given.device)
 
 
 def _ordered(given: torch.Tensor) -> torch.Tensor:

@@ -32,11 +32,8 @@ CP_LAYOUTS = get_args(CPLayout)
 class Sharding:
     """Part of the tokens that a rank holds.
 
-    Attributes:
-        cp, cp_rank: size of the context-parallel group and rank in it.
-        cp_layout: one of :data:`CP_LAYOUTS`.
-        sp, sp_rank: equal parts (of neighbouring tokens) into which sequence parallelism cuts the
-            tokens of a context-parallel rank, and the index of this one.
+    Sequence parallelism cuts the tokens of rank ``cp_rank`` of the context-parallel group into
+    ``sp`` equal parts of neighbouring tokens, of which this is number ``sp_rank``.
 
     Raises:
         ConfigError: there is no such rank or ``cp_layout``.
@@ -89,21 +86,14 @@ class Sharding:
                 f"the sequence length must be a multiple of {pieces} chunks and of {self.ranks} "
                 f"ranks, got {total}: pad the sequences."
             )
-        size = total // pieces
-        if pieces <= self.cp:
-            parts = [(self.cp_rank * size, size)]
-        else:
-            parts = [(self.cp_rank * size, size), ((pieces - 1 - self.cp_rank) * size, size)]
-        left = total // self.ranks
-        skip = self.sp_rank * left
-        local: list[tuple[int, int]] = []
-        for first, length in parts:
-            begin = min(skip, length)
-            take = min(length - begin, left)
-            if take:
-                local.append((first + begin, take))
-            left -= take
-            skip -= begin
+        size, count = total // pieces, total // self.ranks
+        local = []
+        for done, piece in enumerate([self.cp_rank, pieces - 1 - self.cp_rank]):
+            # The sequence-parallel part cuts the pieces of the context-parallel rank.
+            begin = max(self.sp_rank * count, done * size)
+            end = min((self.sp_rank + 1) * count, (done + 1) * size)
+            if begin < end:
+                local.append((piece * size + begin - done * size, end - begin))
         return local
 
     def global_positions(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
@@ -117,21 +107,21 @@ class Sharding:
         """
         self.chunks(total)
         if self.cp_layout == "zigzag" and offsets is not None and self.cp > 1:
-            rows = self._global_positions_by_document(total, offsets.long())
+            table = self._global_positions_by_document(total, offsets.long())
         elif self.cp_layout == "contiguous" or self.cp == 1:
-            rows = torch.arange(total, device=device).view(self.cp, -1)
+            table = torch.arange(total, device=device)
         else:
             chunks = torch.arange(total, device=device).view(2 * self.cp, -1)
-            rows = torch.cat([chunks[: self.cp], chunks[self.cp :].flip(0)], 1)
-        return rows.reshape(self.ranks, -1)
+            table = torch.cat([chunks[: self.cp], chunks[self.cp :].flip(0)], 1)
+        return table.reshape(self.ranks, -1)
 
     def _global_positions_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
         # Padding behind the last sequence is cut like one more.
         offsets = torch.cat([offsets, offsets.new_full((1,), total)])
         local = torch.arange(total // self.cp, device=offsets.device)
         document = torch.bucketize(local * self.cp, offsets[1:], right=True)
-        first = offsets[document.clamp_max(offsets.numel() - 2)]
-        chunk = offsets.diff()[document.clamp_max(offsets.numel() - 2)] // (2 * self.cp)
+        document = document.clamp_max(offsets.numel() - 2)
+        first, chunk = offsets[document], offsets.diff()[document] // (2 * self.cp)
         inside = local - first // self.cp
         rank = torch.arange(self.cp, device=offsets.device)[:, None]
         second = first + (2 * self.cp - 1 - rank) * chunk + inside - chunk
@@ -207,11 +197,11 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
     global_positions, batch = keys.table, keys.batch
     local = keys.of(sharding)
     element = torch.arange(batch, device=local.device)
-    rows = (local[:, None] * batch + element).flatten()
+    tokens = (local[:, None] * batch + element).flatten()
     key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=local.device)
     slots = element * (layout.num_keys // batch) + global_positions.flatten()[:, None]
     key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=local.device)
-    return _some_rows(layout, rows, _query_ranges(layout, sharding, keys), key_rows, keys)
+    return _of_tokens(layout, tokens, _query_ranges(layout, sharding, keys), key_rows, keys)
 
 
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
@@ -223,21 +213,23 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
     """
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
-    rows = slice(first * keys.batch, (first + length) * keys.batch)
+    tokens = slice(first * keys.batch, (first + length) * keys.batch)
     query_ranges = _chunk_ranges(global_layout, [(first, length)], keys.batch)
-    return _some_rows(global_layout, rows, query_ranges, layout.key_rows, keys)
+    return _of_tokens(global_layout, tokens, query_ranges, layout.key_rows, keys)
 
 
-def _some_rows(layout: Layout, rows: torch.Tensor | slice, query_ranges, key_rows, keys) -> Layout:
-    start = layout.start[rows]
+def _of_tokens(
+    layout: Layout, tokens: torch.Tensor | slice, query_ranges, key_rows, keys: KeyOwnership
+) -> Layout:
+    start = layout.start[tokens]
     return dataclasses.replace(
         layout,
         num_queries=start.numel(),
         start=start,
-        end=layout.end[rows],
-        position=layout.position[rows],
+        end=layout.end[tokens],
+        position=layout.position[tokens],
         key_rows=key_rows,
-        real=None if layout.real is None else layout.real[rows],
+        real=None if layout.real is None else layout.real[tokens],
         query_ranges=tuple(query_ranges),
         global_layout=layout,
         key_ownership=keys,
@@ -257,9 +249,9 @@ def padded_bound(layout: Layout) -> int:
 def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
     if layout.packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
         # Lengths are on the device. A rank's tokens are spread evenly, up to half a sequence.
-        rows, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
+        tokens, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
         yield QueryRange(
-            slice(0, rows, 1), 0, sharding.sp_rank * rows * sharding.cp, layout.max_length,
+            slice(0, tokens, 1), 0, sharding.sp_rank * tokens * sharding.cp, layout.max_length,
             layout.num_keys, step=sharding.cp, slack=slack,
         )  # fmt: skip
     else:
@@ -272,8 +264,8 @@ def _chunk_ranges(layout: Layout, chunks, batch: int) -> Iterator[QueryRange]:
     for e in range(batch):
         done = 0
         for first, length in chunks:
-            rows = slice(done * batch + e, (done + length - 1) * batch + e + 1, batch)
-            yield QueryRange(rows, e * total, first, layout.max_length, layout.num_keys)
+            tokens = slice(done * batch + e, (done + length - 1) * batch + e + 1, batch)
+            yield QueryRange(tokens, e * total, first, layout.max_length, layout.num_keys)
             done += length
 
 

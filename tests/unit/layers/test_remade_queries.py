@@ -145,14 +145,14 @@ def test_the_weight_takes_one_gradient_per_step(recompute):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_all_queries_exist_once_per_pass(recompute, monkeypatch):
     """Those that were checked are selected with; the selection that is run again makes its own."""
-    made, formed = [], LatentQueries.formed
+    made, compute = [], LatentQueries.compute
 
     def recorded(self, tokens=slice(None)):
-        q = formed(self, tokens)
+        q = compute(self, tokens)
         made.append(q)
         return q
 
-    monkeypatch.setattr(LatentQueries, "formed", recorded)
+    monkeypatch.setattr(LatentQueries, "compute", recorded)
     module = layer(options=in_small_blocks(DSAOptions()), recompute=recompute)
     x = hidden_like(module, 64).detach().requires_grad_()
     out = module(x, None)[0]

@@ -222,12 +222,12 @@ def test_tiles_cover_what_is_visible_once(device, name, shape):
     visible = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
     covered = torch.zeros_like(visible, dtype=torch.int32)
     for block in query_blocks(layout, shape[0]):
-        rows = torch.arange(layout.num_queries, device=device)[block.rows]
+        rows = torch.arange(layout.num_queries, device=device)[block.tokens]
         assert 0 < rows.numel() <= shape[0]
         for tile in block.tiles(shape[1]):
-            covered[tile.rows, tile.slots] += 1
-            assert covered[tile.rows, tile.slots].shape[1] <= shape[1]
-            own = torch.arange(layout.num_queries, device=device)[tile.rows]
+            covered[tile.tokens, tile.slots] += 1
+            assert covered[tile.tokens, tile.slots].shape[1] <= shape[1]
+            own = torch.arange(layout.num_queries, device=device)[tile.tokens]
             assert torch.equal(rows[tile.inside], own)
     assert int(covered.max()) == 1
     assert (covered[visible] == 1).all()
@@ -279,7 +279,7 @@ def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
     for length in (320, 480):
         layout = bshd_layout(length // batch, batch, device)
         inputs, q, k = make(device, layout, dtype, keys)
-        arguments = DenseLossInputs(inputs, layout, q, k, SCALE, None, budget)
+        arguments = DenseLossInputs(inputs.detach(), layout, q, k, SCALE, None, budget)
         rows, width = dense_torch.tile_shape(arguments)
         assert rows < length // batch  # several blocks
         losses = []  # kept alive, with what they save

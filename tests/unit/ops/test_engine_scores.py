@@ -137,7 +137,7 @@ def all_scores(inputs, run=engine.Scores()):
     layout = bshd_layout(keys, 1, q.device)
     (block,) = layout.blocks(lambda width: keys)
     zeros = torch.zeros(rows, dtype=torch.int32, device=q.device)
-    block = dataclasses.replace(block, rows=slice(0, rows, 1))
+    block = dataclasses.replace(block, tokens=slice(0, rows, 1))
     assert isinstance(block, Block) and block.lo == 0 and block.hi == keys
     return run(given, block, k, Seen(zeros, zeros + keys))
 

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_queries_that_exist(kind, workspace):
     layout, policy = bshd_layout(TOKENS, 1, torch.device("cpu")), Policy(workspace_bytes=workspace)
     found, losses = [], []
     for inputs, leaves in indexers(torch.float64, policy):
-        indices, length = indexer_topk(inputs.formed(), layout, TOPK)
+        indices, length = indexer_topk(inputs.with_queries(), layout, TOPK)
         training = IndexerTraining(inputs, layout, lambda: torch.tensor(0.7), losses.append)
         attend(kind, indices, length, training, torch.float64, policy)
         found.append([x.grad for x in leaves])
@@ -99,7 +99,7 @@ def test_gradients_against_float64(dtype, tolerance, workspace):
     """
     layout, policy = bshd_layout(TOKENS, 1, torch.device("cpu")), Policy(workspace_bytes=workspace)
     scale = 2.0**-4 if dtype != torch.float16 else 2.0**14
-    lists = indexer_topk(indexers(dtype)[1][0].formed(), layout, TOPK)
+    lists = indexer_topk(indexers(dtype)[1][0].with_queries(), layout, TOPK)
 
     def run(inputs, kind):
         training = IndexerTraining(inputs, layout, lambda: torch.tensor(scale, dtype=kind).double())
@@ -124,17 +124,17 @@ def test_gradients_against_float64(dtype, tolerance, workspace):
 def test_blocks_fit_half_of_the_workspace(workspace, longest, monkeypatch):
     """As few as fit, equally long; nothing of the indexer's queries is kept."""
     made = []
-    formed = LatentQueries.formed
+    compute = LatentQueries.compute
 
     def recorded(self, tokens=slice(None)):
-        q = formed(self, tokens)
+        q = compute(self, tokens)
         made.append(len(q))
         return q
 
     layout, policy = bshd_layout(TOKENS, 1, torch.device("cpu")), Policy(workspace_bytes=workspace)
     _, (inputs, leaves) = indexers(torch.float64, policy)
-    lists = indexer_topk(inputs.formed(), layout, TOPK)
-    monkeypatch.setattr(LatentQueries, "formed", recorded)
+    lists = indexer_topk(inputs.with_queries(), layout, TOPK)
+    monkeypatch.setattr(LatentQueries, "compute", recorded)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         attend(
@@ -146,16 +146,11 @@ def test_blocks_fit_half_of_the_workspace(workspace, longest, monkeypatch):
     assert leaves[0].grad is not None
 
 
-def test_queries_are_handed_out_once_and_made_again_alike():
+def test_queries_are_computed_again_alike():
     _, (inputs, _) = indexers(torch.bfloat16)
-    first = inputs.formed()
-    inputs.ready.append(first)
-    assert inputs.with_tensors(inputs.tensors()).formed() is first
-    again = inputs.formed()
+    first, again = inputs.with_queries(), inputs.with_tensors(inputs.tensors()).with_queries()
     assert again is not first and torch.equal(again.q, first.q)
     assert not again.q.requires_grad and not again.weights.requires_grad
-    nothing = inputs.without_tensors()
-    assert all(x is None for x in nothing.tensors()) and not nothing.ready
 
 
 def test_the_way_back_is_the_gradient():
@@ -188,7 +183,7 @@ def test_wrong_tensors(changes, message):
         setattr(parts, name, change(getattr(parts, name)))
     layout = bshd_layout(TOKENS, 1, torch.device("cpu"))
     wrong = LatentIndexerInputs(LatentQueries(**vars(parts)), inputs.k, inputs.weights)
-    lists = indexer_topk(inputs.formed(), layout, TOPK)
+    lists = indexer_topk(inputs.with_queries(), layout, TOPK)
     training = IndexerTraining(wrong, layout, lambda: 1.0)
     with pytest.raises(ConfigError, match=message):
         attend("sparse", *lists, training, torch.float64, Policy())

@@ -141,8 +141,8 @@ def all_scores(inputs, layout, rows_at_once):
         assert got.dtype == torch.float32 and got.shape == mask.shape
         # Memory is filled with NaN before.
         assert got[~mask].isnan().all()
-        visible[block.rows, block.lo : block.hi] = mask
-        out[block.rows, block.lo : block.hi] = torch.where(mask, got, 0.0)
+        visible[block.tokens, block.lo : block.hi] = mask
+        out[block.tokens, block.lo : block.hi] = torch.where(mask, got, 0.0)
     return visible, out
 
 

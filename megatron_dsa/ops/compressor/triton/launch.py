@@ -62,7 +62,7 @@ def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:
 
 
 def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
-    """Write the gradients of tokens in groups; return ``partial [programs, ratio, width]``."""
+    """Write the gradients of tokens in groups; return partial sums of ``dape`` per program."""
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, width = groups.first_row.shape[0], values.shape[1]
     if slots == 0 or values.shape[0] == 0:

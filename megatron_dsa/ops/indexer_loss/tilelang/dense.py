@@ -15,6 +15,7 @@ from megatron_dsa.ops.indexer_loss.dense import dense_loss
 from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
     ExpandedKeys,
+    IndexerLoss,
     LatentKeys,
     TeacherKeys,
 )
@@ -27,9 +28,9 @@ ROPE = 64
 DIMS = {128: 192, 192: 256}
 
 
-def dense(inputs: DenseLossInputs) -> torch.Tensor:
+def dense(inputs: DenseLossInputs) -> IndexerLoss:
     # bf16; index heads of 128 dims. Deterministic.
-    return dense_loss(inputs, HopperTiles)
+    return dense_loss(inputs, HopperTiles(inputs))
 
 
 class HopperTiles(TritonTiles):

@@ -7,11 +7,11 @@ import torch
 from megatron_dsa.ops.common.arithmetic import lengths
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.hopper.sums import in_column_order_transposed, largest, units_for
-from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, SparseLoss, SparseLossInputs
+from megatron_dsa.ops.indexer_loss.spec import IndexerGradients, IndexerLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
-def sparse(inputs: SparseLossInputs) -> SparseLoss:
+def sparse(inputs: SparseLossInputs) -> IndexerLoss:
     """Run the kernel; in torch's deterministic mode equal inputs give bitwise equal gradients.
 
     Raises:
@@ -33,7 +33,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
     value = (torch.empty if runs else torch.zeros)(queries, dtype=torch.float32, device=q.device)
     unused = value.new_empty(1, 1)
     if wanted:
-        dq = inputs.query_gradient()
+        dq = torch.empty_like(q) if inputs.dq is None else inputs.dq
         dweights = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
         dk = torch.zeros_like(k, dtype=torch.int64 if fixed else torch.float32)
         units = units_per_one(x) if fixed else unused.view(1)
@@ -50,9 +50,9 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
         dq.zero_()
         dweights.zero_()
     if not wanted:
-        return SparseLoss(value.sum(), None)
+        return IndexerLoss(value.sum(), None)
     dk = dk.float().div_(units) if fixed else in_column_order_transposed(dk, DIM)
-    return SparseLoss(value.sum(), IndexerGradients(dq, dk, dweights))
+    return IndexerLoss(value.sum(), IndexerGradients(dq, dk, dweights))
 
 
 def _lengths(inputs: SparseLossInputs) -> torch.Tensor:

@@ -13,16 +13,11 @@ import torch
 import triton
 
 from megatron_dsa.ops.common.arithmetic import slices
-from megatron_dsa.ops.indexer_loss.dense import (
-    TileBytes,
-    dense_loss,
-    fitting_shape,
-    gathered_bytes,
-    take,
-)
+from megatron_dsa.ops.indexer_loss.dense import TileBytes, dense_loss, gathered_bytes, take
 from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
     ExpandedKeys,
+    IndexerLoss,
     LatentKeys,
     TeacherKeys,
 )
@@ -101,9 +96,9 @@ def launches(device: torch.device) -> dict[str, Launch]:
     return next(kernels for needed, kernels in LAUNCHES.items() if needed <= shared)
 
 
-def dense(inputs: DenseLossInputs) -> torch.Tensor:
+def dense(inputs: DenseLossInputs) -> IndexerLoss:
     # bf16; the kernels take index heads of any power of two dims, dispatch only 128. Deterministic.
-    return dense_loss(inputs, TritonTiles)
+    return dense_loss(inputs, TritonTiles(inputs))
 
 
 class TritonTiles:
@@ -114,7 +109,7 @@ class TritonTiles:
 
     def __init__(self, inputs: DenseLossInputs):
         self.shape, self._heads_at_once = tile_shape(inputs, self.copies)
-        self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
+        self._keys, self._scale = inputs.indexer.k, inputs.softmax_scale
         self._covered = inputs.layout.derive("covered", lambda: seen_slots(inputs.layout))
         self._launches = launches(self._keys.device)
 
@@ -268,7 +263,7 @@ def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int
     while heads > FEWEST_HEADS and costs(*longest) > inputs.workspace_bytes:
         heads = max(heads // 2, FEWEST_HEADS)
         costs = tile_bytes(inputs, heads, copies)
-    return fitting_shape(costs, inputs.workspace_bytes, LONGEST_EDGE, BLOCK), heads
+    return costs.fitting_shape(inputs.workspace_bytes, LONGEST_EDGE, BLOCK), heads
 
 
 def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False) -> TileBytes:
@@ -294,7 +289,7 @@ def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False
         slot += k.shape[1] * dim * item * gathers
     if not _is_dense(q) or not _is_dense(x.q):
         row += heads * dim * item + index_heads * index_dim * item
-    elif copies and any(x.rows.step != 1 for x in inputs.layout.query_ranges):
+    elif copies and any(x.tokens.step != 1 for x in inputs.layout.query_ranges):
         row += heads * dim * item
     return TileBytes(pair, row, slot, fixed)
 

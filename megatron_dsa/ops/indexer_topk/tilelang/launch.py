@@ -23,7 +23,7 @@ class Scores:
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        q, weights = inputs.q[block.rows], inputs.weights[block.rows]
+        q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
         scales = inputs.key_scales
         if scales is not None:
             # A copy: the kernel's arguments begin at multiples of 16 bytes.

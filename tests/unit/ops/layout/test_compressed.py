@@ -93,8 +93,8 @@ def test_visibility_and_its_host_side_bounds(name, ratio, rows_at_once):
     seen = [None] * layout.num_queries
     for block in keys.layout.blocks(lambda width: rows_at_once):
         slots = torch.arange(block.lo, block.hi)
-        queries = range(layout.num_queries)[block.rows]
-        for row, mask in zip(queries, keys.layout.visible(block), strict=True):
+        queries = range(layout.num_queries)[block.tokens]
+        for row, mask in zip(queries, keys.layout.seen(block).columns(block.width), strict=True):
             assert seen[row] is None
             seen[row] = set(slots[mask].tolist())
     assert seen == everything

@@ -23,10 +23,10 @@ def seen_rows_by_blocks(layout, rows_at_once):
     """The same, from blocks: every query must be in exactly one block that covers what it sees."""
     out = [None] * layout.num_queries
     for block in layout.blocks(lambda width: rows_at_once):
-        rows = range(layout.num_queries)[block.rows]
+        rows = range(layout.num_queries)[block.tokens]
         slots = torch.arange(block.lo, block.hi, dtype=torch.int32)
         keys = layout.to_key_rows(slots)
-        for row, mask in zip(rows, layout.visible(block), strict=True):
+        for row, mask in zip(rows, layout.seen(block).columns(block.width), strict=True):
             assert out[row] is None
             out[row] = set(keys[mask].tolist())
     return out
@@ -87,7 +87,7 @@ def test_packed_with_padding_between_sequences():
 def test_blocks_skip_what_no_query_sees():
     """The work of a causal sequence is about half of the square, and packed windows slide."""
     layout = bshd_layout(256, 1, torch.device("cpu"))
-    work = sum((b.rows.stop - b.rows.start) * b.width for b in layout.blocks(lambda width: 8))
+    work = sum((b.tokens.stop - b.tokens.start) * b.width for b in layout.blocks(lambda width: 8))
     assert work < 0.53 * 256 * 256
     packed = packed_layout(torch.arange(0, 257, 32, dtype=torch.int32), 256, 32)
     assert max(b.width for b in packed.blocks(lambda width: 8)) <= 32 + 8

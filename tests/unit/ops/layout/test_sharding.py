@@ -75,12 +75,12 @@ def check_cut(layout, exact):
     seen = layout.end - layout.start
     for cut, rows_at_once in itertools.product((1, 7, 40, 1000), (5, 1000)):
         found = torch.zeros(layout.num_queries, dtype=torch.int64)
-        for block in layout.blocks(lambda _width, rows=rows_at_once: rows, (None, cut)):
-            found[block.rows] += 1
+        for block in layout.blocks(lambda _width, rows=rows_at_once: rows, cut):
+            found[block.tokens] += 1
             if block.bound < cut:
-                assert (seen[block.rows] < cut).all()
+                assert (seen[block.tokens] < cut).all()
             elif exact:
-                assert (seen[block.rows] >= cut).all()
+                assert (seen[block.tokens] >= cut).all()
         assert (found == 1).all()
 
 
@@ -90,8 +90,8 @@ def check_bounds(layout):
         found = torch.zeros(layout.num_queries, dtype=torch.int64)
         for block in layout.blocks(lambda _width, rows=rows_at_once: rows):
             assert 0 <= block.lo <= block.hi <= layout.num_keys
-            found[block.rows] += 1
-            start, end = layout.start[block.rows], layout.end[block.rows]
+            found[block.tokens] += 1
+            start, end = layout.start[block.tokens], layout.end[block.tokens]
             some = end > start
             assert (start[some] >= block.lo).all() and (end[some] <= block.hi).all()
         assert (found == 1).all()
