@@ -15,7 +15,7 @@ PORTABLE: dict[str, Any] = {
 
 
 def of_device(ask: Callable[[torch.device], Any], device: torch.device) -> Any:
-    """Return ``ask(device)``, a function of ``torch.cuda``; cached for devices with an index."""
+    """Return ``ask(device)``, cached for devices with an index."""
     return ask(device) if device.index is None else _asked(ask, device)
 
 
@@ -25,5 +25,5 @@ def _asked(ask: Callable[[torch.device], Any], device: torch.device) -> Any:
 
 
 def processors(device: torch.device) -> int:
-    """Return how many streaming multiprocessors a GPU has."""
+    """Count the multiprocessors of a GPU."""
     return of_device(torch.cuda.get_device_properties, device).multi_processor_count
