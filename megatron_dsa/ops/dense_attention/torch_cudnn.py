@@ -1,4 +1,4 @@
-"""Attention to one block with cuDNN, through torch: keys wider than values are native to it.
+"""cuDNN's attention, through torch: values may be narrower than keys.
 
 Unpacked batches only: torch's backward for packed tokens mistakes the head dim for the longest
 length.
@@ -25,12 +25,6 @@ def reason(call: OpCall) -> Reason | None:
     why = common_reason(call)
     if why is not None:
         return why
-    if call.packed:
-        return Reason("torch's cuDNN attention has no packed (THD) backward that is right")
-    if call.deterministic:
-        return Reason(
-            "is not deterministic", ", and torch.use_deterministic_algorithms(True) asks for it"
-        )
     version = torch.backends.cudnn.version() or 0
     wide = max(call.qk_dim, call.v_dim) > 128
     hopper = call.capability == (9, 0) and version >= _WIDE_HOPPER
