@@ -115,7 +115,7 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 
 
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Return bool ``[tokens, Skv]`` over key rows: what some query tokens see."""
+    """Return bool ``[tokens, Skv]`` over the key buffer: keys that some query tokens see."""
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
     if layout.key_rows is None:
@@ -141,7 +141,7 @@ class Lists:
     Attributes:
         indices: int32 ``[Sq, K]``, with entries that select nothing.
         length: int32 ``[Sq]``, or ``None``: every entry counts.
-        num_keys: rows of the key buffer.
+        num_keys: entries of the key buffer.
     """
 
     indices: torch.Tensor

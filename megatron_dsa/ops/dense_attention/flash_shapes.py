@@ -71,7 +71,6 @@ def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
 
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Append zeros to the last dim."""
     missing = width - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
@@ -96,7 +95,7 @@ def lse_from_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tenso
 
 
 def lse_to_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Undo :func:`lse_from_kernel`; contiguous."""
+    """Undo :func:`lse_from_kernel`."""
     if isinstance(sequences, Packed):
         return lse.transpose(0, 1).contiguous()
     return lse.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0).contiguous()

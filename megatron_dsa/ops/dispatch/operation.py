@@ -127,7 +127,6 @@ class OperationTimes:
 
 
 def _now(cuda: bool):
-    """Return an event on the current stream, or seconds of the host's clock."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -321,7 +320,7 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, logged: bool) ->
 
 
 def _require_candidate(operation: Operation, name: str) -> str:
-    """Return the flag in words, for messages about the candidate of that name."""
+    """Return the flag in words, for messages."""
     known = [candidate.name for candidate in operation.candidates]
     asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
     if name not in ("auto", *known):

@@ -68,7 +68,7 @@ class Support:
         package: optional package that it needs.
         minimum: least version of that package for this operation, if above the package's own.
         capabilities: compute capabilities of the GPUs that it has kernels for.
-        not_run: those of them for which the kernels were only compiled.
+        not_run: capabilities for which the kernels were only compiled.
         dtypes, dims, rope_dim, teacher_dims: values of :class:`OpCall`; ``dims`` are pairs
             ``(qk_dim, v_dim)``.
         heads, topk: inclusive ranges.
