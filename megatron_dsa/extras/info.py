@@ -305,7 +305,7 @@ def _cells(support: Support, first: str) -> tuple[str, ...]:
         "yes" if support.sink else "no",
         determinism,
         first,
-        f"declined: {support.declined}" if support.declined else support.covers,
+        support.covers,
         support.bridged or "-",
     )
 
@@ -332,9 +332,9 @@ def _versions() -> str:
     for package in (FLASH_MLA, CUDNN, TILELANG, FLASH_ATTENTION_4, TRITON):
         install = package.install.format(floor=package.minimum)
         lines.append(f"**{package.module}**: {install}.\n")
-        lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
+        lines += [f"* before {fix}: {defect}" for fix, defect in package.fixes]
         lines += [
-            f"* from {n.since} it needs {n.distribution} >= {n.minimum}" for n in package.needs
+            f"* from {since} it needs {name} >= {least}" for since, name, least in package.needs
         ]
         if package.tested:
             lines.append(f"* newest version that was run: {package.tested}")

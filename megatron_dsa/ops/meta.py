@@ -28,8 +28,9 @@ def differentiable(
     forward: Callable,
     backward: Callable,
     workspace_bytes: int = 0,
-) -> torch.Tensor:
-    """Return the first result of ``forward``, differentiable in ``inputs``.
+    results: int = 1,
+):
+    """Return the first ``results`` of ``forward``, differentiable in ``inputs``.
 
     Args:
         inputs: tensors that get a gradient each.
@@ -39,15 +40,17 @@ def differentiable(
             alive until the backward.
         workspace_bytes: temporary memory of the forward and of the backward.
     """
-    return _Differentiable.apply(forward, backward, workspace_bytes, *inputs)[0]
+    found = _Differentiable.apply(forward, backward, (workspace_bytes, results), *inputs)
+    return found[0] if results == 1 else found[:results]
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, forward, backward, workspace_bytes, *inputs):
+    def forward(ctx, forward, backward, sizes, *inputs):
+        workspace_bytes, differentiable_results = sizes
         results, kept = forward(*inputs)
         ctx.save_for_backward(*kept)
-        ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*results[differentiable_results:])
         ctx.rest = backward, workspace_bytes
         take_workspace(inputs[0], workspace_bytes)
         return results

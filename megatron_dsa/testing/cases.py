@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_entries
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
@@ -66,14 +67,11 @@ class Shape:
 
     def on_cpu(self) -> Shape:
         """Return a shape for a CPU: torch and float64 take a second or two."""
+        limits = {
+            "heads": 8, "index_heads": 8, "index_dim": 64, "topk": 64, "seq": 256, "rows": 32,
+        }  # fmt: skip
         return dataclasses.replace(
-            self,
-            heads=min(self.heads, 8),
-            index_heads=min(self.index_heads, 8),
-            index_dim=min(self.index_dim, 64),
-            topk=min(self.topk, 64),
-            seq=min(self.seq, 256),
-            rows=min(self.rows, 32),
+            self, **{name: min(getattr(self, name), limit) for name, limit in limits.items()}
         )
 
 
@@ -89,9 +87,7 @@ def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
 
 def chunks(tokens: int, bytes_per_token: int) -> Iterator[slice]:
     """Yield slices of ``tokens`` that take at most :data:`BUDGET_BYTES` each."""
-    step = max(1, BUDGET_BYTES // bytes_per_token)
-    for first in range(0, tokens, step):
-        yield slice(first, min(tokens, first + step))
+    return slices(tokens, rows_in_budget(BUDGET_BYTES, bytes_per_token))
 
 
 def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tensor:
@@ -119,7 +115,7 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 
 
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Return bool ``[tokens, Skv]`` over key rows: what some query tokens see."""
+    """Return bool ``[tokens, Skv]`` over the key buffer: keys that some query tokens see."""
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
     if layout.key_rows is None:
@@ -145,7 +141,7 @@ class Lists:
     Attributes:
         indices: int32 ``[Sq, K]``, with entries that select nothing.
         length: int32 ``[Sq]``, or ``None``: every entry counts.
-        num_keys: rows of the key buffer.
+        num_keys: entries of the key buffer.
     """
 
     indices: torch.Tensor
@@ -160,11 +156,7 @@ class Lists:
     @cached_property
     def valid(self) -> torch.Tensor:
         """Bool ``[Sq, K]``, the entries that select a key."""
-        valid = (self.indices >= 0) & (self.indices < self.num_keys)
-        if self.length is None:
-            return valid
-        slot = torch.arange(self.indices.shape[1], device=valid.device)
-        return valid & (slot < self.length[:, None])
+        return valid_entries(self.indices, self.length, self.num_keys)
 
     @cached_property
     def empty(self) -> torch.Tensor:

@@ -97,6 +97,14 @@ class Comparison:
         """The largest relative error, infinity if one is not finite, 0 if none was compared."""
         return max((e if math.isfinite(e) else math.inf for e in self.errors.values()), default=0.0)
 
+    def compare_forward(self, out, lse, expected_out, expected_lse, empty, dtype) -> None:
+        """Compare attention with float64; tokens marked ``empty`` have no keys."""
+        self.compare("out", out, expected_out)
+        self.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
+        self.require((out[empty] == 0).all(), "out of a query without keys is not 0")
+        self.require((lse[empty] == float("-inf")).all(), "lse without keys is not -inf")
+        self.compare("lse", lse[~empty], expected_lse[~empty])
+
     def wrong(self) -> list[str]:
         """Return everything that is not as it must be, in words; empty if all is well."""
         far = [

@@ -42,7 +42,7 @@ def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) ->
     dq, dweights = [], []
     for chunk in chunks(tokens, 8 * indices.shape[1] * (3 * dim + 5 * heads)):
         q, weights = _leaves(inputs.q[chunk], inputs.weights[chunk])
-        # Invalid entries take a row of zeros: NaN times a gradient of 0 would be NaN.
+        # Invalid entries take zeros: NaN times a gradient of 0 would be NaN.
         table = torch.cat([k, k.new_zeros(1, dim)])
         keys = table[torch.where(valid[chunk], indices[chunk], len(k)).long()]
         products = torch.einsum("qhd,qkd->qhk", q, keys)
@@ -75,7 +75,7 @@ def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tens
     for head in range(q.shape[1]):
         one = slice(head, head + 1)
         if not isinstance(inputs.k, torch.Tensor):
-            k = inputs.k.expanded(one)  # rounded like those of the projection
+            k = inputs.k.expanded(one)  # rounded like the projection's
         else:
             k = inputs.k if inputs.k.shape[1] == 1 else inputs.k[:, one]
         k = k.detach().double()

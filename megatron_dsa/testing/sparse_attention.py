@@ -30,16 +30,10 @@ class AttentionCase:
     def inputs(self, want_p_sum: bool = False) -> SparseAttentionInputs:
         """Return the inputs of an implementation."""
         return SparseAttentionInputs(
-            q=self.q,
-            kv=self.kv,
-            indices=self.lists.indices,
-            v_dim=self.v_dim,
-            softmax_scale=self.softmax_scale,
-            topk_length=self.lists.length,
-            sink=self.sink,
-            workspace_bytes=self.workspace_bytes,
-            want_p_sum=want_p_sum,
-        )
+            q=self.q, kv=self.kv, indices=self.lists.indices, v_dim=self.v_dim,
+            softmax_scale=self.softmax_scale, topk_length=self.lists.length, sink=self.sink,
+            workspace_bytes=self.workspace_bytes, want_p_sum=want_p_sum,
+        )  # fmt: skip
 
     def take(self, tokens: torch.Tensor | slice) -> AttentionCase:
         """Return the case of some of its query tokens."""
@@ -123,12 +117,8 @@ class AttentionReference:
 
     def forward(self, found: Comparison, out, lse, p_sum=None) -> None:
         """Compare what a forward returned; ``p_sum`` is ``None`` if it was not wanted."""
-        empty, dtype = self.case.lists.empty, self.case.q.dtype
-        found.compare("out", out, self.expected.out)
-        found.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
-        found.require((out[empty] == 0).all(), "out of an empty row is not 0")
-        found.require((lse[empty] == float("-inf")).all(), "lse of an empty row is not -inf")
-        found.compare("lse", lse[~empty], self.expected.lse[~empty])
+        case, expected = self.case, self.expected
+        found.compare_forward(out, lse, expected.out, expected.lse, case.lists.empty, case.q.dtype)
         if p_sum is not None:
             self.teacher(found, p_sum)
 

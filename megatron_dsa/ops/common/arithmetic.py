@@ -56,7 +56,7 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
-    """Return how many rows fit the workspace; at least one, or nothing could run."""
+    """Return how many tokens fit the workspace; at least one, or nothing could run."""
     return max(1, budget_bytes // max(1, bytes_per_row))
 
 

@@ -1,6 +1,6 @@
 """Checks of arguments: shapes, dtypes and devices on the host, values without synchronisation.
 
-Every public operation checks sizes. Values are checked once, where a layout is made of them.
+Every public operation checks sizes; values are checked once, by the layout.
 """
 
 import math
@@ -133,8 +133,7 @@ def require_cu_seqlens(
 ) -> None:
     """Raise unless cumulative lengths describe sequences within a packed batch of ``tokens``.
 
-    Arguments as of :func:`~megatron_dsa.ops.layout.layout.packed_layout`; values are checked as in
-    :func:`require_values`.
+    Arguments: see :func:`~megatron_dsa.ops.layout.layout.packed_layout`.
     """
     fix = "pass cumulative lengths [0, n0, n0 + n1, ...] of at least one sequence"
     require_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), INTEGERS, fix=fix)

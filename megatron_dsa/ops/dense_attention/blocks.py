@@ -5,19 +5,20 @@ from functools import partial
 
 from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
 from megatron_dsa.ops.dense_attention import torch as torch_block
+from megatron_dsa.ops.dense_attention.flash_shapes import with_kernel_shapes
 from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION, BlockAttention
 from megatron_dsa.ops.dispatch import OpCall, Policy
 
-_MODULES = {
-    "torch-cudnn": torch_cudnn,
-    "flash2": flash2,
-    "torch-flash": torch_flash,
-    "flash4": flash4,
-    "torch": torch_block,
-}
 #: By the name of the candidate.
 BLOCK_KERNELS = {
-    name: BlockAttention(name, module.forward, module.backward) for name, module in _MODULES.items()
+    name: BlockAttention(name, *functions)
+    for name, functions in {
+        "torch-cudnn": (torch_cudnn.forward, torch_cudnn.backward),
+        "flash2": with_kernel_shapes(flash2),
+        "torch-flash": with_kernel_shapes(torch_flash),
+        "flash4": with_kernel_shapes(flash4, pads_values=False),
+        "torch": (torch_block.forward, torch_block.backward),
+    }.items()
 }
 
 

@@ -1,23 +1,10 @@
-"""Attention to one block with the flash-attn 2 package.
-
-Its kernels have one head dim. Narrower values are padded here: padded earlier, they would exclude
-the kernels that need no padding.
-"""
+"""FlashAttention 2 (package flash-attn): kernels with one head dim, packed or not."""
 
 import importlib.util
 
 import torch
 
-from megatron_dsa.ops.dense_attention.flash_shapes import (
-    common_reason,
-    from_kernel,
-    lengths,
-    lse_from_kernel,
-    lse_to_kernel,
-    padded,
-    to_kernel,
-)
-from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.flash_shapes import Lengths, common_reason
 from megatron_dsa.ops.dispatch import OpCall, Reason, deterministic_mode
 from megatron_dsa.versions import installed_version, parse_version
 
@@ -45,43 +32,34 @@ def reason(call: OpCall) -> Reason | None:
     return None
 
 
-def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`.spec.BlockAttention`."""
-    from flash_attn import flash_attn_interface as flash
-
-    width = v.shape[-1]
-    q, k, v = (to_kernel(x, sequences) for x in (q, k, padded(v, q.shape[-1])))
-    options = {
-        "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "window_size_left": -1,
-        "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False,
-    }  # fmt: skip
-    if isinstance(sequences, Packed):
-        out, lse, *_ = flash._flash_attn_varlen_forward(
-            q, k, v, *lengths(q, k, sequences), **options
-        )
-    else:
-        out, lse, *_ = flash._flash_attn_forward(q, k, v, **options)
-    return from_kernel(out[..., :width], sequences), lse_from_kernel(lse, sequences)
-
-
-def backward(
-    dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
-) -> tuple[torch.Tensor, ...]:
-    """See :class:`.spec.BlockAttention`; ``dv`` may be a strided view."""
-    from flash_attn import flash_attn_interface as flash
-
-    width, full = v.shape[-1], q.shape[-1]
-    dout, v, out = (padded(x, full) for x in (dout, v, out))
-    dout, q, k, v, out = (to_kernel(x, sequences) for x in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    tensors = (dout, q, k, v, out, lse_to_kernel(lse, sequences), dq, dk, dv)
-    options = {
+def _options(causal: bool, scale: float) -> dict:
+    return {
         "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "window_size_left": -1,
         "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
-        "deterministic": deterministic_mode(),
     }  # fmt: skip
-    if isinstance(sequences, Packed):
-        flash._flash_attn_varlen_backward(*tensors, *lengths(q, k, sequences), **options)
+
+
+def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out, lse`` as the kernels shape them."""
+    from flash_attn import flash_attn_interface as flash
+
+    options = _options(causal, scale) | {"return_softmax": False}
+    if lengths.cu_q is None:
+        out, lse, *_ = flash._flash_attn_forward(q, k, v, **options)
     else:
+        out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *lengths, **options)
+    return out, lse
+
+
+def backward(dout, q, k, v, out, lse, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, ...]:
+    """Return ``dq, dk, dv`` as the kernels shape them."""
+    from flash_attn import flash_attn_interface as flash
+
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    tensors = (dout, q, k, v, out, lse, *gradients)
+    options = _options(causal, scale) | {"deterministic": deterministic_mode()}
+    if lengths.cu_q is None:
         flash._flash_attn_backward(*tensors, **options)
-    return tuple(from_kernel(x, sequences) for x in (dq, dk, dv[..., :width]))
+    else:
+        flash._flash_attn_varlen_backward(*tensors, *lengths, **options)
+    return gradients

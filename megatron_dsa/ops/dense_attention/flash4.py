@@ -1,4 +1,4 @@
-"""Attention to one block with FlashAttention 4 (package flash-attn-4).
+"""FlashAttention 4 (package flash-attn-4): values may be narrower than keys.
 
 Private functions are called, because the backward takes ``out`` and ``lse`` of the whole attention;
 their arguments are compared at import.
@@ -10,14 +10,7 @@ from functools import cache
 
 import torch
 
-from megatron_dsa.ops.dense_attention.flash_shapes import (
-    from_kernel,
-    lengths,
-    lse_from_kernel,
-    lse_to_kernel,
-    to_kernel,
-)
-from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.flash_shapes import Lengths
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.packages import FLASH_ATTENTION_4
 from megatron_dsa.ops.dispatch.support import OpCall
@@ -67,32 +60,23 @@ def _known() -> str:
     return f"pip install '{FLASH_ATTENTION_4.distribution}=={FLASH_ATTENTION_4.minimum}'"
 
 
-def _options(q, k, causal, scale, sequences: Dense | Packed) -> dict:
-    cu_q, cu_k, max_q, max_k = lengths(q, k, sequences)
+def _options(lengths: Lengths, causal: bool, scale: float) -> dict:
     return {
-        "softmax_scale": scale, "causal": causal, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max_q, "max_seqlen_k": max_k,
+        "softmax_scale": scale, "causal": causal, "cu_seqlens_q": lengths.cu_q,
+        "cu_seqlens_k": lengths.cu_k, "max_seqlen_q": lengths.max_q, "max_seqlen_k": lengths.max_k,
     }  # fmt: skip
 
 
-def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`.spec.BlockAttention`."""
+def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out, lse`` as the kernels shape them."""
     interface = importlib.import_module(_INTERFACE)
-    q, k, v = (to_kernel(x, sequences) for x in (q, k, v))
-    options = _options(q, k, causal, scale, sequences)
+    options = _options(lengths, causal, scale)
     out, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=True, **options)
-    return from_kernel(out, sequences), lse_from_kernel(lse, sequences)
+    return out, lse
 
 
-def backward(
-    dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
-) -> tuple[torch.Tensor, ...]:
-    """See :class:`.spec.BlockAttention`."""
+def backward(dout, q, k, v, out, lse, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, ...]:
+    """Return ``dq, dk, dv`` as the kernels shape them."""
     interface = importlib.import_module(_INTERFACE)
-    dout, q, k, v, out = (to_kernel(x, sequences) for x in (dout, q, k, v, out))
-    options = _options(q, k, causal, scale, sequences)
-    gradients = interface._flash_attn_bwd(
-        q, k, v, out, dout, lse_to_kernel(lse, sequences), deterministic=deterministic_mode(),
-        **options,
-    )  # fmt: skip
-    return tuple(from_kernel(x, sequences) for x in gradients)
+    options = _options(lengths, causal, scale) | {"deterministic": deterministic_mode()}
+    return interface._flash_attn_bwd(q, k, v, out, dout, lse, **options)

@@ -4,14 +4,25 @@ Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]`` with ``cu_seqlen
 log-sum-exp heads first.
 """
 
+from types import ModuleType
+from typing import NamedTuple
+
 import torch
 
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.ops.dispatch import OpCall, Reason
-from megatron_dsa.ops.dispatch.support import HALF, short_dtype
 
 #: Widest head.
 LARGEST = 256
+
+
+class Lengths(NamedTuple):
+    """Cumulative lengths, ``None`` if not packed, and longest lengths."""
+
+    cu_q: torch.Tensor | None
+    cu_k: torch.Tensor | None
+    max_q: int
+    max_k: int
 
 
 def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
@@ -24,9 +35,6 @@ def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
     assert call.capability is not None
     if call.capability < (8, 0):
         return Reason("needs compute capability 8.0 or later", f", this is {call.on()}")
-    if call.dtype not in HALF:
-        wanted = " or ".join(map(short_dtype, HALF))
-        return Reason(f"needs {wanted}", f", got {short_dtype(call.dtype)}")
     dims = call.qk_dim, call.v_dim
     if any(dim % 8 for dim in dims) or max(dims) > LARGEST:
         return Reason(f"needs head dims that are multiples of 8 up to {LARGEST}", f", got {dims}")
@@ -36,21 +44,44 @@ def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
     return None
 
 
-def padded(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``x`` with zeros appended to its last dim up to ``width``."""
+def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
+    """Return forward and backward of :class:`.spec.BlockAttention` by a module's kernels.
+
+    ``pads_values``: padded earlier, they would exclude the kernels that need no padding.
+    """
+
+    def forward(q, k, v, causal, scale, sequences):
+        width = v.shape[-1]
+        v = _padded(v, q.shape[-1]) if pads_values else v
+        q, k, v = (_to_kernel(x, sequences) for x in (q, k, v))
+        out, lse = module.forward(q, k, v, _lengths(q, k, sequences), causal, scale)
+        return _from_kernel(out[..., :width], sequences), lse_from_kernel(lse, sequences)
+
+    def backward(dout, q, k, v, out, lse, causal, scale, sequences):
+        width = v.shape[-1]
+        if pads_values:
+            dout, v, out = (_padded(x, q.shape[-1]) for x in (dout, v, out))
+        dout, q, k, v, out = (_to_kernel(x, sequences) for x in (dout, q, k, v, out))
+        lse, lengths = lse_to_kernel(lse, sequences), _lengths(q, k, sequences)
+        dq, dk, dv = module.backward(dout, q, k, v, out, lse, lengths, causal, scale)
+        # dv may be a strided view
+        return tuple(_from_kernel(x, sequences) for x in (dq, dk, dv[..., :width]))
+
+    return forward, backward
+
+
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-def to_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Return a view of tokens as ``[batch, s, H, D]``; packed tokens stay."""
+def _to_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
     if isinstance(sequences, Packed):
         return x
     return x.unflatten(0, (-1, sequences.batch)).transpose(0, 1)
 
 
-def from_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Undo :func:`to_kernel`."""
+def _from_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
     return x if isinstance(sequences, Packed) else x.transpose(0, 1).flatten(0, 1)
 
 
@@ -64,14 +95,13 @@ def lse_from_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tenso
 
 
 def lse_to_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Undo :func:`lse_from_kernel`; contiguous."""
+    """Undo :func:`lse_from_kernel`."""
     if isinstance(sequences, Packed):
         return lse.transpose(0, 1).contiguous()
     return lse.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0).contiguous()
 
 
-def lengths(q: torch.Tensor, k: torch.Tensor, sequences: Dense | Packed) -> tuple:
-    """Return ``(cu_q, cu_k, max_q, max_k)`` of kernel-shaped tensors; no ``cu`` if dense."""
+def _lengths(q: torch.Tensor, k: torch.Tensor, sequences: Dense | Packed) -> Lengths:
     if isinstance(sequences, Packed):
-        return sequences.cu_q, sequences.cu_k, sequences.longest, sequences.longest
-    return None, None, q.shape[1], k.shape[1]
+        return Lengths(sequences.cu_q, sequences.cu_k, sequences.longest, sequences.longest)
+    return Lengths(None, None, q.shape[1], k.shape[1])

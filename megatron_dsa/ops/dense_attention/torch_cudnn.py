@@ -1,4 +1,4 @@
-"""Attention to one block with cuDNN, through torch: keys wider than values are native to it.
+"""cuDNN's attention, through torch: values may be narrower than keys.
 
 Unpacked batches only: torch's backward for packed tokens mistakes the head dim for the longest
 length.
@@ -16,7 +16,7 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import OpCall, Reason
 
-#: cuDNN with head dims above 128: on Hopper any, on Blackwell those of DeepSeek's MLA.
+#: cuDNN with head dims above 128: on Hopper any, on Blackwell 192/128 (DeepSeek's MLA).
 _WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100
 
 
@@ -25,12 +25,6 @@ def reason(call: OpCall) -> Reason | None:
     why = common_reason(call)
     if why is not None:
         return why
-    if call.packed:
-        return Reason("torch's cuDNN attention has no packed (THD) backward that is right")
-    if call.deterministic:
-        return Reason(
-            "is not deterministic", ", and torch.use_deterministic_algorithms(True) asks for it"
-        )
     version = torch.backends.cudnn.version() or 0
     wide = max(call.qk_dim, call.v_dim) > 128
     hopper = call.capability == (9, 0) and version >= _WIDE_HOPPER
@@ -61,7 +55,7 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
     lse = lse_to_kernel(lse, sequences)
     if _lse_dims(q.device) == 4:
         lse = lse.unsqueeze(-1)
-    # State of the dropout's random numbers: there is none, but the kernel wants the tensors.
+    # The kernel requires the state of dropout, of which there is none.
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -78,7 +72,6 @@ def _lse_dims(device: torch.device) -> int:
 
 
 def _heads_first(x: torch.Tensor, sequences: Dense) -> torch.Tensor:
-    """Return a view of tokens as ``[batch, H, s, D]``."""
     return x.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0, 3)
 
 

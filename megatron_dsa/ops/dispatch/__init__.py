@@ -1,4 +1,4 @@
-"""Choice among the implementations of an operation, logged once, with counts of what ran.
+"""Choice among the implementations of an operation, logged once, and counts of their calls.
 
 Nothing falls back in silence: a fallback is a warning, a strict policy raises instead, and an
 implementation that the user names runs or raises. The operations are declared in

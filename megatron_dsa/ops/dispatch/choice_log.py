@@ -38,22 +38,18 @@ class Choice:
 
     @property
     def is_fallback(self) -> bool:
-        """Return whether torch runs without being named."""
+        """Torch runs without being named."""
         return not self.candidate.fused and not self.named
 
     def remark(self) -> str:
-        """Return why this one, in one clause; empty for a fused candidate that ran on such a GPU.
-
-        For a fallback: why the first candidate that is ever used does not run.
-        """
+        """Return the reason in one clause; empty for a fused candidate that ran on such a GPU."""
         if self.never_run:
             return _NEVER_RUN
         if self.named:
             return f"named by {FLAG} or {VARIABLE}"
         if self.candidate.fused or not self.rejected:
             return ""
-        used = (entry for entry in self.rejected if not entry[1].declined)
-        name, reason = next(used, self.rejected[0])
+        name, reason = self.rejected[0]
         return textwrap.shorten(f"{name}: {reason.short}", 64, placeholder=" ...")
 
     def summary(self) -> str:
@@ -94,7 +90,7 @@ def choices_are_collected() -> bool:
 
 
 def log_all_candidates() -> None:
-    """Let lines name every rejected candidate with its reason (``--dsa-log-dispatch``)."""
+    """Log every rejected candidate with its reason (``--dsa-log-dispatch``)."""
     # Records of this level pass the root logger, whose own level is only for its own records.
     logger.setLevel(logging.DEBUG)
 
@@ -112,11 +108,10 @@ def choices_unlogged() -> Iterator[None]:
 
 
 def log_choice(choice: Choice, policy: Policy, call: OpCall) -> None:
-    """Log a choice that was made for the first time, and warnings of its package."""
+    """Log a new choice, and warnings of its package."""
     package = choice.candidate.support.package
-    remark = package.untested() if package is not None else None
-    if remark is not None:
-        log_once(logging.WARNING, remark)
+    if package is not None and (untested := package.untested()):
+        log_once(logging.WARNING, untested)
     # A fallback is a warning unless it was asked for: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if level == logging.WARNING and call.device == "cpu" and not torch.cuda.is_available():

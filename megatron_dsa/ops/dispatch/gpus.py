@@ -14,16 +14,16 @@ PORTABLE: dict[str, Any] = {
 }
 
 
-def of_device(ask: Callable[[torch.device], Any], device: torch.device) -> Any:
-    """Return ``ask(device)``, a function of ``torch.cuda``; cached for devices with an index."""
-    return ask(device) if device.index is None else _asked(ask, device)
+def of_device(function: Callable[[torch.device], Any], device: torch.device) -> Any:
+    """Return ``function(device)``, cached for devices with an index."""
+    return function(device) if device.index is None else _cached(function, device)
 
 
 @lru_cache(maxsize=64)
-def _asked(ask: Callable[[torch.device], Any], device: torch.device) -> Any:
-    return ask(device)
+def _cached(function: Callable[[torch.device], Any], device: torch.device) -> Any:
+    return function(device)
 
 
 def processors(device: torch.device) -> int:
-    """Return how many streaming multiprocessors a GPU has."""
+    """Count the multiprocessors of a GPU."""
     return of_device(torch.cuda.get_device_properties, device).multi_processor_count

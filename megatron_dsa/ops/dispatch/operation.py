@@ -31,12 +31,9 @@ from megatron_dsa.ops.dispatch.support import Candidate, OpCall, import_attribut
 
 @dataclass(frozen=True)
 class First:
-    """Calls for which one candidate is tried before the others: a benchmark shows it the fastest.
+    """Calls for which a benchmark shows the candidate ``name`` to be the fastest.
 
-    Attributes:
-        name: of the candidate.
-        heads: inclusive range.
-        teacher: only calls that also return the head sum of the probabilities.
+    ``heads``: inclusive range; ``teacher``: only with the head sum of the probabilities.
     """
 
     name: str
@@ -130,7 +127,6 @@ class OperationTimes:
 
 
 def _now(cuda: bool):
-    """Return an event on the current stream, or seconds of the host's clock."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -181,13 +177,16 @@ def deterministic_mode() -> bool:
 def describe_call(device: torch.device | str, **properties) -> OpCall:
     """Build an :class:`OpCall` with the compute capability of ``device``."""
     properties.setdefault("deterministic", deterministic_mode())
-    if _planned_for is not None:
-        name, capability = _planned_for
-    else:
-        device = torch.device(device)
-        name = device.type
-        capability = of_device(torch.cuda.get_device_capability, device) if name == "cuda" else None
-    return OpCall(device=name, capability=capability, **properties)
+    if _planned_for is not None:  # sizes may be symbols, which no cache takes
+        return OpCall(*_planned_for, **properties)
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    capability = of_device(torch.cuda.get_device_capability, device) if on_gpu else None
+    return _known_call(device.type, capability, **properties)
+
+
+#: Equal calls are one object, which the cache of choices finds without comparing fields.
+_known_call = lru_cache(maxsize=512)(OpCall)
 
 
 #: All operations, by name.
@@ -201,10 +200,9 @@ class Operation:
     Attributes:
         name: used in flags, logs, reports and profiler ranges.
         title: one phrase for tables.
-        candidates: the implementations in the order in which they are tried, torch's last.
-        fake: ``"module:function"`` called with a candidate and the arguments of the
-            implementations; it returns, keeps and allocates on the meta device what the candidate
-            would (:func:`meta_dispatch`).
+        candidates: in the order in which they are tried, torch's last.
+        fake: ``"module:function"`` of a candidate and the arguments of the implementations; on the
+            meta device it returns, keeps and allocates what the candidate would.
         first: exceptions from that order; the first rule that holds counts.
     """
 
@@ -242,12 +240,13 @@ class Operation:
         forget_choices()
 
     def ranked(self, call: OpCall) -> list[Candidate]:
-        """Return the candidates in the order in which they are tried for ``call``.
-
-        Kernels that were never run on such a GPU are not moved to the front.
-        """
+        """Return the candidates in the order in which they are tried for ``call``."""
         name = next((rule.name for rule in self.first if rule.holds(call)), None)
-        return sorted(self.candidates, key=lambda c: c.name != name or c.support.never_run(call))
+        # Kernels that were never run on such a GPU do not lead.
+        return sorted(
+            self.candidates,
+            key=lambda c: c.name != name or call.capability in c.support.not_run,
+        )
 
     def choose(self, call: OpCall, policy: Policy) -> Choice:
         """Choose the candidate that runs ``call`` under ``policy``.
@@ -279,10 +278,10 @@ class Operation:
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""
         candidate = self.candidates[-1] if _unchosen else self.choose(call, policy).candidate
-        if on_meta():
+        if _planned_for is not None:
             return import_attribute(self.fake)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
-        # A range in NVTX and, if it runs, in torch's profiler: the host pays in every call.
+        # The host pays in every call: the profiler gets a range only while it runs.
         on_gpu, label = call.device == "cuda", f"megatron_dsa.{self.name}.{candidate.name}"
         if on_gpu:
             torch.cuda.nvtx.range_push(label)
@@ -313,7 +312,7 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, logged: bool) ->
         choice = _choose_named(operation, call, named)
     else:
         choice = _choose_first(operation, call, policy)
-    if choice.candidate.support.never_run(call):
+    if call.capability in choice.candidate.support.not_run:
         choice = replace(choice, never_run=True)
     if logged:
         log_choice(choice, policy, call)
@@ -321,7 +320,7 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, logged: bool) ->
 
 
 def _require_candidate(operation: Operation, name: str) -> str:
-    """Return the flag in words, for messages about the candidate of that name."""
+    """Return the flag in words, for messages."""
     known = [candidate.name for candidate in operation.candidates]
     asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
     if name not in ("auto", *known):
@@ -332,8 +331,7 @@ def _require_candidate(operation: Operation, name: str) -> str:
 def _choose_named(operation: Operation, call: OpCall, name: str) -> Choice:
     asked = _require_candidate(operation, name)
     candidate = next(c for c in operation.candidates if c.name == name)
-    reason = candidate.reason(call)
-    if reason is not None:
+    if (reason := candidate.reason(call)) is not None:
         raise ImplementationError(
             f"{asked}: it cannot run here: {reason}. Fix that, or leave the operation out to take "
             "what can run."
@@ -347,7 +345,7 @@ def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
         unwanted = Reason("not asked for: dsa_unfused is torch")
         rejected += [(c.name, unwanted) for c in usable if c.fused]
         usable = [c for c in usable if not c.fused]
-    elif not any(c.fused for c in usable):
+    elif len(usable) == 1:
         rejected.append(("fused", Reason("no fused implementation exists in this release")))
     for candidate in usable:
         reason = candidate.reason(call)

@@ -4,37 +4,19 @@ Versions are compared, not probed: kernel packages change behaviour without chan
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_dsa.versions import installed_version, is_before, module_exists, parse_version
 
 
 class Reason(str):
-    """Why something cannot be used: ``short`` says what is wrong, the text adds how to fix it."""
+    """Why something cannot be used: ``short`` names the obstacle, the whole text also the fix."""
 
     short: str
-    declined: bool
 
-    def __new__(cls, short: str, more: str = "", declined: bool = False):
-        """Join ``short`` and ``more``. ``declined``: it is never used on any machine."""
+    def __new__(cls, short: str, more: str = ""):
         self = super().__new__(cls, short + more)
-        self.short, self.declined = short, declined
+        self.short = short
         return self
-
-
-class Fix(NamedTuple):
-    """A defect that ``version`` repaired."""
-
-    version: str
-    what: str
-
-
-class Need(NamedTuple):
-    """From ``since`` on, a package needs ``distribution`` in version ``minimum`` or later."""
-
-    since: str
-    distribution: str
-    minimum: str
 
 
 @dataclass(frozen=True)
@@ -46,9 +28,10 @@ class Package:
         install: how to get it; ``{floor}`` stands for the lowest usable version.
         distribution: ``None`` if it has no versions to compare.
         minimum: lowest usable version.
-        tested: newest version that this package was run with.
-        history: defects that newer versions repaired.
-        needs: distributions that it needs; the last entry that applies counts.
+        tested: newest version that was run.
+        fixes: pairs of a version and a defect that it repaired.
+        needs: ``(since, distribution, minimum)`` from version ``since`` on; the last that applies
+            counts.
     """
 
     module: str
@@ -56,8 +39,8 @@ class Package:
     distribution: str | None = None
     minimum: str | None = None
     tested: str | None = None
-    history: tuple[Fix, ...] = ()
-    needs: tuple[Need, ...] = ()
+    fixes: tuple[tuple[str, str], ...] = ()
+    needs: tuple[tuple[str, str, str], ...] = ()
 
     def version(self) -> tuple[int, ...]:
         """Return the installed version, ``()`` if there is none to compare."""
@@ -85,19 +68,19 @@ class Package:
         version = parse_version(found)
         if floor is not None and is_before(found, floor):
             wrong = "; ".join(
-                f"before {fix.version}: {fix.what}"
-                for fix in self.history
-                if version < parse_version(fix.version) <= parse_version(floor)
+                f"before {fix}: {defect}"
+                for fix, defect in self.fixes
+                if version < parse_version(fix) <= parse_version(floor)
             )
             because = f" ({wrong})" if wrong else ""
             needed = f", >= {floor} needed{because}{install}"
             return Reason(f"too old: {name} {found} found", needed)
-        applying = [need for need in self.needs if version >= parse_version(need.since)]
-        for need in applying[-1:]:
-            have = installed_version(need.distribution)
-            if have is None or parse_version(have) < parse_version(need.minimum):
+        applying = [need for since, *need in self.needs if version >= parse_version(since)]
+        for distribution, least in applying[-1:]:
+            have = installed_version(distribution)
+            if have is None or parse_version(have) < parse_version(least):
                 return Reason(
-                    f"incomplete: {name} {found} needs {need.distribution} >= {need.minimum}",
+                    f"incomplete: {name} {found} needs {distribution} >= {least}",
                     f", found {have or 'none'}{install}",
                 )
         return None
@@ -124,19 +107,19 @@ CUDNN = Package(
     distribution="nvidia-cudnn-frontend",
     minimum="1.30",
     tested="1.32",
-    history=(
-        Fix("1.24", "no sparse attention"),
-        Fix("1.25", "no indexer kernels on Hopper"),
-        Fix("1.26", "indexer masks aligned to the bottom right, global index ids by default"),
-        Fix("1.27", "gradients around 1e11 on Hopper when heads are no multiple of 64"),
-        Fix("1.29", "-1 ids, empty rows and topk_length wrong on Hopper: writes out of bounds"),
-        Fix("1.30", "race in the indexer's key gradient on Hopper"),
-        Fix("1.31", "top-k cannot break ties by index"),
-        Fix("1.32", "no deterministic top-k, no workspace with the fp32 key gradient on Hopper"),
+    fixes=(
+        ("1.24", "no sparse attention"),
+        ("1.25", "no indexer kernels on Hopper"),
+        ("1.26", "indexer masks aligned to the bottom right, global index ids by default"),
+        ("1.27", "gradients around 1e11 on Hopper when heads are no multiple of 64"),
+        ("1.29", "-1 ids, empty rows and topk_length wrong on Hopper: writes out of bounds"),
+        ("1.30", "race in the indexer's key gradient on Hopper"),
+        ("1.31", "top-k cannot break ties by index"),
+        ("1.32", "no deterministic top-k, no workspace with the fp32 key gradient on Hopper"),
     ),
     needs=(
-        Need("1.29", "nvidia-cutlass-dsl", "4.6.2"),
-        Need("1.32", "nvidia-cutlass-dsl", "4.8.0"),
+        ("1.29", "nvidia-cutlass-dsl", "4.6.2"),
+        ("1.32", "nvidia-cutlass-dsl", "4.8.0"),
     ),
 )
 
@@ -163,7 +146,7 @@ FLASH_ATTENTION_4 = Package(
     distribution="flash-attn-4",
     minimum="4.0.0b36",
     tested="4.0.0",
-    needs=(Need("4.0.0b36", "nvidia-cutlass-dsl", "4.6.2"),),
+    needs=(("4.0.0b36", "nvidia-cutlass-dsl", "4.6.2"),),
 )
 
 TRITON = Package(

@@ -23,7 +23,7 @@ class OpCall:
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
-        capability: compute capability of the GPU, e.g. ``(9, 0)``; ``None`` without one.
+        capability: compute capability of the GPU; ``None`` without one.
         dtype: dtype of queries and keys (the wider one where inputs differ).
         heads: local query heads, or index heads.
         qk_dim, v_dim: dims of a query/key and of a value (0 where there is no value).
@@ -53,7 +53,7 @@ class OpCall:
     teacher_dim: int | None = None
 
     def on(self) -> str:
-        """Return the device in words, for messages."""
+        """Return the device in words."""
         if self.capability is None:
             return "the CPU"
         return "a GPU of compute capability {}.{}".format(*self.capability)
@@ -68,7 +68,7 @@ class Support:
         package: optional package that it needs.
         minimum: least version of that package for this operation, if above the package's own.
         capabilities: compute capabilities of the GPUs that it has kernels for.
-        not_run: those of them for which the kernels were only compiled.
+        not_run: capabilities for which the kernels were only compiled.
         dtypes, dims, rope_dim, teacher_dims: values of :class:`OpCall`; ``dims`` are pairs
             ``(qk_dim, v_dim)``.
         heads, topk: inclusive ranges.
@@ -79,7 +79,6 @@ class Support:
         adds_keys: a backward adds to the key gradient of the calls before, if it is given.
         head_sizes: numbers of heads that its kernel takes, ascending; the adapter pads others.
         bridged: padding and conversions of the adapter.
-        declined: why a kernel that exists is never used.
         probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
     """
 
@@ -103,13 +102,10 @@ class Support:
     adds_keys: bool = False
     head_sizes: tuple[int, ...] = ()
     bridged: str = ""
-    declined: str | None = None
     probe: Callable[[OpCall], str | None] | None = None
 
     def reason(self, call: OpCall) -> Reason | None:
         """Return why ``call`` cannot be run, or ``None``."""
-        if self.declined is not None:
-            return Reason(f"declined: {self.declined}", declined=True)
         reason: str | None = (
             self._gpu(call)
             or (self.package.problem(self.minimum) if self.package else None)
@@ -117,13 +113,7 @@ class Support:
             or self._options(call)
             or (self.probe(call) if self.probe else None)
         )
-        if reason is None or isinstance(reason, Reason):
-            return reason
-        return Reason(reason)
-
-    def never_run(self, call: OpCall) -> bool:
-        """Return whether its kernels were compiled for this GPU, but never run on one."""
-        return call.capability in self.not_run
+        return reason if reason is None or isinstance(reason, Reason) else Reason(reason)
 
     def kernel_heads(self, heads: int) -> int:
         """Return how many heads its kernel computes for a call of ``heads``."""
@@ -154,10 +144,8 @@ class Support:
         if self.teacher_dims is not None and call.teacher_dim not in self.teacher_dims:
             wanted = " or ".join(map(str, self.teacher_dims))
             return Reason(f"needs a teacher of {wanted} dims", f", got {call.teacher_dim}")
-        for name, limits, value in (
-            ("heads", self.heads, call.heads),
-            ("selected keys", self.topk, call.topk),
-        ):
+        ranges = ("heads", self.heads, call.heads), ("selected keys", self.topk, call.topk)
+        for name, limits, value in ranges:
             if limits and value is not None and not limits[0] <= value <= limits[1]:
                 return Reason(f"takes {limits[0]} to {limits[1]} {name}", f", got {value}")
         return None
@@ -181,11 +169,10 @@ class Candidate:
     """One implementation of one operation.
 
     Attributes:
-        name: short name used in flags, logs and reports.
-        kernel: ``"module:attribute"`` of the callable. The module is imported when it is first
-            called: it may need an optional package.
-        support: calls that it supports.
-        fused: whether it is a fused kernel (``False``: the torch fallback).
+        name: used in flags, logs and reports.
+        kernel: ``"module:attribute"`` of the callable, imported when it is called: the module may
+            need an optional package.
+        fused: ``False`` for the torch fallback.
     """
 
     name: str
@@ -198,7 +185,7 @@ class Candidate:
         return self.support.reason(call)
 
     def load(self) -> Callable:
-        """Return the callable; a class is called without arguments for it."""
+        """Return the callable, an instance if it is a class."""
         found = import_attribute(self.kernel)
         return found() if isinstance(found, type) else found
 
@@ -211,11 +198,8 @@ def import_attribute(path: str) -> Any:
 
 def short_dtype(dtype: torch.dtype) -> str:
     """``torch.bfloat16 -> "bf16"``."""
-    names = {
-        torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
-        torch.float8_e4m3fn: "fp8",
-    }  # fmt: skip
-    return names.get(dtype, str(dtype))
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return names.get(dtype, "fp8" if dtype == torch.float8_e4m3fn else str(dtype))
 
 
 def _versions(capabilities: tuple[tuple[int, int], ...]) -> str:

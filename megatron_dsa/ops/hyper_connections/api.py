@@ -110,7 +110,7 @@ def read_head(
     """Read the streams at the end of the model.
 
     Args:
-        streams, weight, policy: as of :func:`read_streams`.
+        streams, weight, policy: see :func:`read_streams`.
         connection: its parameters, with ``n`` rows of ``fn``.
 
     Returns:

@@ -6,7 +6,6 @@ import torch
 
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dispatch import Candidate, OpCall, Operation, Reason, Support
 from megatron_dsa.ops.dispatch.gpus import PORTABLE
@@ -155,23 +154,28 @@ def _require_streams(x: torch.Tensor) -> None:
 
 def fake_read(candidate: Candidate, inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
     """Return, keep and allocate what the implementations do."""
-    return _FakeRead.apply(candidate.fused, inputs.workspace_bytes, *inputs.tensors)
+    return _fake_read(candidate.fused, inputs, head=False)
 
 
 def fake_head(candidate: Candidate, inputs: ReadInputs) -> torch.Tensor:
     """Return, keep and allocate what the implementations do."""
-    fused, size = candidate.fused, inputs.workspace_bytes
+    return _fake_read(candidate.fused, inputs, head=True)
+
+
+def _fake_read(fused: bool, inputs: ReadInputs, head: bool):
+    size = inputs.workspace_bytes
 
     def forward(x, *parameters):
-        kept = _numbers(x, parameters[0])[:4] if fused else ()
+        numbers = () if head and not fused else _numbers(x, parameters[0])
         normed = x.new_empty(x.shape[0], x.shape[2])
         _take(fused, x, size)
-        return (normed,), (x, *parameters, *kept)
+        results = (normed,) if head else (normed, x, *numbers[4:])
+        return results, (x, *parameters, *(numbers[:4] if fused else ()))
 
     def backward(x, *kept):
         return _gradients(fused, size, x, kept[:4])
 
-    return differentiable(inputs.tensors, forward, backward)
+    return differentiable(inputs.tensors, forward, backward, results=1 if head else 4)
 
 
 def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
@@ -189,23 +193,6 @@ def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
         return gradients
 
     return differentiable(inputs.tensors, forward, backward)
-
-
-class _FakeRead(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, fused, workspace_bytes, x, *parameters):
-        *kept, post, comb = _numbers(x, parameters[0])
-        ctx.save_for_backward(x, *parameters, *(kept if fused else ()))
-        ctx.rest = fused, workspace_bytes
-        normed = x.new_empty(x.shape[0], x.shape[2])
-        _take(fused, x, workspace_bytes)
-        return normed, x, post, comb
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *_gradients_of_results):
-        (x, *kept), (fused, workspace_bytes) = ctx.saved_tensors, ctx.rest
-        return None, None, *_gradients(fused, workspace_bytes, x, kept[:4])
 
 
 def _take(fused: bool, like: torch.Tensor, size: int) -> None:

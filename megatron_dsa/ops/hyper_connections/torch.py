@@ -63,7 +63,6 @@ def _written(output, x, post, comb):
 def _chunk_gradients(
     computed: Callable, tensors: list[torch.Tensor], gradients: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of ``tensors`` from ``gradients`` of the results of ``computed``."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         results = computed(*leaves)

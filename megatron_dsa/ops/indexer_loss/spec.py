@@ -190,15 +190,7 @@ DENSE_LOSS = Operation(
     "dense_indexer_loss",
     "indexer loss over all visible keys",
     (
-        Candidate(
-            "cudnn",
-            "declined",
-            Support(
-                covers="value and gradients",
-                package=CUDNN,
-                declined="cuDNN's needs S x S fp32 scores",
-            ),
-        ),
+        # Without cuDNN's, which needs S x S fp32 scores.
         Candidate(
             "tilelang",
             f"{_HERE}.tilelang.dense:dense",

@@ -88,8 +88,8 @@ def rotate_index(
         neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
             ``R / 2 + i`` of those that are rotated.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
-        rounded: round to x's dtype before the transform, too, as inference engines do.
-        transposed: apply the transpose of all that: the gradient of x, given that of the result.
+        rounded: also round to x's dtype before the transform, as inference engines do.
+        transposed: apply the transpose: from the gradient of the result to the gradient of x.
         policy: which implementations may run.
 
     Returns:
@@ -122,7 +122,6 @@ def _describe(x: torch.Tensor):
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Raise unless ``x [tokens, H, D]`` and ``cos, sin [tokens, R / 2]`` fit."""
     require_tensor("x", x, ("tokens", "H", "D"), FLOATS, fix="flatten sequence and batch to tokens")
     if x.shape[2] % 2:
         raise ConfigError(f"x must have an even dim, got {x.shape[2]}: pad the heads.")

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
@@ -33,7 +32,7 @@ def _turn(
     D: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the last ``2 * HALF`` of ``D`` dims of a tile of heads of one row."""
+    """Rotate the last ``2 * HALF`` of ``D`` dims of a tile of heads of one token."""
     pair = tl.arange(0, BLOCK_D // 2) - (D // 2 - HALF)
     turned = (pair >= 0) & (pair < HALF)
     at = row * stride + pair
@@ -171,7 +170,7 @@ def _index_forward(
 ):  # fmt: skip
     """Rotate the pairs of dims from ``START`` on; multiply by the signs if ``TRANSFORM``.
 
-    Pairs are neighbours in ``x`` if ``NEIGHBOURS``, in what is rotated if ``JOINED``; else halves.
+    Pairs are neighbours in ``x`` if ``NEIGHBOURS``, in the result if ``JOINED``; else halves.
     """
     row, token, head, inside = _heads_of(heads, count, BLOCK)
     at, to = token * token_stride + head * head_stride, row * D
@@ -275,12 +274,7 @@ def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
 
 
 def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Refuse float64; return x with dense heads, and tables of one stride with dense tokens."""
-    if x.dtype == torch.float64:
-        raise ConfigError(
-            "x must not be float64 for the Triton kernels, which compute in float32: use the "
-            "torch implementation (ops.rope.torch)."
-        )
+    """Return x with dense heads, and tables of one stride with dense tokens."""
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return _dense(x), cos, sin

@@ -17,8 +17,7 @@ from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
 from megatron_dsa.ops.dense_attention.ring.attention import attend, gradients
-from megatron_dsa.ops.dense_attention.ring.exchange import Ring
-from megatron_dsa.ops.dense_attention.ring.payload import KeysAndValues, Latent
+from megatron_dsa.ops.dense_attention.ring.exchange import KeysAndValues, Latent, Ring
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import describe_call

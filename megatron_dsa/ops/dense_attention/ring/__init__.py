@@ -4,8 +4,8 @@ Every rank keeps its queries. Blocks of keys and values reach it one rank after 
 ring or from a gathered buffer; it attends to each with an ordinary kernel and combines the parts by
 their log-sum-exp. The backward goes the same way round and returns every block's gradient.
 
-* :mod:`.shards` and :mod:`.runs`: tokens of a rank, and the keys that they see;
-* :mod:`.exchange` moves blocks, :mod:`.payload` is their content, :mod:`.combine` joins the parts;
+* :mod:`.shards`: tokens of a rank, and the keys that they see;
+* :mod:`.exchange` moves blocks, :mod:`.combine` joins the parts;
 * :mod:`.attention`: the loop over blocks, differentiable; :mod:`.api`: the public operations.
 """
 
@@ -14,9 +14,9 @@ from megatron_dsa.ops.dense_attention.ring.attention import (
     gathered_latent_attention,
     ring_attention,
 )
-from megatron_dsa.ops.dense_attention.ring.runs import PackedRuns
 from megatron_dsa.ops.dense_attention.ring.shards import (
     ContiguousShard,
+    PackedRuns,
     PackedZigzagShard,
     ZigzagShard,
 )

@@ -10,9 +10,9 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
 from megatron_dsa.ops.dense_attention.ring import attention
 from megatron_dsa.ops.dense_attention.ring.attention import describe_dense_call
-from megatron_dsa.ops.dense_attention.ring.runs import PackedRuns
 from megatron_dsa.ops.dense_attention.ring.shards import (
     ContiguousShard,
+    PackedRuns,
     PackedZigzagShard,
     TokenShard,
     ZigzagShard,

@@ -10,8 +10,13 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
 from megatron_dsa.ops.dense_attention.ring.combine import Combined
-from megatron_dsa.ops.dense_attention.ring.exchange import Gathered, Ring, RingExchange
-from megatron_dsa.ops.dense_attention.ring.payload import KeysAndValues, Latent
+from megatron_dsa.ops.dense_attention.ring.exchange import (
+    Gathered,
+    KeysAndValues,
+    Latent,
+    Ring,
+    RingExchange,
+)
 from megatron_dsa.ops.dense_attention.ring.shards import TokenShard
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
@@ -181,10 +186,8 @@ class _LatentAttention(torch.autograd.Function):
         assert payload.dw_uk is not None and payload.dw_uv is not None
         dw_uk = payload.dw_uk.view(w_uk.shape).to(w_uk.dtype)
         dw_uv = payload.dw_uv.view(w_uv.shape).to(w_uv.dtype)
-        to_latent, to_proxy = None, d_latent
-        if not ctx.has_proxy:
-            to_latent, to_proxy = d_latent.to(latent.dtype), None
-        return dq, to_latent, to_proxy, dw_uk, dw_uv, None, None, None, None
+        proxied = (None, d_latent) if ctx.has_proxy else (d_latent.to(latent.dtype), None)
+        return dq, *proxied, dw_uk, dw_uv, None, None, None, None
 
 
 def _kernel_for(block, q: torch.Tensor, v_dim: int, shard: TokenShard) -> BlockAttention:

@@ -13,7 +13,6 @@ are added in a fixed order.
 import torch
 import triton
 
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
@@ -33,28 +32,17 @@ from megatron_dsa.ops.hyper_connections.triton.tiles import (
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
     """See :func:`.api.read_streams`."""
-    _refuse_float64(inputs.streams)
     return _Read.apply(*_dense(inputs.tensors), inputs.settings)
 
 
 def head(inputs: ReadInputs) -> torch.Tensor:
     """See :func:`.api.read_head`."""
-    _refuse_float64(inputs.streams)
     return _Head.apply(*_dense(inputs.tensors), inputs.settings)
 
 
 def write(inputs: WriteInputs) -> torch.Tensor:
     """See :func:`.api.write_streams`."""
-    _refuse_float64(inputs.streams)
     return _Write.apply(*_dense(inputs.tensors))
-
-
-def _refuse_float64(streams: torch.Tensor) -> None:
-    if streams.dtype == torch.float64:
-        raise ConfigError(
-            "streams must not be float64 for the Triton kernels, which compute in float32: use the "
-            "torch implementation (ops.hyper_connections.torch)."
-        )
 
 
 def _dense(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

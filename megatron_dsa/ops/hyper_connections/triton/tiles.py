@@ -29,7 +29,7 @@ def row_warps(channels: int) -> int:
 def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
     """Return 2 where the streams and the gradient of the next token fit in shared memory, else 1.
 
-    GPUs have 99 KiB of shared memory at least, of which sums take 16.
+    GPUs have at least 99 KiB of shared memory; sums take 16.
     """
     return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
 

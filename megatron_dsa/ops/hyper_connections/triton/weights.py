@@ -126,7 +126,7 @@ def weigh(
 def _sinkhorn_gradient(
     p, gradient, divisors, eps, N: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Gradient of the softmax ``p [BLOCK_T, N, N]`` from that of Sinkhorn's result.
+    """Gradient of the softmax ``p [BLOCK_T, N, N]`` from the gradient of Sinkhorn's result.
 
     The iterations run again and leave their divisors in memory, ``[2 * ITERATIONS - 1, BLOCK_T,
     N]``. Backwards, a matrix times its divisors is the one before it.

@@ -110,8 +110,8 @@ def only_with_teacher(call, result):
         (FORWARD, scale(0, 1.01), "out 1.0e-02"),
         (FORWARD, scale(1, 1 / math.log(2)), "lse 4.4e-01"),  # base 2
         (FORWARD, scale(2, 1.02), "p_sum 2.0e-02"),
-        (FORWARD, nan_in_empty_rows, "out of an empty row is not 0"),
-        (FORWARD, plausible_empty_rows, "lse of an empty row is not -inf"),
+        (FORWARD, nan_in_empty_rows, "out of a query without keys is not 0"),
+        (FORWARD, plausible_empty_rows, "lse without keys is not -inf"),
         (FORWARD, half_precision, "out is torch.bfloat16, not torch.float32"),
         (FORWARD, too_narrow, "out has shape"),
         (FORWARD, drop(1), "crashed"),

@@ -120,13 +120,6 @@ def test_a_short_line_holds_what_is_wrong(having):
     assert choice.summary() == f"made_up: torch (first: {'too long ' * 5}too long ...)"
 
 
-def test_a_short_line_leaves_out_what_is_declined(having):
-    never = candidate("never", True, declined="too slow")
-    other = candidate("other", True, lambda p: "no other")
-    assert having(never, other).choose(HOPPER, Policy()).remark() == "other: no other"
-    assert having(never).choose(HOPPER, Policy()).remark() == "never: declined: too slow"
-
-
 def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeypatch):
     """Each once, though it was made before; a fallback warns all the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -223,8 +216,10 @@ def test_strict_refuses_a_fallback_with_all_reasons(operation):
     assert operation.choose(HOPPER, Policy(strict=True)).candidate.name == "second"
 
 
-def test_report_counts_calls(operation):
+def test_report_counts_calls_but_not_those_of_a_warm_up(operation):
     dispatch.reset_report()
+    with dispatch.uncounted():
+        operation.run(HOPPER, Policy())
     operation.run(HOPPER, Policy())
     operation.run(HOPPER, Policy())
     operation.run(CPU, Policy())
@@ -306,13 +301,6 @@ def test_nvtx_ranges_have_stable_names(operation, having, monkeypatch):
     assert seen[2:] == ["megatron_dsa.made_up.second", "pop"]
 
 
-def test_warm_up_is_not_counted(operation):
-    dispatch.reset_report()
-    with dispatch.uncounted():
-        operation.run(HOPPER, Policy())
-    assert dispatch.report() == {}
-
-
 def test_asking_whether_kernels_are_fused_neither_logs_nor_refuses(operation, caplog):
     caplog.set_level("INFO", "megatron_dsa.ops.dispatch")
     strict = Policy(strict=True)
@@ -372,6 +360,11 @@ def test_a_rule_names_a_candidate(monkeypatch):
     torch_alone, rules = (candidate("torch", False),), (First("fast", (1, 32)),)
     with pytest.raises(ValueError, match=r"made_up: first names \{'fast'\}.*\['torch'\]"):
         Operation("made_up", "", torch_alone, "", first=rules)
+
+
+def test_equal_calls_are_one_object():
+    shape = {"dtype": torch.float32, "heads": 2, "qk_dim": 8, "v_dim": 8}
+    assert dispatch.describe_call("cpu", **shape) is dispatch.describe_call("cpu", **shape)
 
 
 def test_the_fastest_with_the_teacher(having):
