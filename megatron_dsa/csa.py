@@ -147,7 +147,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         """See :class:`SelfAttentionFrame`."""
         ranks, policy = self.ranks, self.policy
         tables = self.rope.of_tokens(layout, hidden_states.dtype)
-        local_tables = tables if ranks.group is None else ranks.local(tables)
+        local_tables = tables if ranks.group is None else ranks.held(tables)
 
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         kv = self.kv_layernorm(self.linear_kv_proj(hidden_states)[0])

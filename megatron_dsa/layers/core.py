@@ -65,15 +65,15 @@ class Indexer(MegatronModule):
 
     def latents(self, qr: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return the latents of the query tokens."""
-        if ranks.token_group is not None:
-            qr = gather_detached(qr, ranks.token_group)
+        if ranks.indexer_tp is not None:
+            qr = gather_detached(qr, ranks.indexer_tp)
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weights of the query tokens, and in fp32 if scores are an engine's."""
         weights, _ = self.linear_weights_proj(x)
-        if ranks.token_group is not None:
-            weights = gather_same(weights, ranks.token_group)
+        if ranks.indexer_tp is not None:
+            weights = gather_same(weights, ranks.indexer_tp)
         weights = weights.flatten(0, 1)
         in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
         return weights * (self.heads**-0.5 * self.dim**-0.5), in_fp32
@@ -213,7 +213,7 @@ class CoreAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
         count = self.config.dsa_indexer_topk
-        if ranks.queries.ranks == 1:
+        if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
             return indexer_topk(inputs, keys, count, policy=self.policy)
         return balanced_topk(

@@ -108,8 +108,8 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
                 rope_dims = self.config.qk_pos_emb_head_dim
                 compressed = as_cached(compressed, CSA_CACHE, policy.workspace_bytes, rope_dims)
         halo = None
-        if ranks.queries.ranks > 1:
-            halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))
+        if ranks.query_sharding.ranks > 1:
+            halo = halo_of(layout, ranks.query_sharding, max(self.config.csa_window_size - 1, 1))
         if ranks.group is None:
             kv, kv_grad = kv.flatten(0, 1), None
             if compressed is not None:

@@ -151,7 +151,7 @@ class DSACoreAttention(CoreAttention):
         """Attend to selected keys by plain MLA under a bit mask.
 
         ``q`` has the tokens of all tensor-parallel ranks. Where a rank selects for its local tokens
-        (``ranks.attention_group``), layout, index_inputs and given are of these.
+        (``ranks.attention_tp``), layout, index_inputs and given are of these.
 
         Args:
             kv: ``[keys, H, 256]``, per head the key without rope, then the value.
@@ -170,11 +170,11 @@ class DSACoreAttention(CoreAttention):
             k_pe_grad=k_pe_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             indexer=self._loss_in_backward(index_inputs, layout),
-            group=ranks.attention_group,
+            group=ranks.attention_tp,
             policy=self.policy,
         )
-        result = result._replace(lse=ranks.local_attended(result.lse))
-        q = ranks.local_attended(q)
+        result = result._replace(lse=ranks.queries_of(result.lse))
+        q = ranks.queries_of(q)
         out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe=k_pe)
         return out, selection
 

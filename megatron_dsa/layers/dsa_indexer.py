@@ -87,7 +87,7 @@ class DSAIndexer(Indexer):
             queries and weights of the query tokens, keys of the tokens of all ranks.
         """
         k, _ = self.linear_wk(x.flatten(0, 1))
-        k = self._rotated(self._norm_keys(k)[:, None], rope.local(ranks)).flatten(1)
+        k = self._rotated(self._norm_keys(k)[:, None], rope.held(ranks)).flatten(1)
         gathering = None if ranks.group is None else start_gather(k, ranks.group)
         latent = self.latents(qr, ranks)
         q = None

@@ -140,7 +140,7 @@ def balanced_topk(
     ratio, visible = 1, layout
     if compressed is not None:
         ratio, visible = compressed.ratio, compressed.layout
-    swap = worthwhile_swap(layout, topk, ratio, ranks.queries)
+    swap = worthwhile_swap(layout, topk, ratio, ranks.query_sharding)
     if swap is None:
         return indexer_topk(inputs, visible, topk, policy=policy)
     count("indexer_balance", "exchanged")

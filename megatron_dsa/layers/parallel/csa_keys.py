@@ -40,7 +40,7 @@ def join_keys_of_ranks(
         ranks; and ``grad_proxy``.
     """
     batch = kv.shape[1]
-    buffer, grad_proxy = gather_keys(kv, ranks.token_group)
+    buffer, grad_proxy = gather_keys(kv, ranks.indexer_tp)
     if halo is not None:
         buffer, grad_proxy = _HoldKeys.apply(buffer, grad_proxy, halo, batch, ranks.query_group)
     if compressed is None:
