@@ -47,20 +47,21 @@ from megatron_dsa.ops.rope.api import rotate
 class _Latents(NamedTuple):
     """Normalised latents of this rank's tokens, ``[s, b, q_lora_rank | kv_lora_rank | 64]``.
 
-    Where ranks share latents, ``k_pe`` is rotated, and ``gathering`` is the gather of ``kv`` and
-    ``k_pe``, under way while the indexer and the queries are computed.
+    Where ranks share latents, ``k_pe`` is rotated, ``shared`` is both, and ``gathering`` gathers it
+    while the indexer and the queries are computed.
     """
 
     q: torch.Tensor
     kv: torch.Tensor
     k_pe: torch.Tensor
+    shared: torch.Tensor | None = None
     gathering: Gathering | None = None
 
     def of_all_ranks(self) -> tuple[torch.Tensor, Any]:
         """Return ``kv`` and ``k_pe`` ``[keys, 576]``, and their gradient's proxy if sharded."""
-        assert self.gathering is not None
-        if self.gathering.group is None:
-            return self.gathering.link.flatten(0, 1), None
+        assert self.shared is not None
+        if self.gathering is None:
+            return self.shared.flatten(0, 1), None
         return finish_with_proxy(self.gathering)
 
 
@@ -162,8 +163,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             return _Latents(q_latent, kv_latent, k_pe)
         tables = rope.held(ranks).tables(k_pe.dtype)
         k_pe = self._rotated(k_pe.flatten(0, 1)[:, None], tables).view_as(k_pe)
-        gathering = start_gather(torch.cat([kv_latent, k_pe], -1), ranks.group)
-        return _Latents(q_latent, kv_latent, k_pe, gathering)
+        shared = torch.cat([kv_latent, k_pe], -1)
+        gathering = None if ranks.group is None else start_gather(shared, ranks.group)
+        return _Latents(q_latent, kv_latent, k_pe, shared, gathering)
 
     def _rotated(self, x: torch.Tensor, tables) -> torch.Tensor:
         """Rotate the last dims of ``x [tokens, H, D]``.

@@ -4,7 +4,6 @@ Keys are gathered by :mod:`megatron_dsa.layers.parallel.gather`.
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +47,11 @@ class Ranks:
         tp: ranks of ``group`` with one context-parallel index (sequence parallelism), or ``None``.
         cp: ranks of ``group`` with one tensor-parallel index, or ``None``.
         tp_mode: see above; chosen by :mod:`megatron_dsa.config.attention_choice`.
+        by_sequence: attention is for local tokens and all heads.
+        indexer_tp: ranks that gather tokens before the indexer (and attend to them), or ``None``.
+        attention_tp: ranks that gather tokens between indexer and attention, or ``None``.
+        query_sharding: which query tokens this rank has.
+        query_group: ranks with different query tokens, or ``None``.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -56,30 +60,22 @@ class Ranks:
     cp: Any = None
     tp_mode: TPMode = "heads"
 
-    @property
-    def indexer_tp(self) -> Any:
-        """Ranks that gather tokens before the indexer (and then attend to them), or ``None``."""
-        return self.tp if self.tp_mode == "heads" else None
+    by_sequence: bool = field(init=False)
+    indexer_tp: Any = field(init=False)
+    attention_tp: Any = field(init=False)
+    query_sharding: Sharding = field(init=False)
+    query_group: Any = field(init=False)
 
-    @property
-    def attention_tp(self) -> Any:
-        """Ranks that gather tokens between indexer and attention, or ``None``."""
-        return self.tp if self.tp_mode == "select" else None
-
-    @property
-    def by_sequence(self) -> bool:
-        """Return whether attention is for local tokens and all heads."""
-        return self.tp_mode == "sequence"
-
-    @property
-    def query_group(self) -> Any:
-        """Ranks with different query tokens, or ``None``."""
-        return self.cp if self.tp_mode == "heads" else self.group
-
-    @cached_property
-    def query_sharding(self) -> Sharding:
-        """Return which query tokens this rank has."""
-        return self.sharding.whole() if self.tp_mode == "heads" else self.sharding
+    def __post_init__(self):
+        by_heads = self.tp_mode == "heads"
+        for name, value in {
+            "by_sequence": self.tp_mode == "sequence",
+            "indexer_tp": self.tp if by_heads else None,
+            "attention_tp": self.tp if self.tp_mode == "select" else None,
+            "query_sharding": self.sharding.whole() if by_heads else self.sharding,
+            "query_group": self.cp if by_heads else self.group,
+        }.items():
+            object.__setattr__(self, name, value)
 
     def count(self) -> None:
         """Add the division of heads and tokens to the dispatch report."""
