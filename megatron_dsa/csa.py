@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import options_of, validate
 from megatron_dsa.layers.frame import SelfAttentionFrame
-from megatron_dsa.layers.linears import weight_of
+from megatron_dsa.layers.linears import local_linear, weight_of
 from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.layers.weight_blocks import mark_row_blocks
@@ -85,15 +85,6 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
                 skip_bias_add=False, **kind,
             )  # fmt: skip
 
-        def replicated(spec, inputs: int, outputs: int):
-            layer = linear(
-                spec, inputs, outputs, skip_weight_param_allocation=False,
-                parallel_mode="duplicated",
-            )  # fmt: skip
-            # It sees this rank's tokens: the gradient is summed over tensor-parallel ranks.
-            layer.weight.sequence_parallel = config.sequence_parallel
-            return layer
-
         def columns(spec, inputs: int, outputs: int, name: str):
             return linear(
                 spec, inputs, outputs, gather_output=False, is_expert=False,
@@ -104,15 +95,15 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             return build_module(spec, hidden_size=size, config=config, eps=config.layernorm_epsilon)
 
         query = config.num_attention_heads * config.head_dim
-        self.linear_q_down_proj = replicated(
-            submodules.linear_q_down_proj, config.hidden_size, config.q_lora_rank
+        self.linear_q_down_proj = local_linear(
+            submodules.linear_q_down_proj, config, config.hidden_size, config.q_lora_rank
         )
         self.q_layernorm = norm(submodules.q_layernorm, config.q_lora_rank)
         self.linear_q_up_proj = columns(
             submodules.linear_q_up_proj, config.q_lora_rank, query, "q_up_proj"
         )
-        self.linear_kv_proj = replicated(
-            submodules.linear_kv_proj, config.hidden_size, config.head_dim
+        self.linear_kv_proj = local_linear(
+            submodules.linear_kv_proj, config, config.hidden_size, config.head_dim
         )
         self.kv_layernorm = norm(submodules.kv_layernorm, config.head_dim)
         self.core_attention = build_module(
@@ -147,7 +138,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         """See :class:`SelfAttentionFrame`."""
         ranks, policy = self.ranks, self.policy
         tables = self.rope.of_tokens(layout, hidden_states.dtype)
-        local_tables = tables if ranks.group is None else ranks.local(tables)
+        local_tables = tables if ranks.group is None else ranks.held(tables)
 
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         kv = self.kv_layernorm(self.linear_kv_proj(hidden_states)[0])

@@ -6,6 +6,7 @@ the sparse stage attends in the space of the latents (weight absorption), where 
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -27,7 +28,12 @@ from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import TopKIndices
 from megatron_dsa.layers.frame import SelfAttentionFrame
 from megatron_dsa.layers.linears import weight_gradient_by_autograd, weight_of
-from megatron_dsa.layers.parallel.gather import finish_with_proxy, gathered_product, start_gather
+from megatron_dsa.layers.parallel.gather import (
+    Gathering,
+    finish_with_proxy,
+    gathered_product,
+    start_gather,
+)
 from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.v4.hyper_connections import HyperConnections
@@ -38,6 +44,27 @@ from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import rotate
 
 
+class _Latents(NamedTuple):
+    """Normalised latents of this rank's tokens, ``[s, b, q_lora_rank | kv_lora_rank | 64]``.
+
+    Where ranks share latents, ``k_pe`` is rotated, ``shared`` is both, and ``gathering`` gathers it
+    while the indexer and the queries are computed.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    shared: torch.Tensor | None = None
+    gathering: Gathering | None = None
+
+    def of_all_ranks(self) -> tuple[torch.Tensor, Any]:
+        """Return ``kv`` and ``k_pe`` ``[keys, 576]``, and their gradient's proxy if sharded."""
+        assert self.shared is not None
+        if self.gathering is None:
+            return self.shared.flatten(0, 1), None
+        return finish_with_proxy(self.gathering)
+
+
 class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     """MLA self-attention with DeepSeek Sparse Attention as its core.
 
@@ -45,7 +72,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     parallelism; packed batches have ``b == 1``).
 
     Attributes:
-        choice: how this layer attends; ``choice.way`` picks a method in ``_ATTEND``.
+        choice: how this layer attends; ``choice.way`` picks a method in ``_WAYS``.
         hands_on_selection, shared_selection, used_selection: selections that layers hand on during
             one forward call, see :class:`IndexSharingLayer`.
     """
@@ -101,25 +128,23 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """See :class:`SelfAttentionFrame`."""
         ranks, way = self.ranks, self.choice.way
         rope = TokenRope(self.rotary_pos_emb, layout, self.config)
-        q_latent, kv_latent, k_pe = self._latents(hidden_states)
+        latents = self._latents(hidden_states, rope)
         if ranks.cp is not None and way in ("dense", "dense_latents"):
             count("context_parallel_exchange", "keys" if way == "dense" else "latents")
-        keys = kv_latent, k_pe
-        if self.shares_latents:
-            keys = self._shared_keys(kv_latent, k_pe, rope)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
             index_inputs = self.core_attention.project_index(
-                hidden_states, q_latent, layout, rope, ranks
+                hidden_states, latents.q, layout, rope, ranks
             )
-        return _ATTEND[way](self, q_latent, keys, layout, rope, index_inputs)
+        if ranks.attention_tp is not None:
+            attended = ranks.attention_layout(layout)
+            rope = TokenRope(self.rotary_pos_emb, attended, self.config)
+        core_forward, tensors = _WAYS[way](self, latents, rope)
+        out = self._run(core_forward, tensors, layout, index_inputs)
+        return sequence_to_heads(out, ranks.tp) if ranks.by_sequence else out
 
-    def _latents(self, hidden_states: torch.Tensor):
-        """Return the normalised latents of this rank's tokens: q, kv, and the raw rope key.
-
-        Shapes ``[s / ranks, b, q_lora_rank | kv_lora_rank | 64]``.
-        """
-        config = self.config
+    def _latents(self, hidden_states: torch.Tensor, rope: TokenRope) -> _Latents:
+        config, ranks = self.config, self.ranks
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
@@ -134,20 +159,13 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         kv_latent = self.kv_layernorm(kv_latent)
         if self.options.kv_rounding != "none":
             kv_latent = as_cached(kv_latent, MLA_CACHE, self.options.workspace_bytes)
-        return q_latent, kv_latent, k_pe
-
-    def _shared_keys(self, kv_latent, k_pe, rope: TokenRope):
-        """Return a function that gives latents of all ranks, rope key rotated, and their proxy.
-
-        They travel while the indexer and the queries are computed. On one rank there is no proxy.
-        """
-        tables = rope.local(self.ranks).tables(k_pe.dtype)
+        if not self.shares_latents:
+            return _Latents(q_latent, kv_latent, k_pe)
+        tables = rope.held(ranks).tables(k_pe.dtype)
         k_pe = self._rotated(k_pe.flatten(0, 1)[:, None], tables).view_as(k_pe)
-        latents = torch.cat([kv_latent, k_pe], -1)
-        if self.ranks.group is None:
-            return lambda: (latents.flatten(0, 1), None)
-        gathering = start_gather(latents, self.ranks.group)
-        return lambda: finish_with_proxy(gathering)
+        shared = torch.cat([kv_latent, k_pe], -1)
+        gathering = None if ranks.group is None else start_gather(shared, ranks.group)
+        return _Latents(q_latent, kv_latent, k_pe, shared, gathering)
 
     def _rotated(self, x: torch.Tensor, tables) -> torch.Tensor:
         """Rotate the last dims of ``x [tokens, H, D]``.
@@ -167,13 +185,13 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def _recomputed_queries(self, q_latent, rope: TokenRope) -> torch.Tensor:
         return self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
 
-    def _plain(self, q_latent, keys, rope, finish):
+    def _plain(self, latents: _Latents, rope: TokenRope, finish) -> tuple[torch.Tensor, ...]:
         """Run ``finish`` on plain MLA's ``q [tokens, H, 192]``, ``kv [tokens, H, 256]``, rope key.
 
         ``kv`` holds per head the key without rope, then the value; the rope key is ``[tokens, 1,
         64]``. All are computed under recompute.
         """
-        kv_latent, k_pe = keys
+        k_pe = latents.k_pe
         if self.ranks.tp is not None:
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
@@ -184,98 +202,83 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             kv = kv.view(kv.shape[:2].numel(), self.num_attention_heads_per_partition, -1)
             return finish(q, kv, k_pe)
 
-        return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
+        return self.maybe_recomputed(up, latents.q, latents.kv, k_pe)
 
     def _up_weights(self) -> torch.Tensor:
         """Return ``W_uk``, then ``W_uv``, of the local heads, ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
         return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
 
-    def _attend_sparse(self, q_latent, keys, layout, rope, index_inputs):
-        """Weight-absorbed attention over selected keys; returns ``[tokens, H, v_head_dim]``."""
+    # A method per way to attend: it returns a method of the core and its tensors.
+
+    def _sparse(self, latents: _Latents, rope: TokenRope):
+        """Weight-absorbed attention over selected keys."""
         weights = self._up_weights()
-        q = self._recomputed_queries(q_latent, rope)
-        kv, kv_grad = keys()
-        out = self._run_selecting(
-            self.core_attention.forward_sparse, (q, kv, kv_grad, weights), layout, index_inputs
-        )
-        return sequence_to_heads(out, self.ranks.tp) if self.ranks.by_sequence else out
+        q = self._recomputed_queries(latents.q, rope)
+        kv, kv_grad = latents.of_all_ranks()
+        return self.core_attention.forward_sparse, (q, kv, kv_grad, weights)
 
-    def _attend_masked(self, q_latent, keys, layout, rope, index_inputs):
+    def _masked(self, latents: _Latents, rope: TokenRope):
         """Plain MLA over all keys under a mask of those selected."""
-        rope = self._rope_of_attended(rope, layout)
-        q, kv, k_pe = self._plain(q_latent, keys, rope, _flat_rope_key)
-        return self._run_selecting(
-            self.core_attention.forward_masked, (q, kv, k_pe, None), layout, index_inputs
+        q, kv, k_pe = self._plain(latents, rope, _flat_rope_key)
+        return self.core_attention.forward_masked, (q, kv, k_pe, None)
+
+    def _masked_latents(self, latents: _Latents, rope: TokenRope):
+        """Like :meth:`_masked`, with keys and values made of the latents of all ranks."""
+        q = self._recomputed_queries(latents.q, rope)
+        dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        (kv_latent, k_pe), (kv_grad, k_pe_grad) = (
+            x.split(dims, dim=1) for x in latents.of_all_ranks()
         )
 
-    def _attend_masked_latents(self, q_latent, keys, layout, rope, index_inputs):
-        """Like :meth:`_attend_masked`, with keys and values made of the latents of all ranks."""
-        q = self._recomputed_queries(q_latent, self._rope_of_attended(rope, layout))
-        dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        (latents, k_pe), (latent_grad, k_pe_grad) = (x.split(dims, dim=1) for x in keys())
-
-        def keys_and_values(latents, latent_grad, weight):
-            kv = gathered_product(latents, latent_grad, weight)
+        def keys_and_values(kv_latent, kv_grad, weight):
+            kv = gathered_product(kv_latent, kv_grad, weight)
             return kv.unflatten(1, (self.num_attention_heads_per_partition, -1))
 
         weight = weight_of(self.linear_kv_up_proj)
-        kv = self.maybe_recomputed(keys_and_values, latents, latent_grad, weight)
-        tensors = q, kv, k_pe.contiguous(), k_pe_grad
-        return self._run_selecting(
-            self.core_attention.forward_masked, tensors, layout, index_inputs
-        )
+        kv = self.maybe_recomputed(keys_and_values, kv_latent, kv_grad, weight)
+        return self.core_attention.forward_masked, (q, kv, k_pe.contiguous(), k_pe_grad)
 
-    def _rope_of_attended(self, rope: TokenRope, layout: Layout) -> TokenRope:
-        """Return the rope of the tokens that attention is for; ``layout`` is of query tokens."""
-        if self.ranks.attention_group is None:
-            return rope
-        layout = self.ranks.attended(layout)
-        return TokenRope(self.rotary_pos_emb, layout, self.config)
+    def _visible(self, latents: _Latents, rope: TokenRope):
+        """Like :meth:`_dense`, under a mask of the visible keys and without copies."""
+        return self.core_attention.forward_visible, self._plain(latents, rope, _flat_rope_key)
 
-    def _attend_visible(self, q_latent, keys, layout, rope, index_inputs):
-        """Like :meth:`_attend_dense`, under a mask of the visible keys and without copies."""
-        tensors = self._plain(q_latent, keys, rope, _flat_rope_key)
-        return self._run(self.core_attention.forward_visible, tensors, layout, index_inputs)
-
-    def _attend_dense(self, q_latent, keys, layout, rope, index_inputs):
+    def _dense(self, latents: _Latents, rope: TokenRope):
         """Plain MLA over all visible keys."""
 
         def q_k_v(q, kv, k_pe):
             k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
             return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
 
-        tensors = self._plain(q_latent, keys, rope, q_k_v)
-        return self._run(self.core_attention.forward_dense, tensors, layout, index_inputs)
+        return self.core_attention.forward_dense, self._plain(latents, rope, q_k_v)
 
-    def _attend_dense_latents(self, q_latent, keys, layout, rope, index_inputs):
-        """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
+    def _dense_latents(self, latents: _Latents, rope: TokenRope):
+        """Like :meth:`_dense`, with the latents of all ranks instead of keys and values."""
         dims = [self.config.qk_head_dim, self.config.v_head_dim]
         w_uk, w_uv = self._up_weights().split(dims, dim=1)
-        q = self._recomputed_queries(q_latent, rope)
-        tensors = q, *keys(), w_uk, w_uv
-        return self._run(self.core_attention.forward_latents, tensors, layout, index_inputs)
+        q = self._recomputed_queries(latents.q, rope)
+        return self.core_attention.forward_latents, (q, *latents.of_all_ranks(), w_uk, w_uv)
 
-    def _run(self, attend, tensors, layout, index_inputs) -> torch.Tensor:
-        """Run a method of the core on tensors, as arguments that recompute may save."""
-        count = len(tensors)
+    def _run(self, core_forward, tensors, layout, index_inputs) -> torch.Tensor:
+        """Run a method of the core on tensors, as arguments that recompute may save.
+
+        In stage sparse it also gets and returns a selection, which is handed on if it is shared.
+        """
+        count, selects = len(tensors), self.options.stage == "sparse"
+        more: tuple = ()
+        if selects:  # of this microbatch, also when recomputed later
+            more = self._given_selection(layout), self.ranks
 
         def core(*tensors):
             inputs = None if index_inputs is None else index_inputs.with_tensors(tensors[count:])
-            return attend(*tensors[:count], layout, inputs)
+            out = core_forward(*tensors[:count], layout, inputs, *more)
+            return (out[0], *out[1]) if selects else out
 
         of_indexer = () if index_inputs is None else index_inputs.tensors()
-        return self.run_core(core, *tensors, *of_indexer)
-
-    def _run_selecting(self, attend, tensors, layout, index_inputs) -> torch.Tensor:
-        """Like :meth:`_run`, for methods that select; hand the selection on if it is shared."""
-        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
-
-        def selecting(*arguments):
-            out, selection = attend(*arguments, given, self.ranks)
-            return out, *selection
-
-        out, *selection = self._run(selecting, tensors, layout, index_inputs)
+        out = self.run_core(core, *tensors, *of_indexer)
+        if not selects:
+            return out
+        out, *selection = out
         if self.hands_on_selection:
             self.used_selection = TopKIndices(*selection)
         return out
@@ -298,14 +301,13 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return linears
 
 
-#: ``AttentionChoice.way`` -> method.
-_ATTEND = {
-    "sparse": DSASelfAttention._attend_sparse,
-    "masked": DSASelfAttention._attend_masked,
-    "masked_latents": DSASelfAttention._attend_masked_latents,
-    "visible": DSASelfAttention._attend_visible,
-    "dense": DSASelfAttention._attend_dense,
-    "dense_latents": DSASelfAttention._attend_dense_latents,
+_WAYS = {
+    "sparse": DSASelfAttention._sparse,
+    "masked": DSASelfAttention._masked,
+    "masked_latents": DSASelfAttention._masked_latents,
+    "visible": DSASelfAttention._visible,
+    "dense": DSASelfAttention._dense,
+    "dense_latents": DSASelfAttention._dense_latents,
 }
 
 

@@ -1,15 +1,24 @@
-"""Attention of a configuration and division among its ranks: decided once for all layers."""
+"""Attention of a configuration and division among its ranks: decided once for all layers.
 
-from collections.abc import Iterator
+========  =============================  =======================  ==========================
+stage     on one context-parallel rank   on several               a bit mask is used
+========  =============================  =======================  ==========================
+sparse    sparse, masked                 sparse, masked_latents   :func:`_mask_of_selected`
+others    dense, visible                 dense, dense_latents     :func:`_mask_of_visible`
+V4        sparse                         sparse                   never
+========  =============================  =======================  ==========================
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from megatron_dsa.config.model import has_dense_loss, options_of, uses_csa
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.ops.attention_costs import PairDims, attention_costs, expansion_ps
-from megatron_dsa.ops.dispatch import Operation, describe_call
+from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.masked_attention import spec as masked
 from megatron_dsa.ops.masked_attention.api import MOST_KEPT, describe_visible_call
@@ -82,19 +91,16 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
     if uses_csa(config):
         reason = "V4's layers attend to lists of keys"
         return AttentionChoice("sparse", reason, tp_mode=sparse_mode)
-    calls = LayerCalls(config, device)
+    calls, several = LayerCalls(config, device), config.context_parallel_size > 1
     if options_of(config).stage == "sparse":
-        masks, reason, limit = _masks_selected(calls)
-        if not masks:
-            return AttentionChoice("sparse", reason, limit, sparse_mode)
-        way: Way = "masked" if config.context_parallel_size == 1 else "masked_latents"
-        return AttentionChoice(way, reason, limit, _select_mode(config))
-    masks, reason, limit = _masks_visible(calls)
-    if masks:
-        return AttentionChoice("visible", reason, limit)
-    return AttentionChoice(
-        "dense_latents" if _exchanges_latents(config) else "dense", reason, limit
-    )
+        rule = _first(_mask_of_selected(calls))
+        if not rule.masks:
+            return AttentionChoice("sparse", rule.reason, rule.limit, sparse_mode)
+        way: Way = "masked_latents" if several else "masked"
+        return AttentionChoice(way, rule.reason, rule.limit, _select_mode(config))
+    rule = _first(_mask_of_visible(calls))
+    way = "dense_latents" if several and _exchanges_latents(config) else "dense"
+    return AttentionChoice("visible" if rule.masks else way, rule.reason, rule.limit)
 
 
 class LayerCalls:
@@ -135,60 +141,65 @@ class LayerCalls:
             yield operation, self.masked_attention()
 
 
-def _masks_selected(calls: LayerCalls) -> tuple[bool, str, int | None]:
-    """Decide whether selected keys get a mask: asked for, or fused and cheaper.
+class _Rule(NamedTuple):
+    """Rule for or against a bit mask; the first one that applies decides."""
 
-    Returns the decision, its reason, and the longest sequence for which a mask is cheaper.
-    """
+    applies: bool
+    masks: bool
+    reason: str
+    limit: int | None = None  # see AttentionChoice.masked_up_to
+
+
+def _first(rules: Iterable[_Rule]) -> _Rule:
+    return next(rule for rule in rules if rule.applies)
+
+
+def _mask_of_selected(calls: LayerCalls) -> Iterator[_Rule]:
     config, options = calls.config, options_of(calls.config)
     asked, length = options.selected_attention, options.sequence_length
+    by_lists = asked != "masked" and by_sequence(config) and _select_mode(config) != "select"
+    yield _Rule(by_lists, False, "tensor-parallel ranks attend by sequence")
+    yield _Rule(asked == "sparse", False, "asked for")
     topk: int = config.dsa_indexer_topk
-    if asked != "masked" and by_sequence(config) and _select_mode(config) != "select":
-        return False, "tensor-parallel ranks attend by sequence", None
-    if asked == "sparse":
-        return False, "asked for", None
     call = calls.masked_attention(topk)
     if asked == "auto":
-        for operation in MASKED_OPERATIONS:
-            reason = operation.why_not_fused(call, options.policy)
-            if reason is not None:
-                return False, f"{operation.name} is not fused here: {reason}", None
+        yield from _rules_of_fusion(((each, call) for each in MASKED_OPERATIONS), options.policy)
     latent, ranks = config.kv_lora_rank, config.context_parallel_size
     dims = PairDims(call.qk_dim + call.v_dim, 2 * latent + config.qk_pos_emb_head_dim)
     expansion = (ranks - 1) * expansion_ps(latent, config.qk_head_dim + config.v_head_dim)
     costs = attention_costs(query_heads(config), options.interleaved_sequences, dims, expansion)
-    crossover = costs.crossover(topk)
-    if asked == "masked":
-        return True, "asked for", crossover
-    if length is None:
-        return False, "no sequence length is given", crossover
+    limit = costs.crossover(topk)
+    yield _Rule(asked == "masked", True, "asked for", limit)
+    yield _Rule(length is None, False, "no sequence length is given", limit)
+    assert length is not None
     reason = f"sequences of {length} tokens, {call.heads} heads on a rank"
     if ranks > 1:
         reason += f", which makes keys of the latents of {ranks}"
-    return costs.masked_is_cheaper(length, topk), reason, crossover
+    yield _Rule(True, costs.masked_is_cheaper(length, topk), reason, limit)
 
 
-def _masks_visible(calls: LayerCalls) -> tuple[bool, str, int | None]:
-    """Decide whether visible keys get a mask, whose kernels are faster and copy no keys or values.
-
-    Returns the decision, its reason, and the largest microbatch that gets one: bits are kept.
-    """
+def _mask_of_visible(calls: LayerCalls) -> Iterator[_Rule]:
+    """Yield the rules for visible keys: masked kernels are faster, and copy no keys or values."""
     config, options = calls.config, options_of(calls.config)
-    if config.context_parallel_size > 1:
-        return False, "context-parallel ranks exchange keys or latents", None
-    if (name := options.policy.named_for("dense_attention")) is not None:
-        return False, f"dense_attention={name} was asked for", None
-    for operation, call in calls.visible_attention():
-        reason = operation.why_not_fused(call, options.policy)
-        if reason is not None:
-            return False, f"{operation.name} is not fused here: {reason}", None
-    if options.interleaved_sequences > 1:
-        # Every tile would hold all of them, and be computed for one.
-        return False, "sequences of a microbatch alternate", MOST_KEPT
-    if options.sequence_length is None:
-        return False, "no sequence length is given", MOST_KEPT
-    tokens = options.sequence_length * options.packed_sequences
-    return tokens <= MOST_KEPT, f"{tokens} tokens of a microbatch", MOST_KEPT
+    several = config.context_parallel_size > 1
+    yield _Rule(several, False, "context-parallel ranks exchange keys or latents")
+    name = options.policy.named_for("dense_attention")
+    yield _Rule(name is not None, False, f"dense_attention={name} was asked for")
+    yield from _rules_of_fusion(calls.visible_attention(), options.policy)
+    # Every tile would hold all of them, and be computed for one.
+    alternate = options.interleaved_sequences > 1
+    yield _Rule(alternate, False, "sequences of a microbatch alternate", MOST_KEPT)
+    length = options.sequence_length
+    yield _Rule(length is None, False, "no sequence length is given", MOST_KEPT)
+    assert length is not None
+    tokens = length * options.packed_sequences  # bits are kept for the backward
+    yield _Rule(True, tokens <= MOST_KEPT, f"{tokens} tokens of a microbatch", MOST_KEPT)
+
+
+def _rules_of_fusion(calls: Iterable[tuple[Operation, OpCall]], policy: Policy) -> Iterator[_Rule]:
+    for operation, call in calls:
+        reason = operation.why_not_fused(call, policy)
+        yield _Rule(reason is not None, False, f"{operation.name} is not fused here: {reason}")
 
 
 def by_sequence(config: Any) -> bool:
@@ -228,8 +239,6 @@ def _exchanges_latents(config: Any) -> bool:
     expands to wherever it is narrower: from two local heads on in DeepSeek's shapes.
     """
     options = options_of(config)
-    if config.context_parallel_size == 1:
-        return False
     if options.cp_exchange != "auto":
         return options.cp_exchange == "latents"
     rope = config.qk_pos_emb_head_dim

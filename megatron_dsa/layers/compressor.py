@@ -60,11 +60,8 @@ class Compressor(Fp32Parameters, MegatronModule):
     ) -> torch.Tensor:
         """Return the compressed keys of this rank's groups, ``[slots of keys.groups, dim]``.
 
-        Args:
-            x: ``[s, b, hidden]``, this rank's hidden states.
-            keys: the groups, with overlap if this compressor has it.
-            rope: rotates a key by the position of its group's first token.
-            ranks: who shares the microbatch.
+        ``x``: ``[s, b, hidden]``, this rank's hidden states. A key is rotated by the position of
+        its group's first token.
         """
         values, scores = (
             linear(x)[0].flatten(0, 1) for linear in (self.linear_wkv, self.linear_wgate)

@@ -13,6 +13,7 @@ from megatron_dsa.config.model import indexer_is_trained, loss_is_sparse, option
 from megatron_dsa.config.rules.cuda_graphs import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers.linears import replicated_linear
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
 from megatron_dsa.layers.parallel.groups import Ranks, gather_detached, gather_same
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
@@ -50,12 +51,7 @@ class Indexer(MegatronModule):
         self.as_engine = self.policy.indexer_numerics != EXACT
 
     def linear(self, spec, input_size: int, output_size: int) -> Any:
-        """Build a linear that every tensor-parallel rank holds in full."""
-        return build_module(
-            spec, input_size, output_size, config=self.config, init_method=self.config.init_method,
-            bias=False, skip_bias_add=False, skip_weight_param_allocation=False,
-            parallel_mode="duplicated",
-        )  # fmt: skip
+        return replicated_linear(spec, self.config, input_size, output_size)
 
     def mark_query_heads(self) -> None:
         """Mark a matrix of queries per head, if Muon takes them apart."""
@@ -65,21 +61,20 @@ class Indexer(MegatronModule):
 
     def latents(self, qr: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return the latents of the query tokens."""
-        if ranks.token_group is not None:
-            qr = gather_detached(qr, ranks.token_group)
+        if ranks.indexer_tp is not None:
+            qr = gather_detached(qr, ranks.indexer_tp)
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weights of the query tokens, and in fp32 if scores are an engine's."""
         weights, _ = self.linear_weights_proj(x)
-        if ranks.token_group is not None:
-            weights = gather_same(weights, ranks.token_group)
+        if ranks.indexer_tp is not None:
+            weights = gather_same(weights, ranks.indexer_tp)
         weights = weights.flatten(0, 1)
         in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
         return weights * (self.heads**-0.5 * self.dim**-0.5), in_fp32
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients."""
         self.linear_wq_b.backward_dw()
         self.linear_weights_proj.backward_dw()
 
@@ -186,7 +181,7 @@ class CoreAttention(MegatronModule):
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
-        """Refuse scores that are not finite, naming the layer; on a GPU by a device assert."""
+        """Refuse scores that are not finite; on a GPU by a device assert."""
         return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def given_selection(
@@ -194,12 +189,7 @@ class CoreAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return ``indices`` and ``length`` to use in place of the indexer's, if there are any.
 
-        To be called once per forward pass.
-
-        Args:
-            layout: of the query tokens.
-            keys: the layout that a selection is made with.
-            ranks: who shares the microbatch.
+        To be called once per forward pass. ``keys``: the layout that a selection is made with.
         """
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
@@ -213,7 +203,7 @@ class CoreAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
         count = self.config.dsa_indexer_topk
-        if ranks.queries.ranks == 1:
+        if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
             return indexer_topk(inputs, keys, count, policy=self.policy)
         return balanced_topk(
@@ -298,7 +288,6 @@ class CoreAttention(MegatronModule):
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
     def backward_dw(self) -> None:
-        """Compute the indexer's delayed weight gradients, if it is trained."""
         if self.indexer is not None and self.training and self.indexer_is_trained:
             self.indexer.backward_dw()
 

@@ -85,19 +85,13 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         rope: PositionRope,
         ranks: Ranks,
     ) -> torch.Tensor:
-        """Attend.
+        """Return ``[tokens, H, D]``, not yet rotated back.
 
         Args:
             hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
                 D]``, rotated, of this rank's tokens.
-            q: ``[tokens, H, D]``, rotated queries: of all heads for these tokens, or of the local
-                heads for the tokens of all tensor-parallel ranks (``ranks.by_sequence``).
-            layout: which tokens belong together.
-            rope: the layer's rope, for compressed keys.
-            ranks: who shares the microbatch.
-
-        Returns:
-            ``[tokens, H, D]``, not yet rotated back.
+            q: ``[tokens, H, D]``, rotated queries; for tokens and heads see
+                :class:`~megatron_dsa.layers.parallel.groups.Ranks`.
         """
         policy = self.policy
         keys = compressed = inputs = None
@@ -108,8 +102,8 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
                 rope_dims = self.config.qk_pos_emb_head_dim
                 compressed = as_cached(compressed, CSA_CACHE, policy.workspace_bytes, rope_dims)
         halo = None
-        if ranks.queries.ranks > 1:
-            halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))
+        if ranks.query_sharding.ranks > 1:
+            halo = halo_of(layout, ranks.query_sharding, max(self.config.csa_window_size - 1, 1))
         if ranks.group is None:
             kv, kv_grad = kv.flatten(0, 1), None
             if compressed is not None:

@@ -60,18 +60,10 @@ class CSAIndexer(Indexer):
         rope: PositionRope,
         ranks: Ranks,
     ) -> IndexerInputs:
-        """Project a microbatch.
+        """Return queries and weights of the query tokens, one key per compressed slot of all ranks.
 
-        Args:
-            x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
-                normalised query latent of this rank's tokens.
-            keys: the groups.
-            layout: gives the positions of the query tokens.
-            rope: the layer's rope.
-            ranks: who shares the microbatch.
-
-        Returns:
-            queries and weights of the query tokens, and one key per compressed slot of all ranks.
+        ``x [s, b, hidden]`` and ``qr [s, b, q_lora_rank]``: detached hidden states and normalised
+        query latent of this rank's tokens.
         """
         config = self.config
         q, _ = self.linear_wq_b(self.latents(qr, ranks))

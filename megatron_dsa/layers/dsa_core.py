@@ -108,10 +108,8 @@ class DSACoreAttention(CoreAttention):
     ) -> tuple[torch.Tensor, TopKIndices]:
         """Attend to selected keys.
 
-        Args:
-            kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient, ``None`` on
-                one rank.
-            weights: ``[local heads, 256, 512]``, which expand latents to keys and values.
+        ``kv [keys, 576]``: latent keys; ``kv_grad``: the proxy of their gradient, ``None`` on one
+        rank; ``weights [local heads, 256, 512]`` expand latents to keys and values.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         group = ranks.tp if ranks.by_sequence else None
@@ -149,13 +147,10 @@ class DSACoreAttention(CoreAttention):
     ) -> tuple[torch.Tensor, TopKIndices]:
         """Attend to selected keys by plain MLA under a bit mask.
 
-        ``q`` has the tokens of all tensor-parallel ranks. Where a rank selects for its local tokens
-        (``ranks.attention_group``), layout, index_inputs and given are of these.
-
-        Args:
-            kv: ``[keys, H, 256]``, per head the key without rope, then the value.
-            k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
-                gradient, ``None`` where only this rank attends to these keys.
+        ``q`` is of attention's tokens, layout, index_inputs and given of the indexer's (see
+        :class:`Ranks`). ``kv [keys, H, 256]``: per head the key without rope, then the value;
+        ``k_pe [keys, 64]``: the rope key of all heads; ``k_pe_grad``: the proxy of its gradient,
+        ``None`` where only this rank attends to these keys.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
@@ -169,11 +164,11 @@ class DSACoreAttention(CoreAttention):
             k_pe_grad=k_pe_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             indexer=self._loss_in_backward(index_inputs, layout),
-            group=ranks.attention_group,
+            group=ranks.attention_tp,
             policy=self.policy,
         )
-        result = result._replace(lse=ranks.local_attended(result.lse))
-        q = ranks.local_attended(q)
+        result = result._replace(lse=ranks.queries_of(result.lse))
+        q = ranks.queries_of(q)
         out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe=k_pe)
         return out, selection
 
@@ -276,9 +271,8 @@ class DSACoreAttention(CoreAttention):
     ) -> torch.Tensor:
         """Attend to every visible key of all context-parallel ranks.
 
-        Args:
-            latents: ``[keys, 576]``; latent_grad: the fp32 proxy for their gradient.
-            w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
+        ``latents [keys, 576]`` with the proxy of their gradient; ``w_uk``, ``w_uv [H, 128, 512]``
+        expand them to keys and values.
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,

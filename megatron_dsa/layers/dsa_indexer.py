@@ -73,21 +73,17 @@ class DSAIndexer(Indexer):
         ranks: Ranks,
         remake_queries: bool = False,
     ) -> TrainedIndexer:
-        """Project a microbatch.
+        """Return queries and weights of the query tokens, keys of the tokens of all ranks.
 
         Args:
             x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
                 normalised query latent of this rank's tokens.
-            rope: rope angles of the query tokens.
-            ranks: who shares the microbatch.
+            rope: of the query tokens.
             remake_queries: return latents in place of queries where that gives the same: the
                 backward of the sparse loss computes the queries again.
-
-        Returns:
-            queries and weights of the query tokens, keys of the tokens of all ranks.
         """
         k, _ = self.linear_wk(x.flatten(0, 1))
-        k = self._rotated(self._norm_keys(k)[:, None], rope.local(ranks)).flatten(1)
+        k = self._rotated(self._norm_keys(k)[:, None], rope.held(ranks)).flatten(1)
         gathering = None if ranks.group is None else start_gather(k, ranks.group)
         latent = self.latents(qr, ranks)
         q = None
@@ -139,6 +135,5 @@ class DSAIndexer(Indexer):
         return out.to(k.dtype)
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients."""
         super().backward_dw()
         self.linear_wk.backward_dw()

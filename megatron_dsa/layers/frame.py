@@ -53,15 +53,15 @@ class SelfAttentionFrame:
                 "and padding are described by packed_seq_params",
             )
         self._refuse_shifts_across_ranks(packed_seq_params)
-        sharding, packed = self.ranks.sharding, packed_seq_params is not None
-        if self.ranks.group is not None:
-            self.ranks.count()
+        ranks, sharding, packed = self.ranks, self.ranks.sharding, packed_seq_params is not None
+        if ranks.group is not None:
+            ranks.count()
         tokens, batch = hidden_states.shape[:2]
         # Before and in a capture Megatron passes buffers without content, or masks of other tokens.
         if not (is_graph_warmup() or is_graph_capturing()):
             require_causal_mask(attention_mask, tokens * sharding.ranks, sharding, packed)
         layout = layout_from_megatron(
-            tokens, batch, hidden_states.device, packed_seq_params, sharding, self.ranks.queries
+            tokens, batch, hidden_states.device, packed_seq_params, sharding, ranks.query_sharding
         )
         self._recomputed: list[Any] = []
         out = self.attend(hidden_states, layout).reshape(tokens * sharding.sp, batch, -1)

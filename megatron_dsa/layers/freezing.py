@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze what a stage, or LoRA, does not train; return the model.
+    """Freeze the parameters that a stage, or LoRA, does not train; return the model.
 
-    To be called before the model is wrapped for data parallelism and before the optimizer is
-    built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
+    Call it before the model is wrapped for data parallelism (``pre_wrap_hooks`` of Megatron's model
+    configuration).
     """
     for chunk in model:
         if not trains_main(chunk.config):
@@ -75,7 +75,6 @@ def _skip_backward(chunk: Any) -> None:
 
 
 def is_trained(config: Any, name: str) -> bool:
-    """Return True for the name of a parameter that is trained."""
     if has_adapters(config) and not is_adapter_parameter(name):
         return False
     return trains_main(config) or is_indexer_parameter(name)
@@ -113,8 +112,6 @@ class _Follow(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Identity on a result, whose backward returns zeros for ``source``."""
-
     @staticmethod
     def forward(ctx, result, source):
         ctx.like = source.shape, source.dtype

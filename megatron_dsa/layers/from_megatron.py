@@ -120,14 +120,12 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
 
 def _check_other_fields(params, total: int, keys: Sharding) -> None:
     """Refuse fields by which other readers would see another batch."""
-    for field, value, size in (
-        ("local_cp_size", getattr(params, "local_cp_size", None), keys.cp),
-        ("cp_group", getattr(params, "cp_group", None), keys.cp),
-    ):
+    for field in ("local_cp_size", "cp_group"):
+        value = getattr(params, field, None)
         given = value if value is None or isinstance(value, int) else value.size()
         require(
-            given in (None, size),
-            f"packed_seq_params.{field} must be of the context-parallel size ({size}), got "
+            given in (None, keys.cp),
+            f"packed_seq_params.{field} must be of the context-parallel size ({keys.cp}), got "
             f"{given}: drop --hybrid-context-parallel, which is not supported",
         )
     samples = getattr(params, "tokens_per_sample", None)
@@ -176,18 +174,11 @@ def _check_other_fields(params, total: int, keys: Sharding) -> None:
 def require_causal_mask(
     mask: torch.Tensor | None, tokens: int, sharding: Sharding, packed: bool
 ) -> None:
-    """Refuse masks that are not causal.
+    """Refuse masks that are not causal; values on a GPU by a device assertion.
 
-    Args:
-        mask: bool ``[..., q, k]``, True where a key is hidden, or ``None``; ``q`` counts all
-            tokens, or the tokens of the context-parallel rank.
-        tokens: of a sequence, over all ranks.
-        sharding: of the hidden states.
-        packed: documents are packed; ``k`` is the length of a sample, which divides ``tokens``.
-
-    Raises:
-        ConfigError: for shapes and dtypes; on the CPU for values, on a GPU these end in a device
-            assertion. A mask is read once.
+    A mask ``[..., q, k]`` is True where a key is hidden, and is read once. ``q`` counts all tokens,
+    or those of the context-parallel rank; ``tokens``: of a sequence, over all ranks. In ``packed``
+    batches ``k`` is the length of a sample, which divides ``tokens``.
     """
     # A CUDA graph replays on whatever mask comes next; before its capture the same layer ran.
     if mask is None or capturing():

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
 )
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
@@ -84,6 +85,21 @@ class ReplicatedLinear(torch.nn.Linear):
         """Do nothing: weight gradients are never delayed here."""
 
 
+def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
+    """Build a linear of ``spec`` without bias that every tensor-parallel rank holds in full."""
+    return build_module(
+        spec, inputs, outputs, config=config, init_method=config.init_method, bias=False,
+        skip_bias_add=False, skip_weight_param_allocation=False, parallel_mode="duplicated",
+    )  # fmt: skip
+
+
+def local_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
+    """Build a replicated linear for local tokens: its gradient is summed over TP ranks."""
+    layer = replicated_linear(spec, config, inputs, outputs)
+    layer.weight.sequence_parallel = config.sequence_parallel
+    return layer
+
+
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     """Return the weight of an RMSNorm, ones, marked as :class:`LocalNorm` marks its own."""
     weight = torch.ones(size, dtype=config.params_dtype, device=parameter_device(config))
@@ -123,12 +139,9 @@ class Fp32Parameters:
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a subclass of a linear of Megatron's whose weight and products stay in bf16.
+    """Return a subclass of a transformer-engine linear whose weight and products stay in bf16.
 
     ``--te-precision-config-file`` makes this choice for single linears in a file.
-
-    Args:
-        linear: a class of ``megatron.core.extensions.transformer_engine``.
     """
     return _without_recipe(linear, override_quantized_autocast=True)
 

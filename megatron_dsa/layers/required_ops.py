@@ -74,23 +74,15 @@ def required_ops(
 ) -> list[RequiredOp]:
     """Return the operations that a layer calls, forward and backward.
 
-    Args:
-        config: a validated transformer configuration of this package.
-        layer_number: of the layer, from 1.
-        is_mtp: whether it is a layer of multi-token prediction.
-        device: ``cuda`` or ``cpu``; by default the one that training would use here.
+    ``layer_number`` counts from 1; ``device``: ``cuda`` or ``cpu``, by default the one that
+    training would use here.
     """
     declare = _csa_ops if uses_csa(config) else _dsa_ops
     return list(declare(LayerCalls(config, device), layer_number, is_mtp))
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
-    """Return what attention and MLP of a layer call for their streams; nothing without streams.
-
-    Args:
-        config, device: see :func:`required_ops`.
-        head: return what the end of the model calls instead.
-    """
+    """Return what attention and MLP of a layer call for their streams, or the model's ``head``."""
     if not uses_streams(config):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)

@@ -40,9 +40,9 @@ class TokenRope:
         self._owner = embedding if owner is None else owner
         self._ranks: Ranks | None = None
 
-    def local(self, ranks: Ranks) -> TokenRope:
+    def held(self, ranks: Ranks) -> TokenRope:
         """Return the tables of the tokens that this rank holds."""
-        if ranks.token_group is None:
+        if ranks.indexer_tp is None:
             return self
         part = copy.copy(self)
         part._ranks = ranks
@@ -54,7 +54,7 @@ class TokenRope:
         # The owner is kept along, so that no other object gets its id.
         key = "rope", id(self._owner), wide
         _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
-        return tables if self._ranks is None else self._ranks.local(tables)
+        return tables if self._ranks is None else self._ranks.held(tables)
 
     def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         # Positions are looked up here: the whole table is wanted, also under context parallelism.

@@ -42,11 +42,7 @@ _resolving = True
 def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
     """Choose and compile the kernels of a layer's first step, or raise :class:`DSAError`.
 
-    Args:
-        ops: operations of the layer.
-        policy: of the step.
-        softmax_scale: factor on ``q . kv``, for which some kernels are compiled; ``None`` compiles
-            nothing.
+    Some are compiled for a ``softmax_scale``; ``None`` compiles nothing.
     """
     if not _resolving:
         return

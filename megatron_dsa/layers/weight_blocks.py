@@ -31,12 +31,7 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return the blocks of a rank.
-
-    Args:
-        rows: of the matrix on this rank.
-        pattern: rows of consecutive blocks; it repeats.
-        ranks: tensor-parallel ranks that the rows are divided among; 1 if they are not.
+    """Return the blocks among a rank's ``rows``, which are one of ``ranks`` parts of a matrix.
 
     Raises:
         ConfigError: the pattern does not divide the matrix, or ranks divide it otherwise.
@@ -67,12 +62,10 @@ def _words(pattern: tuple[int, ...]) -> str:
 
 
 def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -> None:
-    """Mark a weight as a stack of matrices, blocks of rows.
+    """Mark ``weight [rows, columns]`` as a stack of matrices, or this rank's rows of it.
 
-    Args:
-        weight: ``[rows, columns]``, or this rank's rows of it.
-        pattern: rows of consecutive blocks; it repeats down the whole matrix.
-        ranks: tensor-parallel size of the model.
+    ``pattern``: rows of consecutive blocks, which repeats down the whole matrix; ``ranks``: the
+    tensor-parallel size.
 
     Raises:
         ConfigError: the pattern does not fit the weight, or ranks divide its columns.

@@ -58,8 +58,6 @@ def install_loss_scale(config) -> LossScale:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on ``output`` whose backward also starts the backward of ``loss``."""
-
     @staticmethod
     def forward(ctx, output, loss, scale):
         ctx.scale = scale
@@ -75,11 +73,10 @@ class _Attach(torch.autograd.Function):
 
 
 def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
-    """Return ``output`` unchanged, with ``loss`` (a scalar) hung onto its backward pass."""
+    """Return ``output``, whose backward also starts the backward of ``loss`` (a scalar)."""
     return _Attach.apply(output, loss, scale)
 
 
-#: Names of the metrics that are logged per layer.
 NAMES = tuple(FIGURES)
 
 
@@ -111,7 +108,7 @@ class IndexerLog:
 
     @classmethod
     def is_on(cls) -> bool:
-        """Return whether metrics are wanted at all: not outside of Megatron's training loop."""
+        """Return False outside of Megatron's training loop, where nothing takes metrics."""
         return cls._state.sums is not None
 
     @classmethod

@@ -51,7 +51,7 @@ def describe(config: Any, work: list[Work], length: int, device: str = "") -> st
 
 
 def shares(parts: dict[str, int]) -> str:
-    """Return the share of every part of the operations, in words: ``experts 44.2 %, ...``."""
+    """Return ``experts 44.2 %, ...``: the share of every part of the operations."""
     total = sum(parts.values())
     return ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
 
@@ -81,10 +81,7 @@ class Throughput:
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Return tokens and squared lengths of an iteration over all ranks, or ``None`` twice.
-
-        As Megatron's ``consume_seqlen_stats_in_iteration``.
-        """
+        """Return tokens and squared lengths of an iteration on all ranks, or ``None`` twice."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()

@@ -152,7 +152,7 @@ class IndexReplay:
         """Return ``indices`` and ``length`` for the microbatch that a layer runs now."""
         name = f"indices[{core.layer_number}]"
         positions = local_rows(
-            self.take(core.layer_number, core.training), layout, ranks.queries, name
+            self.take(core.layer_number, core.training), layout, ranks.query_sharding, name
         )
         return positions_to_rows(
             positions, keys, core.config.dsa_indexer_topk,

@@ -64,11 +64,9 @@ class Swap:
 
 @lru_cache(maxsize=64)
 def swap_of(sharding: Sharding, total: int) -> Swap | None:
-    """Return what the rank of ``sharding`` exchanges, ``None`` where halves would not be equal.
+    """Return the exchange of a rank's query tokens, ``None`` where halves would not be equal.
 
-    Args:
-        sharding: of the query tokens.
-        total: positions of all ranks.
+    ``total``: positions of all ranks.
     """
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
@@ -124,23 +122,13 @@ def balanced_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select as :func:`~megatron_dsa.dsa_kernels.indexer_topk` does, to the last index.
 
-    All ranks of ``ranks.query_group`` call it together.
-
-    Args:
-        inputs: of this rank's query tokens and of the keys of all ranks.
-        layout: of the query tokens.
-        topk: keys per query.
-        ranks: who shares the microbatch.
-        compressed: the keys are these compressed ones; ``None``: of single positions.
-        policy: which implementations may run.
-
-    Returns:
-        See :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
+    All ranks of ``ranks.query_group`` call it together, with their query tokens and the keys of all
+    ranks; ``compressed``: these are the keys.
     """
     ratio, visible = 1, layout
     if compressed is not None:
         ratio, visible = compressed.ratio, compressed.layout
-    swap = worthwhile_swap(layout, topk, ratio, ranks.queries)
+    swap = worthwhile_swap(layout, topk, ratio, ranks.query_sharding)
     if swap is None:
         return indexer_topk(inputs, visible, topk, policy=policy)
     count("indexer_balance", "exchanged")

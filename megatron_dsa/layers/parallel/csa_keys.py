@@ -29,18 +29,16 @@ def join_keys_of_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the key buffer and a grad_proxy for its gradient.
 
+    The buffer holds compressed keys in the order of their slots, then query tokens, then the shared
+    tokens of all ranks.
+
     Args:
         kv: ``[s, b, D]``, the keys of this rank's positions.
         compressed: ``[G, D]``, this rank's compressed keys, or ``None``; keys: their slots.
         halo: of the query tokens; ``None`` if one rank has all of them.
-        ranks: who shares the microbatch.
-
-    Returns:
-        ``buffer``: compressed keys in the order of their slots, query tokens, shared tokens of all
-        ranks; and ``grad_proxy``.
     """
     batch = kv.shape[1]
-    buffer, grad_proxy = gather_keys(kv, ranks.token_group)
+    buffer, grad_proxy = gather_keys(kv, ranks.indexer_tp)
     if halo is not None:
         buffer, grad_proxy = _HoldKeys.apply(buffer, grad_proxy, halo, batch, ranks.query_group)
     if compressed is None:
@@ -68,13 +66,7 @@ def extend(
 ) -> tuple[torch.Tensor, ...]:
     """Put the tokens of neighbours before each run of this rank's tokens.
 
-    Args:
-        tensors: ``[tokens * batch, width]`` each, of one dtype.
-        halo: of this rank's tokens; batch: sequences.
-        ranks: who shares the microbatch.
-
-    Returns:
-        ``[halo.length * batch, width]`` each; differentiable.
+    Takes ``[tokens * batch, width]`` each, of one dtype, returns ``[halo.length * batch, width]``.
     """
     return _Extend.apply(halo, batch, ranks.group, *tensors)
 

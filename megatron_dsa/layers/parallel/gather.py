@@ -1,17 +1,16 @@
-"""Gathering keys under other work, with a gradient that is summed over ranks in fp32.
+"""Gathers of keys that run under other work, and the sum of their gradients over ranks.
 
-Each rank makes the keys of some tokens, all ranks need all keys, and the gradient of a key is a sum
-over the queries of all ranks. :func:`start_gather` starts a gather and one of two functions waits
-for it; calls in between run while the keys travel:
+Each rank makes the keys of its tokens and attends to the keys of all ranks::
 
-* :func:`finish_with_proxy` returns keys without gradient, and an fp32 tensor without content that
-  stands for their gradient (a *grad_proxy*). Attention sends its fp32 accumulator there: it is
-  rounded once, after the sum over ranks.
-* :func:`finish_with_gradient` returns keys whose gradient autograd rounds to their dtype before
-  that sum.
+    forward    keys --> start_gather ~~ all-gather ~~~~~~> finish_* --> keys of all ranks
+    backward   sum <-- start_gather <~~ reduce-scatter ~~~ finish_* <-- gradient in fp32
 
-Autograd runs backwards: the reduction starts in the backward of the second call, and the backward
-of the first one waits for it.
+Calls between the two run while data is under way, in both directions. The two ways to finish:
+
+* :func:`finish_with_proxy` returns keys without gradient, and a *grad_proxy*: an fp32 tensor
+  without memory that stands for their gradient. Attention sends its fp32 accumulator there, so the
+  gradient is rounded once, after the sum.
+* :func:`finish_with_gradient` returns keys with a gradient, which autograd rounds before the sum.
 """
 
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.capture import tensor_cache
 from megatron_dsa.ops.common.collectives import (
-    Travel,
+    Transfer,
     all_gather_async,
     reduce_scatter_async,
     several,
@@ -33,17 +32,18 @@ class Gathering(NamedTuple):
     """A gather between start and finish."""
 
     #: Connects both in autograd; on one rank the keys themselves.
-    token: torch.Tensor
-    out: Travel
-    back: Travel
+    link: torch.Tensor
+    keys: Transfer
+    #: Empty until the backward of finish starts the reduce-scatter.
+    gradient: Transfer
     group: object
 
 
 def start_gather(keys: torch.Tensor, group) -> Gathering:
     """Start to gather ``keys [tokens, ...]`` of every rank of ``group`` (``None``: one rank)."""
-    out, back = all_gather_async(keys, group), Travel()
-    token = _Launch.apply(keys, back) if several(group) else keys
-    return Gathering(token, out, back, group)
+    gathered, gradient = all_gather_async(keys, group), Transfer()
+    link = _Start.apply(keys, gradient) if several(group) else keys
+    return Gathering(link, gathered, gradient, group)
 
 
 def finish_with_proxy(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,34 +53,34 @@ def finish_with_proxy(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]
         ``keys [tokens * ranks, D]`` without gradient, one rank's after the other (leading dims
         flattened), and ``grad_proxy``, alike, in fp32 (fp64 for fp64).
     """
-    token, out, back, group = gathering
-    if not several(group):
-        token = _Launch.apply(token, back)
-    return _Arrive.apply(token, out, back, group)
+    if not several(gathering.group):
+        gathering = gathering._replace(link=_Start.apply(gathering.link, gathering.gradient))
+    return _FinishWithProxy.apply(gathering.link, gathering)
 
 
-def finish_with_gradient(gathering: Gathering, local=None, group=None) -> torch.Tensor:
+def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.Tensor:
     """Wait for keys that carry their gradient themselves, in their dtype.
 
     Args:
         gathering: from :func:`start_gather`.
-        local: picks the tokens whose gradient is summed over ``group``: of all tokens ``[tokens *
-            ranks, D]`` those of one rank of ``group`` after the other. ``None``: all tokens, and
-            the sum is over the gathering's group.
-        group: see ``local``.
+        pick: takes from the gradient of all tokens ``[tokens * ranks, D]`` the ones to sum over
+            ``group``, those of one of its ranks after the other. ``None``: all tokens, summed over
+            the gathering's group.
+        group: see ``pick``.
     """
-    if local is None and not several(gathering.group):
-        return gathering.token.flatten(0, -2)
-    group = gathering.group if local is None else group
-    return _ArriveWithGradient.apply(gathering.token, gathering.out, gathering.back, local, group)
+    if pick is not None:
+        gathering = gathering._replace(group=group)
+    elif not several(gathering.group):
+        return gathering.link.flatten(0, -2)
+    return _FinishWithGradient.apply(gathering.link, gathering, pick)
 
 
 def grad_proxy_for(keys: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that stands for the fp32 gradient of ``keys [tokens, D]``."""
-    return _nothing(keys.shape, accumulation_dtype(keys.dtype), keys.device)
+    return _without_memory(keys.shape, accumulation_dtype(keys.dtype), keys.device)
 
 
-def _nothing(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _without_memory(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _zero(dtype, device).expand(shape)
 
 
@@ -89,23 +89,29 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-class _Launch(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, keys, back):
-        ctx.back, ctx.shape, ctx.dtype = back, keys.shape, keys.dtype
+    def forward(ctx, keys, gradient):
+        ctx.gradient, ctx.shape, ctx.dtype = gradient, keys.shape, keys.dtype
         return grad_proxy_for(keys.detach().flatten(0, -2))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _token):
-        return ctx.back.wait().view(ctx.shape).to(ctx.dtype), None
+    def backward(ctx, _link):
+        return ctx.gradient.wait().view(ctx.shape).to(ctx.dtype), None
 
 
-class _Arrive(torch.autograd.Function):
+def _send_back(gathering: Gathering, grad: torch.Tensor) -> torch.Tensor:
+    """Start to sum ``grad`` over ranks; return a gradient without content for the link."""
+    shape = gathering.gradient.take_over(reduce_scatter_async(grad, gathering.group))
+    return _without_memory(shape, grad.dtype, grad.device)
+
+
+class _FinishWithProxy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token, out, back, group):
-        ctx.back, ctx.group = back, group
-        keys = out.wait().flatten(0, -2)
+    def forward(ctx, link, gathering):
+        ctx.gathering = gathering
+        keys = gathering.keys.wait().flatten(0, -2)
         ctx.mark_non_differentiable(keys)
         ctx.set_materialize_grads(False)  # of the keys, which have none
         proxy = grad_proxy_for(keys)
@@ -118,24 +124,20 @@ class _Arrive(torch.autograd.Function):
         if grad is None:  # other ranks take part
             shape, dtype, device = ctx.of_proxy
             grad = torch.zeros(shape, dtype=dtype, device=device)
-        shape = ctx.back.begin(reduce_scatter_async(grad, ctx.group))
-        # The result is not there yet: _Launch takes it from where it travels.
-        return _nothing(shape, grad.dtype, grad.device), None, None, None
+        return _send_back(ctx.gathering, grad), None
 
 
-class _ArriveWithGradient(torch.autograd.Function):
+class _FinishWithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token, out, back, local, group):
-        ctx.back, ctx.local, ctx.group = back, local, group
-        return out.wait().flatten(0, -2)
+    def forward(ctx, link, gathering, pick):
+        ctx.gathering, ctx.pick = gathering, pick
+        return gathering.keys.wait().flatten(0, -2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         wide = grad.to(accumulation_dtype(grad.dtype))
-        part = wide if ctx.local is None else ctx.local(wide)
-        shape = ctx.back.begin(reduce_scatter_async(part, ctx.group))
-        return _nothing(shape, wide.dtype, wide.device), None, None, None, None
+        return _send_back(ctx.gathering, wide if ctx.pick is None else ctx.pick(wide)), None, None
 
 
 def gathered_product(

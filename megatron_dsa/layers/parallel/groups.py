@@ -26,45 +26,54 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a microbatch.
+    """The ranks that share a microbatch: tensor-parallel ones (``tp``) times context-parallel.
 
-    Query tokens are the tokens that the indexer selects keys for.
+    A rank *holds* its local tokens and makes keys of them; all ranks get the keys of all. For which
+    tokens it then has queries depends on ``tp_mode`` ("tp": the tokens that ``tp`` holds together):
+
+    ============  ================  ==================  =====  ===========  ============
+    tp_mode       indexer's tokens  attention's tokens  heads  indexer_tp   attention_tp
+    ============  ================  ==================  =====  ===========  ============
+    ``heads``     tp                tp                  local  ``tp``       ``None``
+    ``sequence``  local             local               all    ``None``     ``None``
+    ``select``    local             tp                  local  ``None``     ``tp``
+    ============  ================  ==================  =====  ===========  ============
+
+    *Query tokens* are the indexer's. A layer's layout is of these.
 
     Attributes:
-        sharding: which tokens this rank holds, and so makes keys of.
+        sharding: which tokens this rank holds.
         group: all ranks that hold different tokens; ``None`` if one holds all.
-        tp: the part of ``group`` with one context-parallel rank (sequence parallelism), or
-            ``None``.
-        cp: the part of ``group`` with one index of sequence parallelism, or ``None``.
-        tp_mode: what the ranks of ``tp`` divide (:mod:`megatron_dsa.config.attention_choice`).
-        by_sequence: attention is for this rank's tokens and all heads; otherwise for the tokens of
-            all of ``tp`` and the local heads.
-        queries: how query tokens are sharded.
-        query_group: the ranks that have different query tokens, or ``None``.
-        token_group: the ranks whose tokens are put together for queries, or ``None``.
-        attention_group: the ranks whose query tokens are put together only for attention, or
-            ``None``.
+        tp: ranks of ``group`` with one context-parallel index (sequence parallelism), or ``None``.
+        cp: ranks of ``group`` with one tensor-parallel index, or ``None``.
+        tp_mode: see above; chosen by :mod:`megatron_dsa.config.attention_choice`.
+        by_sequence: attention is for local tokens and all heads.
+        indexer_tp: ranks that gather tokens before the indexer (and attend to them), or ``None``.
+        attention_tp: ranks that gather tokens between indexer and attention, or ``None``.
+        query_sharding: which query tokens this rank has.
+        query_group: ranks with different query tokens, or ``None``.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
     group: object = None
-    tp: object = None
-    cp: object = None
+    tp: Any = None
+    cp: Any = None
     tp_mode: TPMode = "heads"
+
     by_sequence: bool = field(init=False)
-    queries: Sharding = field(init=False)
+    indexer_tp: Any = field(init=False)
+    attention_tp: Any = field(init=False)
+    query_sharding: Sharding = field(init=False)
     query_group: Any = field(init=False)
-    token_group: Any = field(init=False)
-    attention_group: Any = field(init=False)
 
     def __post_init__(self):
         by_heads = self.tp_mode == "heads"
         for name, value in {
             "by_sequence": self.tp_mode == "sequence",
-            "queries": self.sharding.whole() if by_heads else self.sharding,
+            "indexer_tp": self.tp if by_heads else None,
+            "attention_tp": self.tp if self.tp_mode == "select" else None,
+            "query_sharding": self.sharding.whole() if by_heads else self.sharding,
             "query_group": self.cp if by_heads else self.group,
-            "token_group": self.tp if by_heads else None,
-            "attention_group": self.tp if self.tp_mode == "select" else None,
         }.items():
             object.__setattr__(self, name, value)
 
@@ -75,36 +84,32 @@ class Ranks:
         if self.cp is not None:
             count("context_parallel_attention", self.sharding.cp_layout)
 
-    def local(self, tables) -> Any:
-        """Return the part of per-query tables that belongs to the tokens this rank holds."""
-        if self.token_group is None:
-            return tables
-        return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
+    def held(self, tables) -> Any:
+        """Slice tables of query tokens to the tokens that this rank holds."""
+        return tuple(self._part(table, self.indexer_tp) for table in tables)
 
-    def attended(self, layout: Layout) -> Layout:
-        """Return the layout of attention's tokens; ``layout`` is of query tokens."""
-        if self.attention_group is None:
+    def queries_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Slice ``x`` of attention's tokens to this rank's query tokens."""
+        return self._part(x, self.attention_tp)
+
+    def _part(self, x: torch.Tensor, gathered_by) -> torch.Tensor:
+        return x if gathered_by is None else x.chunk(self.sharding.sp)[self.sharding.sp_rank]
+
+    def attention_layout(self, layout: Layout) -> Layout:
+        """Return the layout of attention's tokens for the layout of query tokens."""
+        if self.attention_tp is None:
             return layout
-        keys = layout.key_ownership
+        keys, whole = layout.key_ownership, self.sharding.whole()
         assert keys is not None
-        whole = self.sharding.whole()
         return layout.derive(
-            "attended tokens", lambda: sharded_layout(layout.all_tokens, whole, keys)
+            "attention's tokens", lambda: sharded_layout(layout.all_tokens, whole, keys)
         )
-
-    def local_attended(self, x: torch.Tensor) -> torch.Tensor:
-        """Slice ``x`` (all tokens that attention is for) to this rank's query tokens."""
-        if self.attention_group is None:
-            return x
-        return x.chunk(self.sharding.sp)[self.sharding.sp_rank]
 
 
 def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
     """Return the ranks of an attention module, from Megatron's process groups."""
-    tp = pg_collection.tp if config.sequence_parallel else None
+    tp = pg_collection.tp if config.sequence_parallel and pg_collection.tp.size() > 1 else None
     cp = pg_collection.cp if config.context_parallel_size > 1 else None
-    if tp is not None and tp.size() == 1:
-        tp = None
     sharding = Sharding(
         cp=1 if cp is None else cp.size(),
         cp_rank=0 if cp is None else cp.rank(),
@@ -114,22 +119,17 @@ def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
     )
     group = tp if cp is None else cp
     if tp is not None and cp is not None:
-        group = _both(pg_collection)
+        group = getattr(pg_collection, "tp_cp", None)
+        if group is None:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_tensor_and_context_parallel_group()
         if group.rank() != sharding.rank:
             raise RuntimeError(
                 "Megatron's tensor-and-context-parallel group has another order than tp before cp: "
                 "create the process groups in the order 'tp-cp-ep-dp-pp'."
             )
     return Ranks(sharding, group, tp, cp, tp_mode)
-
-
-def _both(pg_collection):
-    group = getattr(pg_collection, "tp_cp", None)
-    if group is None:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_tensor_and_context_parallel_group()
-    return group
 
 
 def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
@@ -157,10 +157,10 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
     """Wait for the indexer's keys of all ranks; each rank gets the gradient of its local ones.
 
-    Where everything runs by heads, the ranks of ``ranks.tp`` have the same query tokens and compute
-    the same gradient: the sum is over ``ranks.cp`` only.
+    By heads, the ranks of ``ranks.tp`` have the same query tokens and compute the same gradient:
+    the sum is over ``ranks.cp`` only.
     """
-    if ranks.token_group is None:
+    if ranks.indexer_tp is None:
         return finish_with_gradient(gathering)
     sharding = ranks.sharding
 

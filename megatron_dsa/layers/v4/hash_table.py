@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.errors import require
+from megatron_dsa.errors import ConfigError, require
 
 
 def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
@@ -68,19 +68,16 @@ def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None
     outside = ((table < 0) | (table >= experts)).any(1)
     ordered = table.sort(dim=1).values
     repeated = (ordered[:, 1:] == ordered[:, :-1]).any(1)
-    wrong, twice = int(outside.sum()), int((repeated & ~outside).sum())
-    if wrong:
-        row = int(outside.nonzero()[0])
-        require(
-            False,
-            f"{name} must hold experts from 0 to --num-experts - 1 = {experts - 1}, got "
-            f"{table[row].tolist()} for token {row} ({wrong} such rows): load a checkpoint that "
-            "has the table, or give the --num-experts that it was made for",
-        )
-    if twice:
-        row = int((repeated & ~outside).nonzero()[0])
-        require(
-            False,
-            f"{name} must not name an expert twice for a token, got {table[row].tolist()} for "
-            f"token {row} ({twice} such rows): load a checkpoint that has the table",
-        )
+    for wrong, rule, fix in (
+        (
+            outside, f"hold experts from 0 to --num-experts - 1 = {experts - 1}",
+            ", or give the --num-experts that it was made for",
+        ),
+        (repeated & ~outside, "not name an expert twice for a token", ""),
+    ):  # fmt: skip
+        tokens = wrong.nonzero().flatten().tolist()
+        if tokens:
+            raise ConfigError(
+                f"{name} must {rule}, got {table[tokens[0]].tolist()} for token {tokens[0]} "
+                f"({len(tokens)} such rows): load a checkpoint that has the table{fix}"
+            )

@@ -165,7 +165,6 @@ class StreamsHead(Fp32Parameters, MegatronModule):
         resolve_kernels(stream_ops(config, head=True), self.policy, None)
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return ``[s, b, C]`` for streams ``[s, b, n * C]``."""
         connection = _connection(self, "head", self.config)
         tokens = _by_token(streams, self.config)
         normed = read_head(tokens, connection, self.weight, policy=self.policy)

@@ -14,11 +14,7 @@ from megatron_dsa.errors import require
 def layers_of_stage(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Sequence[int]:
-    """Return the layers of a stage, counted from 0.
-
-    Args:
-        config: the transformer configuration.
-        vp_stage, pp_rank: virtual stage and pipeline rank, as Megatron passes them.
+    """Return the layers of a virtual stage of a pipeline rank, counted from 0.
 
     Raises:
         ConfigError: the stages do not hold each layer once, or a stage starts with a layer that

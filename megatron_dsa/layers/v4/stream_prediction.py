@@ -16,10 +16,11 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_dsa.layers.linears import local_linear
 from megatron_dsa.layers.v4.hyper_connections import StreamsHead
 
 
@@ -57,19 +58,9 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
     def __init__(self, config, submodules: StreamPredictionLayerSubmodules, *args, **kwargs):
         super().__init__(config, submodules, *args, **kwargs)
         del self.eh_proj
-        self.e_proj = self._projection(submodules.e_proj)
-        self.h_proj = self._projection(submodules.h_proj)
-
-    def _projection(self, spec: ModuleSpec | type) -> Any:
-        config = self.config
-        layer = build_module(
-            spec, config.hidden_size, config.hidden_size, config=config,
-            init_method=config.init_method, bias=False, skip_bias_add=False,
-            skip_weight_param_allocation=False, parallel_mode="duplicated",
-        )  # fmt: skip
-        # It sees this rank's tokens: the gradient is summed over tensor-parallel ranks.
-        layer.weight.sequence_parallel = config.sequence_parallel
-        return layer
+        size = config.hidden_size
+        self.e_proj = local_linear(submodules.e_proj, config, size, size)
+        self.h_proj = local_linear(submodules.h_proj, config, size, size)
 
     def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor):
         """Add the next token's embedding ``[s, b, C]`` to every stream of ``[s, b, n * C]``."""
@@ -100,10 +91,7 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
     ) -> torch.Tensor:
         """Return the outputs of main head and layers, ``[(1 + layers) * s, b, C]``.
 
-        Args:
-            hidden_states: ``[(1 + n) * s, b, C]`` of a :class:`HeadBeforePrediction`.
-            input_ids, position_ids, padding_mask, extra_block_kwargs, layer_arguments: see
-                Megatron's block.
+        ``hidden_states``: ``[(1 + n) * s, b, C]`` of a :class:`HeadBeforePrediction`.
         """
         count = hidden_states.shape[0] // (1 + self.config.hc_mult)
         main, streams = hidden_states.split((count, count * self.config.hc_mult))
@@ -128,12 +116,7 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
 
 
 def on_streams(block: MultiTokenPredictionBlockSubmodules, linear: type) -> ModuleSpec:
-    """Return the spec of a block whose layers take streams.
-
-    Args:
-        block: the layers as Megatron makes them, around transformer layers with hyper-connections.
-        linear: class of the projections.
-    """
+    """Return the spec of a ``block`` whose layers take streams; ``linear``: of projections."""
 
     def converted(layer: ModuleSpec) -> ModuleSpec:
         parts = layer.submodules

@@ -9,14 +9,14 @@ import torch
 
 
 @dataclass
-class Travel:
+class Transfer:
     """A collective under way, and its result."""
 
     result: torch.Tensor | None = None
     work: Any = None
 
-    def begin(self, other: Travel) -> torch.Size:
-        """Take over a collective that was started; return the shape of its result."""
+    def take_over(self, other: Transfer) -> torch.Size:
+        """Become a collective that was started; return the shape of its result."""
         assert other.result is not None
         self.result, self.work = other.result, other.work
         return other.result.shape
@@ -36,21 +36,21 @@ def several(group) -> bool:
     return group is not None and group.size() > 1
 
 
-def all_gather_async(x: torch.Tensor, group) -> Travel:
+def all_gather_async(x: torch.Tensor, group) -> Transfer:
     """Start to gather ``x`` of all ranks, one rank's after the other."""
     if not several(group):
-        return Travel(x.detach())
+        return Transfer(x.detach())
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     work = torch.distributed.all_gather_into_tensor(
         gathered, x.detach().contiguous(), group=group, async_op=True
     )
-    return Travel(gathered, work)
+    return Transfer(gathered, work)
 
 
-def reduce_scatter_async(x: torch.Tensor, group) -> Travel:
+def reduce_scatter_async(x: torch.Tensor, group) -> Transfer:
     """Start to sum ``x`` over ``group``; the result is this rank's part."""
     if not several(group):
-        return Travel(x)
+        return Transfer(x)
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     work = torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=True)
-    return Travel(part, work)
+    return Transfer(part, work)

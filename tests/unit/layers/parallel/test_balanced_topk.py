@@ -190,7 +190,7 @@ def _ranks(rank, cp, cp_layout, sp, by_sequence):
 def _selections(ranks, batch, ratio):
     """Select alone and together; return both, and the visible pairs that were scored."""
     layout = layout_from_megatron(
-        TOTAL // ranks.sharding.ranks, batch, CPU, None, ranks.sharding, ranks.queries
+        TOTAL // ranks.sharding.ranks, batch, CPU, None, ranks.sharding, ranks.query_sharding
     )
     compressed = compressed_keys(layout, ratio) if ratio > 1 else None
     visible = layout if compressed is None else compressed.layout
