@@ -165,6 +165,31 @@ def tensors_of(model):
     return {name: tensor.detach().clone() for name, tensor in model_tensors(model)}
 
 
+def assert_equal_tensors(model, other):
+    """Compare two Megatron models to the bit; return how many tensors they have."""
+    ours, theirs = tensors_of(model), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    return len(ours)
+
+
+def tokens(rows=1, length=24):
+    """Random token ids, always the same."""
+    return torch.randint(0, 70, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def there_and_back(there, folder, *flags, without=(), config=None):
+    """Import and export a checkpoint with the commands, within ``folder``; return the export."""
+    from megatron_dsa.extras.cli import main
+
+    megatron, back = str(folder / "megatron"), folder / "back"
+    left = ["--without", *without] if without else []
+    assert main(["import-hf", "--input", str(there), "--output", megatron, *left]) == 0
+    paths = ["--input", megatron, "--output", str(back), "--config", str(config or there)]
+    assert main(["export-hf", *paths, *flags]) == 0
+    return back
+
+
 def logits_of(model, ids):
     """Logits ``[batch, rows, 70]`` of a Megatron model, on the CPU; it moves where tests run."""
     model.to(start())

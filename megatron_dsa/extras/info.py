@@ -110,7 +110,6 @@ def _config(name: str, options: DSAOptions) -> DSATransformerConfig:
 
 
 def _attention(name: str, stage: Any) -> dict:
-    """How one rank that holds all heads would attend in a stage."""
     choice = attention_of(_config(name, DSAOptions(stage=stage)))
     return {"masked_up_to_tokens": choice.masked_up_to, "says": choice.describe()}
 

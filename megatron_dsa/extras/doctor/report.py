@@ -110,7 +110,6 @@ class Report:
 
 
 def print_report(report: Report, code: int) -> None:
-    """Print everything that was found out."""
     environment = report.environment
     print(f"megatron_dsa {environment['megatron_dsa']}, torch {environment['torch']}")
     gpu = environment["gpu"]

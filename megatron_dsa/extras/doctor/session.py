@@ -39,7 +39,6 @@ class Session:
         self.lost: str | None = None
 
     def run(self, shapes: list[Shape]) -> None:
-        """Run all checks."""
         checked: set[str] = set()
         for checks, label_of in CHECKS:
             for shape in {label_of(shape): shape for shape in shapes}.values():
@@ -107,13 +106,11 @@ class Session:
         return found
 
     def skip(self, operation: str, name: str, label: str, reason: str) -> None:
-        """File an implementation that was not run."""
         entry = NotChecked(operation, name, label, reason)
         if entry not in self.report.not_checked:
             self.report.not_checked.append(entry)
 
     def _choice(self, operation: str, call: OpCall, label: str) -> str | None:
-        """File what dispatch picks; return its name, ``None`` if it refuses."""
         filed = self.report.chosen.setdefault(label, {})
         try:
             choice = OPERATIONS[operation].choose(call, Policy())
@@ -174,7 +171,7 @@ class Session:
             torch.cuda.synchronize(self.device)
 
     def _alive(self) -> bool:
-        """Return if the device still works: an illegal access ends everything in this process."""
+        # An illegal access ends everything in this process.
         try:
             self._synchronize()
             torch.zeros(1, device=self.device).sum().item()

@@ -173,5 +173,4 @@ _NO_DATA = ["--eval-iters", "0", "--eval-interval", "1"]
 
 
 def _on_a_line(text: str) -> str:
-    r"""Return a text with escapes (``\n``) for characters that cannot be printed."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

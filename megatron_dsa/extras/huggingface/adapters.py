@@ -92,7 +92,6 @@ def factor_of(name: str, names: Names, num_layers: int) -> Factor:
 
 
 def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of a model's adapters by Megatron's names."""
     for name, parameter in model.named_parameters():
         if is_adapter_parameter(name):
             yield name, parameter
@@ -274,7 +273,6 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
 
 
 def _check_initial_values(method: Any, where: str) -> None:
-    """Raise for a method that changed the base when it set the adapter's initial values."""
     name = str(method).lower()
     if method in _KEEPS_BASE or name in _KEEPS_BASE:
         return

@@ -52,7 +52,6 @@ def transformer_config(
 
 
 def _fields_of(hf: HFModel, features: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a model that has only these ``features``."""
     left = {x for feature, keys in FEATURE_FIELDS.items() if feature not in features for x in keys}
     return {name: value for name, value in hf.fields.items() if name not in left}
 

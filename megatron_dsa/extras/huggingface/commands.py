@@ -155,7 +155,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
         stored = StoredParameters(directory)
 
         def empty(dtype: torch.dtype | None = None):
-            """Return a model and where its parameters are in the checkpoint."""
             model: Any = empty_model(hf, stage, mtp, dtype, features, **adapters)
             state = {"model": model.sharded_state_dict()}
             redirect(state, str(directory))
@@ -262,7 +261,6 @@ def print_flags(arguments: argparse.Namespace) -> int:
 
 
 def _release(arguments: argparse.Namespace) -> tuple[Path, bool]:
-    """Return the folder of ``--config``, and if it holds weights."""
     path = Path(arguments.config)
     folder = path if path.is_dir() else path.parent
     return folder, any((folder / name).is_file() for name in (INDEX, SINGLE))

@@ -145,7 +145,6 @@ def _unquantised_dtype(config: dict) -> torch.dtype | None:
 
 
 def model_features(config: Any) -> set[str]:
-    """Return the features of a Megatron model, by its configuration."""
     fields = {
         HYPER_CONNECTIONS: uses_streams(config),
         HASH_ROUTING: bool(getattr(config, HASH_LAYERS, 0)),

@@ -387,7 +387,6 @@ def _mtp_layers(model) -> int:
 
 
 def _copies(hf_name: str, hf: HFModel, model) -> list[str]:
-    """Return other names under which a released checkpoint repeats a tensor."""
     prefixes = hf.names.mtp_prefixes(_mtp_layers(model) * hf.names.writes_copies, hf.num_layers)
     copies = [copy for copy, original in hf.names.copies.items() if original == hf_name]
     return [prefix + copy for prefix in prefixes for copy in copies]

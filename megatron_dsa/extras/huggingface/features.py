@@ -29,7 +29,6 @@ def check_names(hf: HFModel, without: Collection[str]) -> None:
 
 
 def described_features(hf: HFModel) -> set[str]:
-    """Return the features that config.json describes."""
     fields = {
         HYPER_CONNECTIONS: hf.fields.get("hc_mult", 1) > 1,
         HASH_ROUTING: hf.fields.get(HASH_LAYERS, 0) > 0,

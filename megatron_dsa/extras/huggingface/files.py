@@ -30,7 +30,6 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds, or raise an error that names the file."""
     try:
         content = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
@@ -208,7 +207,6 @@ class CheckpointReader:
         return _Stored(tensor, form, shape, self.quantisation.dtype, scale, block)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor after unpacking, without reading it."""
         return self._stored(name).shape
 
     def read_dtype(self, name: str) -> torch.dtype:
@@ -332,7 +330,6 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one file of tensors, which may be views of each other."""
     _save(path, {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()})
 
 

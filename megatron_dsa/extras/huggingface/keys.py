@@ -81,7 +81,6 @@ def shown(value: Any) -> str:
 
 
 def required(config: dict, key: str) -> Any:
-    """Return the value of a key, or raise if it is absent or null."""
     if config.get(key) is None:
         refuse(key, None, "it must be given; use the config.json that came with the weights")
     return config[key]

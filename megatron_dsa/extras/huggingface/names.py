@@ -27,7 +27,6 @@ class Split(enum.Enum):
 
     @property
     def is_padded(self) -> bool:
-        """Return if dim 0 is the vocabulary, which Megatron pads."""
         return self in (Split.VOCABULARY, Split.TABLE)
 
 
@@ -61,7 +60,6 @@ class Match:
 
     @property
     def is_table(self) -> bool:
-        """Return if it is a table of experts, integers per token of the vocabulary."""
         return self.entry.split is Split.TABLE
 
 

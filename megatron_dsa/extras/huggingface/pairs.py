@@ -90,7 +90,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
 
 
 def _v4_bases(config: dict, nested: dict, where: str) -> list[str]:
-    """Set the base of a V4; transformers has one default for both parts of an object."""
+    # transformers has one default for both parts of an object.
     notes = []
     if config.get("rope_theta") is None and (nested.get("main") or {}).get("rope_theta") is None:
         config["rope_theta"] = _DEFAULT_THETA

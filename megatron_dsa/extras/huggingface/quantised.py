@@ -274,7 +274,6 @@ def _nearest(values: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Return the codes of the fp4 numbers nearest to ``|values|``."""
     numbers = torch.tensor(E2M1)
     between = (numbers[1:] + numbers[:-1]) / 2
     sizes = values.abs()

@@ -91,7 +91,6 @@ def _said(key: str, expected: Any, flag: str, actual: Any) -> str:
 
 
 def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str]:
-    """Yield differences that are no reason to refuse the export."""
     for name, (_, expected) in differences(hf, trained).items():
         yield (
             f"{flag_of(name)} was not given in training, which used --norm-epsilon "

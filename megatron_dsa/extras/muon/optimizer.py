@@ -10,7 +10,17 @@ from megatron.core.optimizer.emerging_optimizers import (
 )
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from megatron_dsa.layers.weight_blocks import block_rows, is_sharded, local_blocks
+from megatron_dsa.layers.weight_blocks import IS_TABLE, block_rows, is_sharded, local_blocks
+
+
+def is_left_to_adamw(parameter: torch.Tensor) -> bool:
+    """Return whether AdamW updates a parameter when ``--optimizer muon`` is given.
+
+    DeepSeek-V4's rule: AdamW for embedding and output head, norms, and the base and scale vectors
+    of hyper-connections; Muon for all other matrices.
+    """
+    embeds = getattr(parameter, "is_embedding_or_output_parameter", False)
+    return parameter.dim() != 2 or bool(embeds) or getattr(parameter, IS_TABLE, False)
 
 
 class _ByBlock:
@@ -103,5 +113,4 @@ class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
         return super().orthogonalize(p, grad, **kwargs) / self._scale
 
     def _apply_muon_scale(self, update: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
-        """Scale the update that :meth:`orthogonalize` returned last."""
         return update * self._scale

@@ -17,8 +17,11 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import layers
 
-from megatron_dsa.extras.muon.blocks import is_left_to_adamw
-from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
+from megatron_dsa.extras.muon.optimizer import (
+    BlockAdaptiveMuon,
+    BlockMuon,
+    is_left_to_adamw,
+)
 from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
 from megatron_dsa.patches import OURS, TABLE, Patch
 

@@ -10,8 +10,29 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import print_rank_0
 
-from megatron_dsa.extras.muon.blocks import full_shape, is_left_to_adamw, number_of_blocks
-from megatron_dsa.layers.weight_blocks import block_rows
+from megatron_dsa.extras.muon.optimizer import is_left_to_adamw
+from megatron_dsa.layers.weight_blocks import block_rows, is_sharded
+
+
+def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
+    """Return the shape of a parameter that ``ranks`` tensor-parallel ranks hold together."""
+    shape = list(parameter.shape)
+    if is_sharded(parameter):
+        shape[parameter.partition_dim] *= ranks
+    return tuple(shape)
+
+
+def number_of_blocks(parameter: Any, ranks: int) -> int:
+    """Return how many matrices Muon orthogonalises in a parameter.
+
+    Args:
+        parameter: this rank's part of it.
+        ranks: tensor-parallel size of the model.
+    """
+    pattern = block_rows(parameter)
+    if pattern is None:
+        return 1
+    return len(pattern) * (full_shape(parameter, ranks)[0] // sum(pattern))
 
 
 @dataclass(frozen=True, order=True)

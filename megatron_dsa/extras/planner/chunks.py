@@ -86,7 +86,6 @@ def measure_rank(args, model, pg_collection) -> list[Chunk]:
 
 
 def _group_names(pg_collection) -> Callable:
-    """Return a function that names a process group: the first with the same ranks."""
     order = {
         "tp": "tensor",
         "cp": "context",
@@ -146,7 +145,6 @@ def _drop_gradient(parameter: torch.nn.Parameter) -> None:
 
 
 def _forward(args, chunk):
-    """Return the output of a microbatch, and a function of it that returns its gradient."""
     batch_size, length = args.micro_batch_size, args.seq_length // args.context_parallel_size
     if args.dataloader_inter_document_masking:
         batch_size, length = 1, batch_size * length
@@ -174,7 +172,6 @@ def _forward(args, chunk):
 
 
 def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
-    """Return the input shape of a chunk that is not the first, for ``tokens`` per sequence."""
     config = chunk.config
     if not config.mtp_num_layers or len(chunk.decoder.layers):
         return tokens, batch_size, config.hc_mult * config.hidden_size

@@ -78,7 +78,6 @@ def _silence():
 
 
 def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of the plan, and the command line of the job without them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_dry_run_arguments(parser)
     own, job = parser.parse_known_args(argv[1:])
@@ -171,7 +170,6 @@ def _check_batch(args) -> None:
 
 @contextlib.contextmanager
 def _environment(world: int):
-    """Set variables of rank 0; end them, and the mode of ``--deterministic-mode``, at exit."""
     ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -43,7 +43,6 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
 
 
 def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str, Any]:
-    """Return functions of ``torch.cuda`` as they answer on a machine with one kind of GPU."""
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),

@@ -127,7 +127,6 @@ class MemoryTracker(TorchDispatchMode):
         self._makers.pop(key, None)
 
     def _terms(self, args, node: int) -> list[int]:
-        """Return the storages that autograd may write a sum of gradients to."""
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         keys = [x.untyped_storage()._cdata for x in tensors]
         # A node adds tensors of its own while it computes its gradient.

@@ -166,7 +166,6 @@ def _received(args, chunks) -> dict[str, int]:
 
 
 def _data_parallel(args, chunks) -> int:
-    """Return bytes of gradients that are reduced, and of parameters or gradients gathered."""
     from megatron.core import parallel_state
 
     total = 0.0

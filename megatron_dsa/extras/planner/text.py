@@ -35,7 +35,6 @@ def shortage(plan: Plan) -> str | None:
 
 
 def describe(plan: Plan) -> str:
-    """Return the whole plan, in lines."""
     parts = (_job, _packages, _stages, _memory, _layers, _choices, _work, _traffic, _remarks)
     return "\n".join(line for part in parts for line in part(plan))
 

@@ -97,7 +97,6 @@ def tokens_per_second(log: RunLog) -> Series:
 
 
 def _argument(log: RunLog, name: str) -> str:
-    """Return an argument as it was written; empty if it is absent, ``None`` or ``False``."""
     value = log.texts.get(name, "")
     return "" if value in ("None", "False") else value
 

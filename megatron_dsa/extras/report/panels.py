@@ -32,7 +32,6 @@ def color_of(number: int) -> str:
 
 
 def _look_of(number: int) -> dict[str, Any]:
-    """Return colour and style of a run's line; where colours repeat, the style changes."""
     style = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
     return {"color": color_of(number), "ls": style}
 
@@ -136,7 +135,6 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
 
 
 def _later(series: Series) -> list[float]:
-    """Return the finite values after the first tenth."""
     return [value for _, value in series[len(series) // 10 + 1 :] if math.isfinite(value)]
 
 

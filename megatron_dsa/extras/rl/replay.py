@@ -200,7 +200,6 @@ class IndexCapture:
             yield self
 
     def put(self, core: CoreAttention, indices: torch.Tensor, keys: Layout) -> None:
-        """Append what a layer selected for the microbatch that it runs."""
         workspace = core.options.policy.workspace_bytes
         positions = rows_to_positions(indices, keys, workspace_bytes=workspace)
         self._selected[core.layer_number].append(positions)

@@ -6,13 +6,13 @@ from torch import Tensor
 from megatron_dsa.extras.torch_library.registration import (
     check_lengths,
     derivatives,
-    empty_like,
     layout_of,
+    like,
     policy_of,
     policy_text,
+    register_backward,
     registered,
 )
-from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.compressor import api
 from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.ops.dispatch import Policy
@@ -51,7 +51,14 @@ def compress(
     )  # fmt: skip
 
 
-@registered("compress")
+def _fake_keys(a):
+    slots = _check(
+        a.values, a.scores, a.ape, a.overlap, a.cu_seqlens, a.cu_seqlens_padded, a.max_seqlen
+    )
+    return a.values.new_empty(slots, a.values.shape[1] // (2 if a.overlap else 1))
+
+
+@registered("compress", _fake_keys)
 def _compress(
     values: Tensor, scores: Tensor, ape: Tensor, overlap: bool, cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None, policy: str = "",
@@ -67,7 +74,6 @@ def _keys(values, ape, overlap, *lengths):
 
 
 def _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen) -> int:
-    """Return the number of slots, if shapes and dtypes fit."""
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     ratio = ape.shape[0] if ape.dim() else 0
     # The sizes of groups are checked before there are any.
@@ -76,16 +82,15 @@ def _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seql
     return values.shape[0] // ratio
 
 
-@_compress.register_fake
-def _(
-    values, scores, ape, overlap, cu_seqlens=None, cu_seqlens_padded=None, max_seqlen=None,
-    policy="",
-):  # fmt: skip
-    slots = _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
-    return values.new_empty(slots, values.shape[1] // (2 if overlap else 1))
+_DIFFERENTIABLE = ("values", "scores", "ape")
 
 
-@registered("compress_backward")
+def _fake_gradients(a):
+    _fake_keys(a)  # checks the arguments
+    return like(*_DIFFERENTIABLE)(a)
+
+
+@registered("compress_backward", _fake_gradients)
 def _backward(
     dpooled: Tensor, values: Tensor, scores: Tensor, ape: Tensor, cu_seqlens: Tensor | None,
     cu_seqlens_padded: Tensor | None, overlap: bool, max_seqlen: int | None = None,
@@ -101,27 +106,4 @@ def _backward(
     return dvalues, dscores, dape
 
 
-@_backward.register_fake
-def _(
-    dpooled, values, scores, ape, cu_seqlens, cu_seqlens_padded, overlap, max_seqlen=None,
-    policy="",
-):  # fmt: skip
-    _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
-    return tuple(map(empty_like, (values, scores, ape)))
-
-
-def _keep(ctx, inputs, output):
-    values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen, policy = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(values, scores, ape, cu_seqlens, cu_seqlens_padded)
-    ctx.rest = overlap, max_seqlen, policy
-
-
-@once_differentiable
-def _differentiate(ctx, dpooled):
-    if dpooled is None:
-        return (None,) * 8
-    return *_backward(dpooled, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
-
-
-torch.library.register_autograd("megatron_dsa::compress", _differentiate, setup_context=_keep)
+register_backward("compress", _compress, _backward, of=_DIFFERENTIABLE)

@@ -1,16 +1,15 @@
 """Hyper-connections as registered operations (:mod:`megatron_dsa.ops.hyper_connections.api`)."""
 
-import torch
 from torch import Tensor
 
 from megatron_dsa.extras.torch_library.registration import (
     derivatives,
-    empty_like,
+    like,
     policy_of,
     policy_text,
+    register_backward,
     registered,
 )
-from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.hyper_connections import api
 from megatron_dsa.ops.hyper_connections.api import Connection, StreamsRead
@@ -67,7 +66,14 @@ def _head(
     return api.read_head(streams, connection, weight, policy=policy_of(policy))
 
 
-@registered("read_streams_backward")
+#: Arguments of a read with gradients, and of a write.
+_READ, _WRITTEN = (
+    ("streams", "fn", "base", "scale", "weight"),
+    ("output", "streams", "post", "comb"),
+)
+
+
+@registered("read_streams_backward", like(*_READ))
 def _read_backward(
     dnormed: Tensor, dpost: Tensor | None, dcomb: Tensor | None, streams: Tensor, fn: Tensor,
     base: Tensor, scale: Tensor, weight: Tensor, eps: float, norm_eps: float, iterations: int,
@@ -89,28 +95,6 @@ def _read_backward(
     return dx, dfn, dbase, dscale.clone(), dweight
 
 
-@_read_backward.register_fake
-def _(dnormed, dpost, dcomb, streams, fn, base, scale, weight, *_settings):
-    return tuple(map(empty_like, (streams, fn, base, scale, weight)))
-
-
-def _keep_read(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:5])
-    ctx.rest = inputs[5:]
-
-
-@once_differentiable
-def _differentiate_read(ctx, dnormed, dpost, dcomb):
-    found = _read_backward(dnormed, dpost, dcomb, *ctx.saved_tensors, *ctx.rest)
-    return *found, *(None,) * 4
-
-
-@once_differentiable
-def _differentiate_head(ctx, dnormed):
-    found = _read_backward(dnormed, None, None, *ctx.saved_tensors, *ctx.rest)
-    return *found, *(None,) * 4
-
-
 @registered("write_streams")
 def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = "") -> Tensor:
     # A write does not look at what was read.
@@ -118,7 +102,7 @@ def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: 
     return api.write_streams(output, read, policy=policy_of(policy))
 
 
-@registered("write_streams_backward")
+@registered("write_streams_backward", like(*_WRITTEN))
 def _write_backward(
     dout: Tensor, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = ""
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,27 +116,6 @@ def _write_backward(
     return doutput, dstreams, dpost, dcomb
 
 
-@_write_backward.register_fake
-def _(dout, output, streams, post, comb, *_settings):
-    return tuple(map(empty_like, (output, streams, post, comb)))
-
-
-def _keep_write(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.policy = inputs[4]
-
-
-@once_differentiable
-def _differentiate_write(ctx, dout):
-    return *_write_backward(dout, *ctx.saved_tensors, ctx.policy), None
-
-
-torch.library.register_autograd(
-    "megatron_dsa::read_streams", _differentiate_read, setup_context=_keep_read
-)
-torch.library.register_autograd(
-    "megatron_dsa::read_head", _differentiate_head, setup_context=_keep_read
-)
-torch.library.register_autograd(
-    "megatron_dsa::write_streams", _differentiate_write, setup_context=_keep_write
-)
+register_backward("read_streams", _read, _read_backward, of=_READ)
+register_backward("read_head", _head, _read_backward, of=_READ)
+register_backward("write_streams", _write, _write_backward, of=_WRITTEN)

@@ -14,14 +14,14 @@ from megatron_dsa.extras.torch_library.registration import (
     empty_like,
     index_layout,
     layout_of,
+    like,
     none_of,
     policy_of,
     policy_text,
-    refuse_lost_gradients,
+    register_backward,
     registered,
 )
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_tensor
 from megatron_dsa.ops.common.scaling import scaled_together
 from megatron_dsa.ops.dispatch import Policy
@@ -67,7 +67,15 @@ def indexer_topk(
     )  # fmt: skip
 
 
-@registered("indexer_topk")
+def _fake_selection(a):
+    inputs = IndexerInputs(a.q, a.k, a.weights, a.relu)
+    _check(inputs, (a.cu_seqlens, a.cu_seqlens_padded, a.max_seqlen), a.ratio)
+    require(a.topk >= 1, f"topk must be at least 1, got {a.topk}")
+    shapes = (a.q.shape[0], a.topk), a.q.shape[:1]
+    return tuple(a.q.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@registered("indexer_topk", _fake_selection)
 def _topk(
     q: Tensor, k: Tensor, weights: Tensor, topk: int, cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None, ratio: int = 1,
@@ -81,21 +89,7 @@ def _topk(
     return indices, length.clone()  # a layout keeps the lengths that it hands out
 
 
-@_topk.register_fake
-def _(
-    q, k, weights, topk, cu_seqlens=None, cu_seqlens_padded=None, max_seqlen=None, ratio=1,
-    relu=True, policy="",
-):  # fmt: skip
-    lengths = cu_seqlens, cu_seqlens_padded, max_seqlen
-    _check(IndexerInputs(q, k, weights, relu), lengths, ratio)
-    require(topk >= 1, f"topk must be at least 1, got {topk}")
-    return tuple(
-        q.new_empty(shape, dtype=torch.int32) for shape in ((q.shape[0], topk), q.shape[:1])
-    )
-
-
 def _check(inputs: IndexerInputs, lengths: tuple[Any, ...], ratio: int, **queries: Tensor) -> None:
-    """Raise a ConfigError unless shapes and dtypes fit; values are left to the operation."""
     check_lengths(*lengths)
     check_ratio(ratio)
     q = inputs.q
@@ -136,7 +130,13 @@ def sparse_indexer_loss(
     )[0]
 
 
-@registered("sparse_indexer_loss")
+def _fake_sparse_loss(a):
+    _check_sparse(a.q, a.k, a.weights, a.indices, a.teacher, a.topk_length, a.relu)
+    value = a.q.new_empty((), dtype=accumulation_dtype(a.q.dtype))
+    return value, *map(empty_like if a.with_gradients else none_of, (a.q, a.k, a.weights))
+
+
+@registered("sparse_indexer_loss", _fake_sparse_loss)
 def _sparse_loss(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, teacher: Tensor,
     topk_length: Tensor | None = None, relu: bool = True, with_gradients: bool = True,
@@ -150,18 +150,9 @@ def _sparse_loss(
         policy_of(policy), want_gradients=with_gradients,
     )  # fmt: skip
     if gradients is None:
-        return value, *_gradients_or_none(q, k, weights, False)
+        return value, *map(none_of, (q, k, weights))
     dq, dk, dweights = (g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
     return value, dq, dk, dweights
-
-
-@_sparse_loss.register_fake
-def _(
-    q, k, weights, indices, teacher, topk_length=None, relu=True, with_gradients=True, policy="",
-):  # fmt: skip
-    _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
-    value = q.new_empty((), dtype=accumulation_dtype(q.dtype))
-    return value, *_gradients_or_none(q, k, weights, with_gradients)
 
 
 def _check_sparse(q, k, weights, indices, teacher, topk_length, relu) -> None:
@@ -172,14 +163,6 @@ def _check_sparse(q, k, weights, indices, teacher, topk_length, relu) -> None:
     require_lists(indices, q, topk_length)
     fix = "give one entry per entry of indices"
     require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, q, fix)
-
-
-def _gradients_or_none(
-    q: Tensor, k: Tensor, weights: Tensor, wanted: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not wanted:
-        return none_of(q), none_of(k), none_of(weights)
-    return empty_like(q), empty_like(k), empty_like(weights)
 
 
 def dense_indexer_loss(
@@ -227,7 +210,18 @@ def dense_indexer_loss(
     )[0]  # fmt: skip
 
 
-@registered("dense_indexer_loss")
+def _fake_dense_loss(a):
+    require_tensor("q", a.q, ("Sq", "H", "D"), FLOATS, a.q_index, "flatten sequence and batch")
+    inputs = IndexerInputs(a.q_index, a.k_index, a.weights, a.relu)
+    _check(inputs, (a.cu_seqlens, a.cu_seqlens_padded, a.max_seqlen), a.ratio, q=a.q)
+    value = a.q.new_empty((), dtype=accumulation_dtype(a.q_index.dtype))
+    tensors = a.q_index, a.k_index, a.weights
+    if not a.with_gradients:
+        return value, *map(none_of, tensors)
+    return value, *(empty_like(_wide(x, a.q_index)) for x in tensors)
+
+
+@registered("dense_indexer_loss", _fake_dense_loss)
 def _dense_loss(
     q_index: Tensor, k_index: Tensor, weights: Tensor, q: Tensor, k: Tensor, w_uk: Tensor | None,
     k_pe: Tensor | None, other_lse: Tensor | None, lse: Tensor | None, cu_seqlens: Tensor | None,
@@ -249,25 +243,10 @@ def _dense_loss(
 
     tensors = tuple(_wide(x, q_index) for x in (q_index, k_index, weights))
     if not with_gradients:
-        nothing = _gradients_or_none(q_index, k_index, weights, False)
-        return loss(*(x.detach() for x in tensors))[0], *nothing
+        dq, dk, dweights = map(none_of, (q_index, k_index, weights))
+        return loss(*(x.detach() for x in tensors))[0], dq, dk, dweights
     (value,), (dq, dk, dweights) = derivatives(loss, tensors)
     return value, dq, dk, dweights
-
-
-@_dense_loss.register_fake
-def _(
-    q_index, k_index, weights, q, k, w_uk, k_pe, other_lse, lse, cu_seqlens, cu_seqlens_padded,
-    softmax_scale, v_dim=0, max_seqlen=None, ratio=1, relu=True, with_gradients=True, policy="",
-):  # fmt: skip
-    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, q_index, "flatten sequence and batch")
-    lengths = cu_seqlens, cu_seqlens_padded, max_seqlen
-    _check(IndexerInputs(q_index, k_index, weights, relu), lengths, ratio, q=q)
-    value = q.new_empty((), dtype=accumulation_dtype(q_index.dtype))
-    if not with_gradients:
-        return value, *_gradients_or_none(q_index, k_index, weights, False)
-    wide = [_wide(x, q_index) for x in (q_index, k_index, weights)]
-    return value, *map(empty_like, wide)
 
 
 def _wide(x: Tensor, q_index: Tensor) -> Tensor:
@@ -281,7 +260,7 @@ def _teacher_keys(k, w_uk, k_pe, v_dim: int) -> TeacherKeys:
     return k if k_pe is None else ExpandedKeys(k, k_pe, v_dim)
 
 
-@registered("scaled_gradients")
+@registered("scaled_gradients", like("dq", "dk", "dweights"))
 def _scaled(
     dloss: Tensor, dq: Tensor, dk: Tensor, dweights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,31 +269,20 @@ def _scaled(
     return dq, dk, dweights
 
 
-@_scaled.register_fake
-def _(dloss, dq, dk, dweights):
-    return tuple(map(empty_like, (dq, dk, dweights)))
+def _backward(dloss, dq, dk, dweights, with_gradients):
+    require(
+        with_gradients,
+        "with_gradients must be True for a backward of the loss, got False: call the function of "
+        "this name in megatron_dsa.extras.torch_library, which sets it",
+    )
+    return _scaled(dloss, dq, dk, dweights)
 
 
-def _register_backward(name: str, arguments: int, flag: int) -> None:
-    """Register the backward of a loss whose argument ``flag`` is ``with_gradients``."""
-
-    def keep(ctx, inputs, output):
-        ctx.with_gradients, ctx.dtypes = inputs[flag], [x.dtype for x in inputs[:3]]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output[1:])
-
-    @once_differentiable
-    def differentiate(ctx, dloss, *_none):
-        refuse_lost_gradients(ctx, name)
-        if dloss is None:
-            return (None,) * arguments
-        found = _scaled(dloss, *ctx.saved_tensors)
-        gradients = (g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
-        return *gradients, *(None,) * (arguments - 3)
-
-    torch.library.register_autograd(f"megatron_dsa::{name}", differentiate, setup_context=keep)
-
-
-_register_backward("sparse_indexer_loss", 9, flag=7)
-_register_backward("dense_indexer_loss", 18, flag=16)
+_RESULTS = ("loss", "dq", "dk", "dweights")
+register_backward(
+    "sparse_indexer_loss", _sparse_loss, _backward, of=("q", "k", "weights"), results=_RESULTS
+)
+register_backward(
+    "dense_indexer_loss", _dense_loss, _backward, of=("q_index", "k_index", "weights"),
+    results=_RESULTS,
+)  # fmt: skip

@@ -55,7 +55,21 @@ def key_lists(
     )  # fmt: skip
 
 
-@registered("key_lists")
+def _fake_lists(a):
+    check_lengths(a.cu_seqlens, a.cu_seqlens_padded, a.max_seqlen)
+    _check(a.tokens, a.selected, a.selected_length, a.window, a.ratio)
+    count = a.tokens.shape[0]
+    longest = count if a.max_seqlen is None else min(a.max_seqlen, count)
+    width = min(a.window, longest)
+    if a.selected is not None:
+        width = a.selected.shape[1] + width
+    else:
+        # As wide as one entry at least, like KeyLists.
+        width = max(width + (longest // a.ratio if a.ratio else 0), 1)
+    return tuple(a.tokens.new_empty(s, dtype=torch.int32) for s in ((count, width), (count,)))
+
+
+@registered("key_lists", _fake_lists)
 def _key_lists(
     tokens: Tensor, selected: Tensor | None, selected_length: Tensor | None,
     cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, window: int, ratio: int = 0,
@@ -77,24 +91,6 @@ def _key_lists(
         indices[rows, : part.shape[1]] = part
         length[rows] = part_length
     return indices, length
-
-
-@_key_lists.register_fake
-def _(
-    tokens, selected, selected_length, cu_seqlens, cu_seqlens_padded, window, ratio=0,
-    max_seqlen=None, policy="",
-):  # fmt: skip
-    check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
-    _check(tokens, selected, selected_length, window, ratio)
-    count = tokens.shape[0]
-    longest = count if max_seqlen is None else min(max_seqlen, count)
-    width = min(window, longest)
-    if selected is not None:
-        width = selected.shape[1] + width
-    else:
-        # As wide as one entry at least, like KeyLists.
-        width = max(width + (longest // ratio if ratio else 0), 1)
-    return tuple(tokens.new_empty(s, dtype=torch.int32) for s in ((count, width), (count,)))
 
 
 def _check(tokens, selected, selected_length, window: int, ratio: int) -> None:

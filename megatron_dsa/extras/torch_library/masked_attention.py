@@ -9,10 +9,10 @@ from megatron_dsa.extras.torch_library.registration import (
     none_of,
     policy_of,
     policy_text,
+    register_backward,
     registered,
 )
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
-from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.masked_attention import api
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
@@ -26,17 +26,16 @@ def key_bits(
     return _key_bits(indices, topk_length, num_keys, policy_text(policy))
 
 
-@registered("key_bits")
+def _fake_key_bits(a):
+    api.check_lists(a.indices, a.topk_length, a.num_keys)
+    return a.indices.new_empty(a.indices.shape[0], groups(a.num_keys), WORDS)
+
+
+@registered("key_bits", _fake_key_bits)
 def _key_bits(
     indices: Tensor, topk_length: Tensor | None, num_keys: int, policy: str = ""
 ) -> Tensor:
     return api.key_bits(indices, topk_length, num_keys, policy=policy_of(policy))
-
-
-@_key_bits.register_fake
-def _(indices, topk_length, num_keys, policy=""):
-    api.check_lists(indices, topk_length, num_keys)
-    return indices.new_empty(indices.shape[0], groups(num_keys), WORDS)
 
 
 def visible_bits(
@@ -59,7 +58,13 @@ def visible_bits(
     return _visible_bits(tokens, cu_seqlens, cu_seqlens_padded, max_seqlen, policy_text(policy))
 
 
-@registered("visible_bits")
+def _fake_visible_bits(a):
+    check_lengths(a.cu_seqlens, a.cu_seqlens_padded, a.max_seqlen)
+    count = a.tokens.shape[0]
+    return a.tokens.new_empty(count, groups(count), WORDS, dtype=torch.int32)
+
+
+@registered("visible_bits", _fake_visible_bits)
 def _visible_bits(
     tokens: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None,
     max_seqlen: int | None = None, policy: str = "",
@@ -68,13 +73,6 @@ def _visible_bits(
     bits = api.visible_bits(layout, policy_of(policy))
     # The layout of one sequence is kept, and its bits with it.
     return bits.clone() if cu_seqlens is None else bits
-
-
-@_visible_bits.register_fake
-def _(tokens, cu_seqlens=None, cu_seqlens_padded=None, max_seqlen=None, policy=""):
-    check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
-    count = tokens.shape[0]
-    return tokens.new_empty(count, groups(count), WORDS, dtype=torch.int32)
 
 
 def masked_attention(
@@ -98,7 +96,17 @@ def masked_attention(
     return MaskedAttentionOutput(out, lse, p_sum if want_p_sum else None)
 
 
-@registered("masked_attention")
+def _fake_attention(a):
+    api.check_queries_and_keys(a.q, a.kv, a.k_pe)
+    api.check_bits(a.bits, a.q, a.kv, a.q.shape[0])
+    api.check_topk(a.topk, a.want_p_sum)
+    lse = a.q.new_empty(a.q.shape[:2], dtype=accumulation_dtype(a.q.dtype))
+    p_sum = lse.new_empty(a.q.shape[0], a.topk) if a.want_p_sum else none_of(lse)
+    v_dim = a.kv.shape[2] - a.q.shape[2] + a.k_pe.shape[1]
+    return a.q.new_empty(*a.q.shape[:2], v_dim), lse, p_sum
+
+
+@registered("masked_attention", _fake_attention)
 def _attend(
     q: Tensor, kv: Tensor, k_pe: Tensor, bits: Tensor, softmax_scale: float,
     topk: int | None = None, want_p_sum: bool = False, policy: str = "",
@@ -108,17 +116,6 @@ def _attend(
         policy=policy_of(policy),
     )  # fmt: skip
     return out, lse, none_of(lse) if p_sum is None else p_sum
-
-
-@_attend.register_fake
-def _(q, kv, k_pe, bits, softmax_scale, topk=None, want_p_sum=False, policy=""):
-    api.check_queries_and_keys(q, kv, k_pe)
-    api.check_bits(bits, q, kv, q.shape[0])
-    api.check_topk(topk, want_p_sum)
-    lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-    p_sum = lse.new_empty(q.shape[0], topk) if want_p_sum else none_of(lse)
-    v_dim = kv.shape[2] - q.shape[2] + k_pe.shape[1]
-    return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
 
 
 @registered("masked_attention_backward")
@@ -135,22 +132,6 @@ def _backward(
     return dq, dkv, dk_pe.to(k_pe.dtype)
 
 
-def _keep(ctx, inputs, output):
-    q, kv, k_pe, bits, scale, topk, _want_p_sum, policy = inputs
-    out, lse, p_sum = output
-    ctx.mark_non_differentiable(lse, p_sum)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, kv, k_pe, bits, out, lse)
-    ctx.rest = scale, topk, policy
-
-
-@once_differentiable
-def _differentiate(ctx, dout, _dlse, _dp_sum):
-    if dout is None:
-        return (None,) * 8
-    return *_backward(dout, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
-
-
-torch.library.register_autograd(
-    "megatron_dsa::masked_attention", _differentiate, setup_context=_keep
+register_backward(
+    "masked_attention", _attend, _backward, of=("q", "kv", "k_pe"), results=("out", "lse")
 )

@@ -3,12 +3,15 @@
 import ast
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.errors import require
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy, meta_dispatch
 from megatron_dsa.ops.layout.compressed import visible_groups
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
@@ -49,33 +52,96 @@ def policy_of(text: str) -> Policy:
 
 
 def registered[**Arguments, Result](
-    name: str,
+    name: str, fake: Callable[[Any], Any] | None = None
 ) -> Callable[[Callable[Arguments, Result]], Any]:
     """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
 
     Autocast is off inside, as it is in every backward. Results have the strides of
-    ``new_empty(shape)``. The fake is the function around the fakes of the operations that it calls.
-    Others register one of their own: those that make a layout or work block by block, whose host
-    sizes would compile a graph per number of tokens, and those that call autograd, which needs the
-    device.
+    ``new_empty(shape)``.
+
+    Args:
+        name: name of the operation.
+        fake: takes a namespace of the arguments and returns empty results. By default the fake is
+            the function around the fakes of the operations that it calls. Functions that make a
+            layout or work block by block need one of their own, as their host sizes would compile a
+            graph per number of tokens, and so do those that call autograd, which needs the device.
     """
 
     def register(function: Callable[Arguments, Result]):
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             first: Any = args[0]
             with torch.autocast(first.device.type, enabled=False):
                 return _each(_with_default_strides, function(*args, **kwargs))
 
-        def fake(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        def as_fake(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+            if fake is not None:
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                return fake(SimpleNamespace(**given.arguments))
             with meta_dispatch(None, choose=False):
                 return _each(empty_like, function(*args, **kwargs))
 
-        operation = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
-        operation.register_fake(fake)
+        operation: Any = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+        operation.register_fake(as_fake)
+        operation.__signature__ = signature  # for register_backward
         return operation
 
     return register
+
+
+def like(*names: str) -> Callable[[Any], Any]:
+    """Return a fake whose results have the shapes of these arguments."""
+    return lambda a: tuple(empty_like(getattr(a, name)) for name in names)
+
+
+def register_backward(
+    name: str,
+    forward: Any,
+    backward: Callable,
+    of: Sequence[str],
+    results: Sequence[str] = (),
+) -> None:
+    """Register the backward of ``torch.ops.megatron_dsa.<name>``.
+
+    Args:
+        name, forward: the operation.
+        backward: takes the gradients of the first results, then arguments and results of the
+            operation by their names.
+        of: arguments whose gradients ``backward`` returns, in this order.
+        results: names of the results, where ``backward`` takes some of them.
+    """
+    arguments = list(inspect.signature(forward).parameters)
+    known = {*arguments, *results}
+    wanted = list(inspect.signature(backward).parameters)
+    needed = [x for x in wanted if x in known]
+    gradients = len(wanted) - len(needed)
+
+    def keep(ctx, inputs, output):
+        values = dict(zip(arguments, inputs, strict=True))
+        ctx.dtypes = {x: values[x].dtype for x in of if values[x] is not None}
+        if isinstance(output, tuple):
+            values |= zip(results, output, strict=False)
+            ctx.mark_non_differentiable(*output[gradients:])
+        kept = [values[x] for x in needed]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in kept))
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in kept]
+        ctx.set_materialize_grads(gradients > 1)
+
+    @once_differentiable
+    def differentiate(ctx, *given):
+        if given[0] is None:
+            return (None,) * len(arguments)
+        given = (*given, *(None,) * gradients)[:gradients]  # a head reads only the first result
+        # Saved tensors are read once: non-reentrant checkpoints unpack each of them once.
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        found = backward(*given, *(other if x is None else x for x, other in pairs))
+        by_name = dict(zip(of, found, strict=True))
+        return tuple(by_name[x].to(ctx.dtypes[x]) if x in ctx.dtypes else None for x in arguments)
+
+    torch.library.register_autograd(f"megatron_dsa::{name}", differentiate, setup_context=keep)
 
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
@@ -108,7 +174,6 @@ def layout_of(
 
 
 def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
-    """Raise :class:`ConfigError` for other lengths without ``cu_seqlens``."""
     for name, value in (("cu_seqlens_padded", cu_seqlens_padded), ("max_seqlen", max_seqlen)):
         require(
             value is None or cu_seqlens is not None,
@@ -124,7 +189,6 @@ def index_layout(layout: Layout, ratio: int) -> Layout:
 
 
 def check_ratio(ratio: int) -> None:
-    """Raise :class:`ConfigError` for a ratio below 1."""
     require(ratio >= 1, f"ratio must be at least 1, got {ratio}: pass the layer's ratio")
 
 
@@ -160,12 +224,3 @@ def derivatives(
             results = run(*leaves)
         found = torch.autograd.grad(results, leaves, gradients, materialize_grads=True)
     return [x.detach() for x in results], list(found)
-
-
-def refuse_lost_gradients(ctx, name: str) -> None:
-    """Raise if the gradients were not computed along with the value."""
-    if not ctx.with_gradients:
-        raise ConfigError(
-            f"with_gradients must be True for a backward of {name}, got False: call "
-            f"megatron_dsa.extras.torch_library.{name}, which sets it"
-        )

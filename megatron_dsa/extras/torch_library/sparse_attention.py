@@ -1,15 +1,14 @@
 """Sparse attention as a registered operation (:mod:`megatron_dsa.ops.sparse_attention.api`)."""
 
-import torch
 from torch import Tensor
 
 from megatron_dsa.extras.torch_library.registration import (
     none_of,
     policy_of,
     policy_text,
+    register_backward,
     registered,
 )
-from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import api
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput
@@ -68,25 +67,6 @@ def _backward(
     return dq, dkv.to(kv.dtype), dsink
 
 
-def _keep(ctx, inputs, output):
-    q, kv, indices, topk_length, attn_sink, scale, _v_dim, _p_sum, in_order, policy = inputs
-    out, lse, p_sum = output
-    ctx.mark_non_differentiable(lse, p_sum)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, out, lse)
-    ctx.rest = scale, in_order, policy
-
-
-@once_differentiable
-def _differentiate(ctx, dout, _dlse, _dp_sum):
-    if dout is None:
-        return (None,) * 10
-    saved = ctx.saved_tensors  # once: non-reentrant checkpoints unpack each tensor once
-    dq, dkv, dsink = _backward(dout, *saved, *ctx.rest)
-    with_sink = saved[4] is not None
-    return dq, dkv, None, None, dsink if with_sink else None, *(None,) * 5
-
-
-torch.library.register_autograd(
-    "megatron_dsa::sparse_attention", _differentiate, setup_context=_keep
+register_backward(
+    "sparse_attention", _attend, _backward, of=("q", "kv", "attn_sink"), results=("out", "lse")
 )

@@ -62,53 +62,14 @@ def one_too_few(original):
     return implementation
 
 
-@pytest.mark.parametrize(
-    ("wrap", "said"),
-    [
-        (select(ties_to_the_largest), "all scores equal: not the best keys"),
-        (select(smallest_keys), "recall"),
-        (select(looks_ahead), "an invisible key is selected"),
-        (reordered, "keys are not distinct and ascending"),
-        (repeated, "keys are not distinct and ascending"),
-        (one_too_few, "the list is no prefix"),
-    ],
-)
-def test_wrong_selections_are_found(capsys, add, wrap, said):
-    add("indexer_topk", wrap)
-    code, data = run(capsys)
-    assert code == 1 and others_are_ok(data)
-    (result,) = verdicts(data).values()
-    assert said in result["verdict"], result["verdict"]
-
-
-def test_right_selection_by_other_means_passes(capsys, add):
-    """The judge accepts an independent implementation, ties and all."""
-
-    def pick(scores, visible, topk):
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-        return torch.zeros_like(visible).scatter_(1, order, True) & visible
-
-    add("indexer_topk", select(pick))
-    code, data = run(capsys, f"{SMALL} --packed both")
-    assert code == 0, data["verdict"]
-    assert len([r for r in data["results"] if r["check"] == "index selection"]) == 4
-
-
-def test_wrong_scores_are_found(capsys, add):
+def unsigned(original):
     """Head weights without their sign: many selections are plausible, few are right."""
 
-    def unsigned(original):
-        def implementation(inputs, *args):
-            positive = dataclasses.replace(inputs, weights=inputs.weights.abs())
-            return original(positive, *args)
+    def implementation(inputs, *args):
+        positive = dataclasses.replace(inputs, weights=inputs.weights.abs())
+        return original(positive, *args)
 
-        return implementation
-
-    add("indexer_scores", unsigned)
-    code, data = run(capsys)
-    assert code == 1 and others_are_ok(data)
-    (result,) = verdicts(data).values()
-    assert "recall" in result["verdict"] and "score shortfall" in result["verdict"]
+    return implementation
 
 
 def in_another_order(original):
@@ -131,28 +92,6 @@ def without_key_scales(original):
         return original(dataclasses.replace(inputs, key_scales=ones), *args)
 
     return implementation
-
-
-@pytest.mark.parametrize(
-    ("wrap", "said"),
-    [
-        (in_another_order, "not added up in the order of the rule"),
-        (rounded_to_bf16, "not added up in the order of the rule"),
-        (without_key_scales, "engine scores 1."),
-    ],
-)
-def test_wrong_engine_scores_are_found(capsys, add, wrap, said):
-    add("indexer_engine_scores", wrap)
-    code, data = run(capsys, f"{SMALL} --index-heads 8 --index-dim 64")
-    assert code == 1 and others_are_ok(data)
-    (result,) = verdicts(data).values()
-    assert result["check"] == "engine scores" and said in result["verdict"], result["verdict"]
-
-
-def test_engines_have_no_wider_heads():
-    (shape,) = shapes_from(parse(f"{SMALL} --index-dim 256"))
-    (check,) = engine_scores(shape, torch.device("cpu"))
-    assert "at most 128 index dims" in check.unsupported
 
 
 def scaled_gradients(original):
@@ -180,33 +119,66 @@ def padding_pulls_at_row_0(original):
     return implementation
 
 
-@pytest.mark.parametrize(
-    ("wrap", "said"),
-    [
+def unmasked(original):
+    """Entries past the length keep what they would weigh if they were selected."""
+    return lambda call, lse: original(dataclasses.replace(call, topk_length=None), lse)
+
+
+#: Operation -> its check, and wrong implementations with the complaint.
+WRONG = {
+    "indexer_topk": (
+        "index selection",
+        (select(ties_to_the_largest), "all scores equal: not the best keys"),
+        (select(smallest_keys), "recall"),
+        (select(looks_ahead), "an invisible key is selected"),
+        (reordered, "keys are not distinct and ascending"),
+        (repeated, "keys are not distinct and ascending"),
+        (one_too_few, "the list is no prefix"),
+    ),
+    "indexer_scores": ("index selection", (unsigned, "recall"), (unsigned, "score shortfall")),
+    "indexer_engine_scores": (
+        "engine scores",
+        (in_another_order, "not added up in the order of the rule"),
+        (rounded_to_bf16, "not added up in the order of the rule"),
+        (without_key_scales, "engine scores 1."),
+    ),
+    "sparse_indexer_loss": (
+        "indexer loss",
         (scaled_loss, "loss 5.0e-01"),
         (scaled_gradients, "dk 1.0e+00"),
         (padding_pulls_at_row_0, "dk of an unselected key is not 0"),
-    ],
+    ),
+    TEACHER: ("teacher", (unmasked, "p_sum of an invalid entry is not 0")),
+}
+
+
+@pytest.mark.parametrize(
+    ("operation", "check", "wrap", "said"),
+    [(name, check, *wrong) for name, (check, *some) in WRONG.items() for wrong in some],
 )
-def test_wrong_losses_are_found(capsys, add, wrap, said):
-    add("sparse_indexer_loss", wrap)
-    code, data = run(capsys)
+def test_wrong_implementations_are_found(capsys, add, operation, check, wrap, said):
+    add(operation, wrap)
+    engine = " --index-heads 8 --index-dim 64" if check == "engine scores" else ""
+    code, data = run(capsys, SMALL + engine)
     assert code == 1 and others_are_ok(data)
     (result,) = verdicts(data).values()
-    assert said in result["verdict"], result["verdict"]
+    assert result["check"] == check and said in result["verdict"], result["verdict"]
 
 
-def test_a_wrong_teacher_is_found(capsys, add):
-    def wrap(original):
-        def unmasked(call, lse):
-            # Entries past the length keep what they would weigh if they were selected.
-            return original(dataclasses.replace(call, topk_length=None), lse)
+def test_right_selection_by_other_means_passes(capsys, add):
+    """The judge accepts an independent implementation, ties and all."""
 
-        return unmasked
+    def pick(scores, visible, topk):
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+        return torch.zeros_like(visible).scatter_(1, order, True) & visible
 
-    add(TEACHER, wrap)
-    code, data = run(capsys)
-    assert code == 1 and others_are_ok(data)
-    (result,) = verdicts(data).values()
-    assert result["check"] == "teacher"
-    assert "p_sum of an invalid entry is not 0" in result["verdict"]
+    add("indexer_topk", select(pick))
+    code, data = run(capsys, f"{SMALL} --packed both")
+    assert code == 0, data["verdict"]
+    assert len([r for r in data["results"] if r["check"] == "index selection"]) == 4
+
+
+def test_engines_have_no_wider_heads():
+    (shape,) = shapes_from(parse(f"{SMALL} --index-dim 256"))
+    (check,) = engine_scores(shape, torch.device("cpu"))
+    assert "at most 128 index dims" in check.unsupported

@@ -18,7 +18,7 @@ from megatron_dsa.layers.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
 from tests.helpers import no_room, relative_error
 from tests.host import start
-from tests.tiny_models import logits_of, published, tiny_config, tiny_model, tiny_v4
+from tests.tiny_models import logits_of, published, tiny_config, tiny_model, tiny_v4, tokens
 
 pytest.importorskip("safetensors")
 RANK, ALPHA = 4, 10
@@ -29,10 +29,6 @@ def adapted_model(config, targets=ALL, stage="sparse", seed=5, **changes):
     """A random model with random adapters."""
     options = DSAOptions(stage=stage, lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
     return tiny_model(config, stage, seed=seed, dsa=options, dsa_indexer_loss_coeff=1.0, **changes)
-
-
-def tokens():
-    return torch.randint(0, 70, (1, 24), generator=torch.Generator().manual_seed(1))
 
 
 def with_loss(logits):

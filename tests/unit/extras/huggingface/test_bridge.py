@@ -18,7 +18,13 @@ from megatron_dsa.extras.huggingface.models import MODELS
 from megatron_dsa.extras.huggingface.names import INDEXER, V3, V4, Split
 from tests.host import start
 from tests.ranks import spawn
-from tests.tiny_models import tensors_of, tiny_config, tiny_model, tiny_v4
+from tests.tiny_models import (
+    assert_equal_tensors,
+    tensors_of,
+    tiny_config,
+    tiny_model,
+    tiny_v4,
+)
 
 AutoBridge = pytest.importorskip(
     "megatron.bridge",
@@ -105,10 +111,7 @@ def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
     blocks = [*models[0].decoder.layers, *(x.mtp_model_layer for x in mtp_layers(models[0]))]
     assert {type(layer.self_attention).__name__ for layer in blocks} == {"DSASelfAttention"}
 
-    found, expected = tensors_of(models[0]), tensors_of(ours)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
+    count = assert_equal_tensors(models[0], ours)
     reader = CheckpointReader(tmp_path)
     written = dict(bridge.export_hf_weights(models, show_progress=False))
     names = set(reader.names())
@@ -116,7 +119,7 @@ def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
         names -= {V3.prefix(0, True, config["num_hidden_layers"]) + name for name in V3.copies}
     assert set(written) == names
     assert all(torch.equal(reader.read(name), written[name]) for name in written)
-    print(f"{kind} {sorted(changes)}: {len(expected)} parameters, {len(written)} tensors back")
+    print(f"{kind} {sorted(changes)}: {count} parameters, {len(written)} tensors back")
 
 
 def mtp_layers(model):

@@ -10,18 +10,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
 from megatron_dsa.extras.huggingface.models import MODELS
-from tests.tiny_models import tiny_config, tiny_v4
-
-YARN = {
-    "type": "yarn",
-    "factor": 40.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-
+from tests.tiny_models import YARN, tiny_config, tiny_v4
 
 #: Key of config.json, or of YaRN's object -> values that no model has, and the rule.
 RANGES = [

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface.build import flags_of
@@ -11,7 +10,7 @@ from megatron_dsa.extras.huggingface.convert import export_model, import_model
 from megatron_dsa.extras.huggingface.models import HASH_LAYERS
 from tests.helpers import relative_error
 from tests.host import parsed
-from tests.tiny_models import YARN, logits_of, tiny_config, tiny_model, tiny_v4
+from tests.tiny_models import YARN, logits_of, tiny_config, tiny_model, tiny_v4, tokens
 
 pytest.importorskip("safetensors")
 
@@ -58,8 +57,7 @@ def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypa
     model = gpt_model(described.transformer, 70, 64).eval()
     report = import_model(model, tmp_path)
     assert not report.fresh and not report.rounded
-    ids = torch.randint(0, 70, (1, 24), generator=torch.Generator().manual_seed(1))
-    assert relative_error(logits_of(model, ids), logits_of(expected, ids)) < 1e-6
+    assert relative_error(logits_of(model, tokens()), logits_of(expected, tokens())) < 1e-6
 
 
 def test_what_flags_cannot_say_is_noted(tmp_path, capsys):

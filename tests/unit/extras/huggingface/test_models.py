@@ -11,29 +11,24 @@ import torch
 from megatron_dsa.extras.huggingface.config_json import parse_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
 from megatron_dsa.extras.huggingface.names import HYPER_CONNECTIONS
+from tests import tiny_models
 from tests.helpers import relative_error
-from tests.tiny_models import logits_of, published, tiny_config, tiny_model, transformers_v4
+from tests.tiny_models import (
+    logits_of,
+    published,
+    tiny_config,
+    tiny_model,
+    tokens,
+    transformers_v4,
+)
 
 pytest.importorskip("safetensors")
 
-YARN = {
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-
+YARN = tiny_models.YARN | {"beta_fast": 32, "mscale_all_dim": 1.0}
 YARN4 = {key: x for key, x in YARN.items() if "mscale" not in key}
 
 #: The third layer reuses the selection of the second.
 SHARED = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
-
-
-def tokens():
-    return torch.randint(0, 70, (1, 24), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(

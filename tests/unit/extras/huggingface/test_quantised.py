@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface import quantised
 from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model, open_checkpoint
@@ -20,7 +19,7 @@ from megatron_dsa.extras.huggingface.quantised import (
     unpack,
 )
 from tests.cases.released_formats import BLOCK, CODES, stored_bytes, write_v4, write_v32
-from tests.tiny_models import tiny_config, tiny_model, tiny_v4
+from tests.tiny_models import there_and_back, tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
 
@@ -137,13 +136,6 @@ def test_blocks_keep_the_scales_that_they_came_from(form):
         assert own.kept == 0 and torch.equal(own.scales, plain.scales)
 
 
-def commands(there, megatron, back, mode, config=None):
-    """There and back with the commands."""
-    assert main(["import-hf", "--input", str(there), "--output", str(megatron)]) == 0
-    paths = ["--input", str(megatron), "--output", str(back), "--config", str(config or there)]
-    assert main(["export-hf", *paths, "--quantise", mode]) == 0
-
-
 def v32(tmp_path, **changes):
     """A DeepSeek-V3.2 with multi-token prediction in fp8; return where it is."""
     config = tiny_config(num_nextn_predict_layers=1, **changes)
@@ -156,8 +148,8 @@ def v32(tmp_path, **changes):
 @pytest.mark.parametrize("mode", ["fp8", "released"])
 def test_fp8_comes_back_to_the_byte(mode, tmp_path, capsys):
     """Scales of any value: they cannot be told from the weights alone."""
-    there, back = v32(tmp_path), tmp_path / "back"
-    commands(there, tmp_path / "megatron", back, mode)
+    there = v32(tmp_path)
+    back = there_and_back(there, tmp_path, "--quantise", mode)
     before, after = stored_bytes(there), stored_bytes(back)
     assert before.keys() == after.keys() and sum("scale_inv" in name for name in after) == 78
     assert [name for name in before if before[name] != after[name]] == []
@@ -173,7 +165,7 @@ def test_without_the_release_blocks_get_scales_of_their_own(tmp_path, capsys):
     """Powers of two (scale_fmt): weights that were fp8 with such scales keep their values."""
     config = tiny_config(num_nextn_predict_layers=1, torch_dtype="bfloat16")
     model = tiny_model(config, mtp_num_layers=1, dtype=torch.bfloat16)
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
     method = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0"}
     precision = ReleasedPrecision(parse_config(config | {"quantization_config": method}), "fp8")
     export_model(model, first, config, precision=precision)
@@ -182,7 +174,7 @@ def test_without_the_release_blocks_get_scales_of_their_own(tmp_path, capsys):
     assert described["quantization_config"] == method and "expert_dtype" not in described
     path = tmp_path / "config.json"
     path.write_text(json.dumps(described))
-    commands(first, tmp_path / "megatron", second, "fp8", path)
+    second = there_and_back(first, tmp_path, "--quantise", "fp8", config=path)
     assert "note: no quantised checkpoint lies in" in capsys.readouterr().err
     one, two = (open_checkpoint(x, read_config(x)) for x in (first, second))
     assert set(one.names()) == set(two.names())
@@ -232,8 +224,8 @@ def test_other_tensors_have_the_dtypes_of_the_release(tmp_path):
     tensors = load_file(shard)
     tensors[name] = tensors[name].float()
     save_file(tensors, shard)
-    commands(there, tmp_path / "megatron", tmp_path / "back", "fp8")
-    before, after = stored_bytes(there), stored_bytes(tmp_path / "back")
+    back = there_and_back(there, tmp_path, "--quantise", "fp8")
+    before, after = stored_bytes(there), stored_bytes(back)
     assert after[name][0] is torch.float32 and before == after
 
 

@@ -17,7 +17,7 @@ from megatron_dsa.extras.huggingface.convert import export_model, import_model, 
 from megatron_dsa.extras.huggingface.files import INDEX, CheckpointReader, CheckpointWriter
 from megatron_dsa.extras.huggingface.names import V3
 from megatron_dsa.extras.huggingface.quantised import dequantise
-from tests.tiny_models import tensors_of, tiny_config, tiny_model
+from tests.tiny_models import assert_equal_tensors, tensors_of, tiny_config, tiny_model
 
 pytest.importorskip("safetensors")
 
@@ -77,9 +77,7 @@ def test_round_trip_is_exact(kind, tmp_path):
         "model.layers.2.embed_tokens.weight",
         "model.layers.2.shared_head.head.weight",
     }
-    before, after = tensors_of(model), tensors_of(other)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal_tensors(model, other)
 
     index = json.loads((tmp_path / INDEX).read_text())
     shards = sorted(tmp_path.glob("model-*.safetensors"))

@@ -7,21 +7,22 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.cli import main
-from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
+from megatron_dsa.extras.huggingface.config_json import read_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWriter
 from megatron_dsa.extras.huggingface.names import V4
 from megatron_dsa.ops import dispatch
 from tests.cases.released_formats import write_v4
 from tests.helpers import relative_error
-from tests.host import start
 from tests.tiny_models import (
+    assert_equal_tensors,
     logits_of,
-    published,
     tensors_of,
+    there_and_back,
     tiny_config,
     tiny_model,
     tiny_v4,
+    tokens,
     transformers_classes,
     transformers_v4,
 )
@@ -76,25 +77,10 @@ def test_names_are_those_of_released_checkpoints():
     }
 
 
-def test_round_trip_is_exact(tmp_path):
-    """With multi-token prediction, and with hyper-connections that do nothing."""
-    config = tiny_v4(**MTP)
-    model = tiny_model(config, mtp_num_layers=1)
-    export_model(model, tmp_path, config, shard_bytes=50_000)
-    other = tiny_model(config, mtp_num_layers=1, seed=6)
-    report = import_model(other, tmp_path)
-    assert not report.fresh and not report.rounded and not report.unused
-    before, after = tensors_of(model), tensors_of(other)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert read_config(tmp_path).fields == parse_config(config).fields
-    print(f"{len(before)} tensors of deepseek_v4 back to the bit")
-
-
 @pytest.mark.parametrize("config", [tiny_config(), tiny_v4()], ids=["V3.2", "V4"])
 def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
     """They run none. What was not settled then is, and is logged, when a model is built to run."""
-    there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
+    there = tmp_path / "hf"
     export_model(tiny_model(config), there, config)
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
     dispatch.forget_choices()
@@ -104,9 +90,7 @@ def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
     def said():
         return [x.getMessage() for x in caplog.records if x.name == dispatch.choice_log.logger.name]
 
-    assert main(["import-hf", "--input", there, "--output", megatron]) == 0
-    arguments = ["--input", megatron, "--output", back, "--config", there]
-    assert main(["export-hf", *arguments]) == 0
+    there_and_back(there, tmp_path)
     assert not said()
     tiny_model(config)
     chosen = "sparse_attention_forward: " if torch.cuda.is_available() else "no GPU: torch runs"
@@ -142,8 +126,7 @@ def test_predictions_of_another_kind_are_refused_or_left_out(tmp_path, capsys):
         assert "--mtp-num-layers" not in capsys.readouterr().out
     other = tiny_model(config, seed=6)
     import_model(other, there, without=["multi-token-prediction", "hyper-connections"])
-    before, after = tensors_of(model), tensors_of(other)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal_tensors(model, other)
     with pytest.raises(ConfigError, match=refusal):
         import_model(tiny_model(config, mtp_num_layers=1), there, without=["hyper-connections"])
 
@@ -204,45 +187,6 @@ def test_released_formats_are_dequantised(tmp_path):
 
 # ------------------------------------------------------------- against the classes of transformers
 
-NO_YARN = {"rope_scaling": {"type": "default"}}
-
-
-#: transformers takes rope_scaling.
-BOTH = {"rope_parameters": {"rope_type": "default"}}
-
-
-@pytest.mark.parametrize("rope", [{}, NO_YARN, BOTH], ids=["yarn", "plain", "both"])
-def test_attention_equals_that_of_transformers(rope, tmp_path):
-    """Layer by layer on the same input: a window, a CSA and a HCA layer."""
-    theirs = published(transformers_v4(**rope), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    if rope == BOTH:
-        config = {name: x for name, x in config.items() if name != "rope_parameters"}
-        given = transformers_v4(**rope)
-        config |= {name: given[name] for name in given if "rope" in name}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    ours = tiny_model(config | {"num_nextn_predict_layers": 0})
-    report = import_model(ours, tmp_path, without=["hyper-connections"])
-    assert not report.fresh and not report.rounded and not report.unused
-    ours.to(start())
-    x = torch.randn(1, 39, 32, generator=torch.Generator().manual_seed(5))
-    positions = torch.arange(39)[None]
-    tables = {
-        kind: theirs.model.rotary_emb(x, position_ids=positions, layer_type=kind)
-        for kind in ("main", "compress")
-    }
-    distance = positions[0][:, None] - positions[0]
-    hidden = (distance < 0) | (distance >= config["sliding_window"])
-    mask = torch.zeros(39, 39).masked_fill(hidden, float("-inf"))[None, None]
-    with torch.no_grad():
-        for layer in range(4):
-            reference, _ = theirs.model.layers[layer].self_attn(x, tables, positions, mask)
-            attention = ours.decoder.layers[layer].self_attention
-            out, _ = attention(x.transpose(0, 1).to(start()))
-            error = relative_error(out.transpose(0, 1).cpu(), reference)
-            assert error < 1e-5, layer
-            print(f"attention of deepseek_v4 {sorted(rope)}, layer {layer}: {error:.1e}")
-
 
 def test_logits_equal_those_of_transformers(tmp_path):
     """Our export, read by transformers: its hyper-connections leave plain residuals."""
@@ -254,7 +198,7 @@ def test_logits_equal_those_of_transformers(tmp_path):
             layer.mlp.router.expert_bias.mul_(3)
     export_model(ours, tmp_path, config, shard_bytes=40_000)
     theirs = model_class.from_pretrained(tmp_path, attn_implementation="eager").float()
-    ids = torch.randint(0, 70, (1, 37), generator=torch.Generator().manual_seed(1))
+    ids = tokens(1, 37)
     with torch.no_grad():
         reference = theirs.eval()(ids).logits
     error = relative_error(logits_of(ours, ids), reference)

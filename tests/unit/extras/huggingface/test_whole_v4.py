@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface.config_json import read_config
 from megatron_dsa.extras.huggingface.convert import (
     export_model,
@@ -21,9 +20,11 @@ from tests.tiny_models import (
     logits_of,
     published,
     tensors_of,
+    there_and_back,
     tiny_config,
     tiny_model,
     tiny_v4,
+    tokens,
     transformers_v4,
 )
 
@@ -59,14 +60,6 @@ def model_of(config, features, **settings):
     return tiny_model(config, features=features, **mtp | settings)
 
 
-def commands(there, megatron, back, *more, without=()):
-    """There and back with the commands."""
-    left = ["--without", *without] if without else []
-    assert main(["import-hf", "--input", str(there), "--output", str(megatron), *left]) == 0
-    paths = ["--input", str(megatron), "--output", str(back), "--config", str(there)]
-    assert main(["export-hf", *paths, *more]) == 0
-
-
 def check_equal(there, back):
     """Compare all tensors of two checkpoints by their released names; return how many."""
     before, after = (open_checkpoint(x, read_config(x)) for x in (there, back))
@@ -92,7 +85,7 @@ def test_logits_equal_those_of_transformers(features, rope, streams, tmp_path):
     report = import_model(ours, tmp_path)
     assert not report.rounded and not report.unused
     assert all(name.endswith("router.expert_bias") for name in report.fresh)
-    ids = torch.randint(0, 70, (2, 37), generator=torch.Generator().manual_seed(1))
+    ids = tokens(2, 37)
     with torch.no_grad():
         reference = theirs(ids).logits
     error = relative_error(logits_of(ours, ids), reference)
@@ -120,68 +113,13 @@ def test_connections_are_those_of_transformers(tmp_path):
     assert all(torch.equal(mine[name].cpu(), expected[name]) for name in mine)
 
 
-#: Classes of transformers have no ratios but 0, 4 and 128.
-LISTED_LAYERS = {
-    "layer_types": [
-        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
-        "compressed_sparse_attention",
-    ],
-    "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2,
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-}  # fmt: skip
-
-
-def test_tables_of_hash_routing_are_those_of_transformers(tmp_path):
-    """Weights and tables put in by hand; without hash routing it is another model."""
-    config = tiny_v4(hc_mult=2, **LISTED_LAYERS)
-    for name in ("compress_ratios", "num_hash_layers"):
-        del config[name]
-    theirs = published(config, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
-    plain = tiny_model(config | {"mlp_layer_types": ["moe"] * 4})
-    import_model(plain, tmp_path, without=["hyper-connections", "hash-routing"])
-    settings = {name: config[name] for name in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
-    learned = tiny_model(config, **settings)
-    ours = tiny_model(config, moe_hash_layers=2, **settings)
-    given = dict(model_tensors(plain))
-    generator = torch.Generator().manual_seed(3)
-    for layer, their_layer in enumerate(theirs.model.layers):
-        prefix = f"decoder.layers.{layer}."
-        for kind, module in (("attn", their_layer.attn_hc), ("ffn", their_layer.ffn_hc)):
-            for part, tensor in module.named_parameters():
-                given[f"{prefix}hc_{kind}_{part}"] = tensor
-        if layer < 2:
-            gate = their_layer.mlp.gate
-            drawn = torch.rand(70, gate.num_experts, generator=generator).argsort(1)
-            gate.tid2eid.copy_(drawn[:, : gate.top_k])
-            # Ids of the padding never come.
-            rows = torch.arange(gate.top_k).expand(80, -1).clone()
-            rows[:70] = gate.tid2eid
-            given[f"{prefix}mlp.router.tid2eid"] = rows
-    for name, tensor in theirs.model.hc_head.named_parameters():
-        given["decoder.final_layernorm." + name.replace("hc_", "hc_head_")] = tensor
-    mine = dict(model_tensors(ours))
-    assert set(given) - set(mine) == {f"decoder.layers.{n}.mlp.router.expert_bias" for n in (0, 1)}
-    with torch.no_grad():
-        for model in (ours, learned):
-            for name, tensor in model_tensors(model):
-                tensor.copy_(given[name])
-    ids = torch.randint(0, 70, (2, 37), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        reference = theirs(ids).logits
-    error = relative_error(logits_of(ours, ids), reference)
-    print(f"logits of deepseek_v4 with hash routing: {error:.1e}")
-    assert error < 1e-5
-    assert relative_error(logits_of(learned, ids), reference) > 1e-2
-
-
 @pytest.mark.parametrize("features", [built(STREAMS), built(STREAMS, HASHED)])
 def test_checkpoint_of_transformers_there_and_back(features, tmp_path):
     """With the commands, every tensor to the bit."""
-    there, megatron, back = (tmp_path / name for name in ("hf", "megatron", "back"))
+    there = tmp_path / "hf"
     hashed = HASH_LAYERS if HASH_ROUTING in features else {}
     published(transformers_v4(**hashed), there)
-    commands(there, megatron, back)
+    back = there_and_back(there, tmp_path)
     print(f"{check_equal(there, back)} tensors of deepseek_v4 with {features} back to the bit")
     before, after = read_config(there), read_config(back)
     assert after.fields == before.fields and after.fields["hc_mult"] == 3
@@ -190,7 +128,7 @@ def test_checkpoint_of_transformers_there_and_back(features, tmp_path):
 # ------------------------------------------------------------------------------- there and back
 
 
-@pytest.mark.parametrize("features", WHOLE)
+@pytest.mark.parametrize("features", [built(PREDICTED), *WHOLE])
 def test_models_come_back_to_the_bit(features, tmp_path):
     config, model = whole(features)
     export_model(model, tmp_path, config, shard_bytes=50_000)
@@ -209,10 +147,10 @@ def test_models_come_back_to_the_bit(features, tmp_path):
 
 @pytest.mark.parametrize("features", WHOLE)
 def test_commands_there_and_back(features, tmp_path):
-    there, megatron, back = (tmp_path / name for name in ("hf", "megatron", "back"))
+    there = tmp_path / "hf"
     config, model = whole(features)
     export_model(model, there, config)
-    commands(there, megatron, back)
+    back = there_and_back(there, tmp_path)
     count = check_equal(there, back)
     streams = 27 + 9 * (PREDICTION in features)
     assert sum("hc_" in x for x in stored_bytes(back)) == streams and count > 150
@@ -276,11 +214,8 @@ def test_the_plain_model_is_still_imported(tmp_path):
     """Without the features, with the commands; the export's connections do nothing."""
     config, model = whole(STREAMS)
     export_model(model, tmp_path / "hf", config)
-    megatron, back = tmp_path / "megatron", tmp_path / "back"
-    commands(tmp_path / "hf", megatron, back, without=STREAMS)
-    again, once_more = tmp_path / "again", tmp_path / "once_more"
-    commands(back, again, once_more)  # nothing has to be left out
-    check_equal(back, once_more)
+    back = there_and_back(tmp_path / "hf", tmp_path, without=STREAMS)
+    check_equal(back, there_and_back(back, tmp_path / "again"))  # nothing has to be left out
     before, after = (open_checkpoint(x, read_config(x)) for x in (tmp_path / "hf", back))
     assert set(before.names()) == set(after.names())
     changed = {x for x in before.names() if not torch.equal(before.read(x), after.read(x))}
@@ -345,11 +280,11 @@ def test_streams_have_no_place_in_other_models(tmp_path):
 @pytest.mark.parametrize("features", WHOLE)
 def test_released_formats_come_back_to_the_byte(features, tmp_path):
     """fp8 and fp4 weights with their scales, and all other tensors, with the commands."""
-    wide, there, megatron, back = (tmp_path / x for x in ("wide", "hf", "megatron", "back"))
+    wide, there = tmp_path / "wide", tmp_path / "hf"
     config, model = whole(features)
     export_model(model.bfloat16(), wide, config)
     quantised = write_v4(config, wide, there)
-    commands(there, megatron, back, "--quantise", "released", "--shard-gb", "0.0001")
+    back = there_and_back(there, tmp_path, "--quantise", "released", "--shard-gb", "0.0001")
     before, after = stored_bytes(there), stored_bytes(back)
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == []

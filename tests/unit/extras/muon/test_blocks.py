@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.muon.blocks import is_left_to_adamw, number_of_blocks
+from megatron_dsa.extras.muon.optimizer import is_left_to_adamw
+from megatron_dsa.extras.muon.table import number_of_blocks
 from megatron_dsa.layers.weight_blocks import (
     LocalBlocks,
     block_rows,

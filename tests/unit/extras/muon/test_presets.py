@@ -146,8 +146,7 @@ def test_megatron_groups_parameters_like_the_table(name):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_dsa.extras.muon.blocks import is_left_to_adamw
-    from megatron_dsa.extras.muon.optimizer import BlockMuon
+    from megatron_dsa.extras.muon.optimizer import BlockMuon, is_left_to_adamw
     from megatron_dsa.layers.weight_blocks import block_rows
 
     model = tiny_model(name, "all", params_dtype=torch.bfloat16, bf16=True)
@@ -174,7 +173,7 @@ def test_layer_wise_buffers_leave_tables_out():
     model = tiny_model("deepseek-v4-flash")
     from megatron.core.optimizer import layer_wise_optimizer
 
-    from megatron_dsa.extras.muon.blocks import is_left_to_adamw
+    from megatron_dsa.extras.muon.optimizer import is_left_to_adamw
 
     managed = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
     for name, parameter in model.named_parameters():

@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch import packages
 from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
 
@@ -88,13 +87,3 @@ def test_optimizers_that_would_die_in_a_step_or_a_save(flags, message, installed
     installed("0.3.0")
     (complaint,) = complaints(**flags)
     assert re.search(message, complaint)
-
-
-def test_rows_that_do_not_fit_stop_the_start():
-    """A module whose blocks do not divide its weight is not built."""
-    import torch
-
-    from megatron_dsa.layers.weight_blocks import mark_row_blocks
-
-    with pytest.raises(ConfigError, match="must divide the 10 rows"):
-        mark_row_blocks(torch.nn.Parameter(torch.zeros(10, 4)), (4,), 1)

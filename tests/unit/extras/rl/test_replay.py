@@ -17,17 +17,6 @@ from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def log():
-    """Models make room in the log for their own layers."""
-    from megatron_dsa.metrics.log import IndexerLog
-
-    IndexerLog._state.sums = None
-    yield IndexerLog
-    IndexerLog._state.sums = None
-
-
 # Capture and replay
 
 

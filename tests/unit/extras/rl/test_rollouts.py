@@ -26,16 +26,6 @@ from tests.host import small_config, small_csa_config
 FIELD = "indexer_topk"
 
 
-@pytest.fixture(autouse=True)
-def log():
-    """Models make room in the log for their own layers."""
-    from megatron_dsa.metrics.log import IndexerLog
-
-    IndexerLog._state.sums = None
-    yield
-    IndexerLog._state.sums = None
-
-
 def sglang_json(values, field=FIELD, dtype=None):
     """The JSON of ``/generate``: raw numbers in base64; ``values [tokens, layers, K]``."""
     data = np.ascontiguousarray(values, dtype or np.int32)

@@ -62,14 +62,6 @@ def test_equal_to_the_eager_call(name, dtype):
     assert_same(results(case.op, case), results(case.eager, case))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_without_a_break(name):
-    case = CASES[name](torch.float32, "cpu")
-    torch._dynamo.reset()
-    compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
-    assert_same(results(compiled, case), results(case.eager, case))
-
-
 @pytest.fixture
 def deterministic(monkeypatch):
     """Sums in a fixed order, without which two calls on a GPU differ in their last bits."""
@@ -79,12 +71,12 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def check_compiled(case: Case) -> None:
-    theirs = results(case.eager, case)
-    assert_same(results(case.op, case), theirs)
+def check_compiled(case: Case, change=lambda x: x) -> None:
+    """Compare with the eager call, as it is and compiled without a break."""
+    theirs = results(case.eager, case, change=change)
     torch._dynamo.reset()
-    compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
-    assert_same(results(compiled, case), theirs)
+    for function in (case.op, torch.compile(case.op, fullgraph=True, backend="aot_eager")):
+        assert_same(results(function, case, change=change), theirs)
 
 
 @pytest.mark.gpu
@@ -105,16 +97,25 @@ def test_released_sizes(name):
     check_compiled(RELEASED[name](torch.bfloat16, "cpu"))
 
 
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values with a gap behind each row, and dims swapped where there are three."""
+    if x.dim() == 3:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.clone, strided], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_without_a_break(name, change):
+    check_compiled(CASES[name](torch.float32, "cpu"), change)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):
     """Every registered operation that a call and its backward run, with its arguments."""
-    case = CASES[name](torch.float32, "cpu")
-    calls = Recorder()
-    with calls:
-        results(case.op, case)
-    names = {op.__name__.partition(".")[0] for op, _ in calls.seen}
-    assert names
-    for op, arguments in calls.seen:
+    seen = calls_of(name)
+    assert seen
+    for op, arguments in seen:
         floats = [x for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
         assert all(not x.requires_grad for x in floats)
         opcheck(op, arguments)
@@ -143,13 +144,16 @@ class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def calls_of(name: str) -> list:
+    """Return the registered operations that a case and its backward run, with arguments."""
+    case = CASES[name](torch.float32, "cpu")
+    with Recorder() as calls:
+        results(case.op, case)
+    return calls.seen
+
+
 def test_every_operation_is_checked():
-    seen = set()
-    for make in CASES.values():
-        case, calls = make(torch.float32, "cpu"), Recorder()
-        with calls:
-            results(case.op, case)
-        seen |= {op.__name__.partition(".")[0] for op, _ in calls.seen}
+    seen = {op.__name__.partition(".")[0] for name in CASES for op, _ in calls_of(name)}
     registered = {
         name.removeprefix("megatron_dsa::")
         for name in torch._C._dispatch_get_all_op_names()
@@ -165,23 +169,6 @@ def test_gradients_not_wanted_for_one_leaf(name):
         without = (leaf,)
         if len(case.leaves) > 1:
             assert_same(results(case.op, case, without), results(case.eager, case, without))
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values with a gap behind each row, and dims swapped where there are three."""
-    if x.dim() == 3:
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    return torch.cat([x, x], -1)[..., : x.shape[-1]]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_non_contiguous(name):
-    case = CASES[name](torch.float32, "cpu")
-    ours = results(case.op, case, change=strided)
-    assert_same(ours, results(case.eager, case, change=strided))
-    torch._dynamo.reset()
-    compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
-    assert_same(results(compiled, case, change=strided), ours)
 
 
 def in_columns(x: torch.Tensor) -> torch.Tensor:
@@ -200,10 +187,7 @@ def repeated(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("change", [strided, in_columns, every_other, repeated])
 @pytest.mark.parametrize("name", CASES)
 def test_fake_results_are_like_the_real_ones(name, change):
-    case, calls = CASES[name](torch.float32, "cpu"), Recorder()
-    with calls:
-        results(case.op, case)
-    for op, arguments in calls.seen:
+    for op, arguments in calls_of(name):
         given = [change(x) if isinstance(x, torch.Tensor) and x.dim() else x for x in arguments]
         real = described(op, given)
         with FakeTensorMode() as mode:
@@ -261,8 +245,12 @@ def test_gradients_under_checkpoints_and_hooks(name, kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["sparse_attention, sink and p_sum", "masked_attention", "compress", "write_streams"]
-)
+    "name",
+    [
+        "sparse_attention, sink and p_sum", "masked_attention", "compress", "write_streams",
+        "sparse_indexer_loss", "dense_indexer_loss, packed, latents",
+    ],
+)  # fmt: skip
 def test_gradcheck(name):
     case = CASES[name](torch.float64, "cpu")
     if "attn_sink" in case.leaves:
@@ -274,15 +262,6 @@ def test_gradcheck(name):
         return case.op(**dict(zip(names, tensors, strict=True)), **case.rest)[0]
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", ["sparse_indexer_loss", "dense_indexer_loss, packed, latents"])
-def test_gradcheck_of_a_loss(name):
-    case = CASES[name](torch.float64, "cpu")
-    leaves = tuple(x.requires_grad_() for x in case.leaves.values())
-    assert torch.autograd.gradcheck(
-        lambda q, k, weights: case.op(q, k, weights, **case.rest)[0], leaves, fast_mode=True
-    )
 
 
 @pytest.mark.parametrize("name", ["sparse_attention", "sparse_indexer_loss", "compress"])
@@ -305,15 +284,16 @@ def test_autocast_stays_outside(name):
         assert_same(results(case.op, case), expected)
 
 
+def step(q, kv, qi, ki, w):
+    indices, length = ops.indexer_topk(qi, ki, w, 4)
+    out, _, p_sum = ops.sparse_attention(
+        q, kv, indices, softmax_scale=0.3, v_dim=8, topk_length=length, want_p_sum=True
+    )
+    return out, ops.sparse_indexer_loss(qi, ki, w, indices, p_sum, topk_length=length)
+
+
 def test_no_tokens():
     empty = [torch.randn(0, *s, requires_grad=True) for s in ((4, 12), (12,), (3, 8), (8,), (3,))]
-
-    def step(q, kv, qi, ki, w):
-        indices, length = ops.indexer_topk(qi, ki, w, 4)
-        out, _, p_sum = ops.sparse_attention(
-            q, kv, indices, softmax_scale=0.3, v_dim=8, topk_length=length, want_p_sum=True
-        )
-        return out, ops.sparse_indexer_loss(qi, ki, w, indices, p_sum, topk_length=length)
 
     torch._dynamo.reset()
     for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -328,20 +308,16 @@ def test_other_lengths_share_one_graph():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def step(q, kv, qi, ki, w):
-        indices, length = ops.indexer_topk(qi, ki, w, 4)
-        out, _, p_sum = ops.sparse_attention(
-            q, kv, indices, softmax_scale=0.3, v_dim=8, topk_length=length, want_p_sum=True
-        )
-        loss = ops.sparse_indexer_loss(qi, ki, w, indices, p_sum, topk_length=length)
+    def total(*leaves):
+        out, loss = step(*leaves)
         return out.square().sum() + loss
 
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    compiled = torch.compile(total, fullgraph=True, backend=counter)
     for tokens in (12, 20, 31, 45):
         shapes = ((tokens, 4, 12), (tokens, 12), (tokens, 3, 8), (tokens, 8), (tokens, 3))
         leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
         ours = compiled(*leaves)
-        assert torch.equal(ours, step(*leaves))
+        assert torch.equal(ours, total(*leaves))
         ours.backward()
     assert counter.frame_count == 2
 
