@@ -4,9 +4,7 @@ The tiles of GPUs with less shared memory also run on one with more, so one GPU 
 Numbers in docstrings are rows of the list of bugs that other systems shipped.
 """
 
-import functools
 import importlib
-import re
 
 import pytest
 import torch
@@ -21,21 +19,11 @@ from megatron_dsa.testing.comparison import SPARSE_ATTENTION
 from tests.cases.sparse_attention import CASE, check, check_poisoned, make_case, ragged_case
 from tests.helpers import (
     deterministic,
-    dynamic_shared_memory,
     leaf,
-    needs_compiler,
-    ptxas,
     relative_error,
     skip_unless_it_runs,
 )
 
-#: Module and arguments: heads, dim, v_dim, group in tiles of 64 and of 32 rows, with_sink.
-KERNELS = {
-    "forward of 16 heads in groups": ("forward", 16, 576, (4, 2), False),
-    "forward of 64 heads and a sink": ("forward", 64, 512, (1, 1), True),
-    "backward of 128 heads": ("backward", 128, 576, (1, 1)),
-    "backward of 16 heads in groups": ("backward", 16, 512, (4, 2)),
-}
 #: Tilings that differ, and all numbers of heads with dims and sinks: each goes with one of them.
 TILES = ("sm_80", "sm_89", "sm_90a")
 HEADS = (1, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -52,65 +40,6 @@ OURS = Policy(
 
 def portable(module):
     return importlib.import_module(f"megatron_dsa.ops.sparse_attention.tilelang.portable.{module}")
-
-
-@functools.cache
-def kernel(name, target):
-    """The kernel compiled for ``target``."""
-    module, heads, dim, groups, *rest = KERNELS[name]
-    rows = getattr(portable("tiles"), module.upper())[target].rows
-    group = groups[rows == 32]
-    return Kernels(target, target)._compiled(module, (heads, dim, 512, group, *rest))
-
-
-@needs_compiler
-@pytest.mark.parametrize("target", TARGETS.values())
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles_for_every_target(name, target):
-    """Without an instruction that only Hopper has, without spills, in the shared memory there."""
-    compiled = kernel(name, target)
-    source = compiled.get_kernel_source()
-    assert "mma_sync" in source and "wgmma" not in source and "tcgen05" not in source
-    said = ptxas(source, target)
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert spills and all(int(n) <= 64 for pair in spills for n in pair), spills
-    static = re.search(r"(\d+) bytes smem", said)
-    needed = dynamic_shared_memory(compiled) + (int(static.group(1)) if static else 0)
-    assert needed <= portable("tiles").SHARED[target]
-
-
-@needs_compiler
-@pytest.mark.parametrize("target", TARGETS.values())
-def test_unions_compile_for_every_target(target):
-    from megatron_dsa.ops.sparse_attention.tilelang.hopper.unions import compiled
-
-    assert "dsa_union<2" in compiled(2, False, target).get_kernel_source()
-
-
-@pytest.mark.parametrize("module", ["forward", "backward"])
-def test_what_does_not_fit_is_refused(module):
-    """The argument, the rule and what to do instead."""
-    pytest.importorskip("tilelang")
-    build = portable(module).build
-    with pytest.raises(ValueError, match=r"must be \(576, 512\) or \(512, 512\), got \(320, 256"):
-        build(64, 320, 256)
-    with pytest.raises(ValueError, match=r"1 to 2 queries of 16 heads, got 3: a tile has 32 rows"):
-        build(16, 576, 512, 3, tiles="sm_89")
-    with pytest.raises(ValueError, match=r"target must be one of sm_80, .*, got 'sm_75'"):
-        build(64, 576, 512, tiles="sm_75")
-    with pytest.raises(ValueError, match=r"must fit the 101376 bytes .* of sm_89, got one that"):
-        portable("tiles").check_memory(101_377, "sm_89")
-
-
-@pytest.mark.parametrize("tile", ["FORWARD", "BACKWARD"])
-def test_tilings(tile):
-    """What the copies and the matrix instructions divide."""
-    pytest.importorskip("tilelang")
-    tilings = getattr(portable("tiles"), tile)
-    assert list(tilings) == list(TARGETS.values()) == list(portable("tiles").SHARED)
-    for tiling in tilings.values():
-        assert tiling.rows % tiling.copied == 0 and tiling.keys % tiling.copied == 0
-        assert tiling.keys % 16 == 0 and tiling.stages >= (2 if tile == "FORWARD" else 1)
 
 
 def test_which_kernels_a_gpu_has(monkeypatch):
