@@ -12,12 +12,13 @@ from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.common.arithmetic import valid_entries
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.ops.indexer_loss.spec import SPARSE_LOSS, SparseLossInputs, kl_sum
+from megatron_dsa.ops.indexer_loss.spec import SPARSE_LOSS, SparseLossInputs
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
-from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.indexer_loss import expected_loss
 from tests.helpers import (
-    double_leaf,
     no_synchronisation,
     relative_error,
 )
@@ -112,25 +113,10 @@ def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, 
 
 
 def expected(inputs):
-    """Value, gradients of q, k and weights, and the student, by autograd in float64."""
+    """Value and gradients of q, k and weights, by autograd in float64."""
     x = inputs.indexer
-    leaves = [double_leaf(t) for t in (x.q, x.k, x.weights)]
-    valid = valid_entries(inputs.indices, inputs.topk_length, x.k.shape[0])
-    safe = torch.where(valid, inputs.indices, 0).long()
-    value, students = 0.0, []
-    for first in range(0, x.q.shape[0], 64):
-        rows = slice(first, first + 64)
-        q, k, weights = leaves[0][rows], leaves[1], leaves[2][rows]
-        scores = index_scores(q, k, weights).gather(1, safe[rows])
-        mask, teacher = valid[rows], inputs.teacher[rows].double()
-        part = kl_sum(scores, teacher, mask)
-        part.backward()
-        value += part.detach()
-        some = mask & (teacher.masked_fill(~mask, 0.0).sum(-1, keepdim=True) > 0)
-        students.append(
-            torch.where(some, scores.masked_fill(~mask, -torch.inf).softmax(-1), 0.0).detach()
-        )
-    return value, [leaf.grad for leaf in leaves], torch.cat(students)
+    found = expected_loss(x, Lists(inputs.indices, inputs.topk_length, len(x.k)), inputs.teacher)
+    return found.loss, [found.q, found.k, found.weights]
 
 
 def poisoned(arguments):
@@ -152,7 +138,7 @@ def error(x, want):
 
 def check(inputs):
     """Value and gradients with NaN in unselected keys, twice in a row."""
-    value, grads, _ = expected(inputs)
+    value, grads = expected(inputs)
     for _ in range(2):
         ours, used = poisoned(inputs)
         got = sparse(ours)
@@ -239,7 +225,7 @@ def test_dispatch():
     assert report() == {"sparse_indexer_loss": {"tilelang": 1}}
     assert torch.equal(inputs.teacher, before)
     got = torch.autograd.grad(1.7 * loss, leaves)
-    value, grads, _ = expected(inputs)
+    value, grads = expected(inputs)
     assert relative_error(loss, value) < 1e-5
     for x, want in zip(got, grads, strict=True):
         assert error(x, 1.7 * want) < 2 * TOLERANCE

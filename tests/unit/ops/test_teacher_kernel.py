@@ -15,7 +15,7 @@ from tests.cases.triton_kernels import (
     prepare_interpreter,
     recorded,
 )
-from tests.helpers import relative_error, skip_unless_it_runs
+from tests.helpers import no_synchronisation, relative_error, skip_unless_it_runs
 
 MODULE = "megatron_dsa.ops.sparse_attention.triton"
 IMPLEMENTATIONS = {candidate.name: candidate for candidate in PROBABILITIES.candidates}
@@ -139,11 +139,8 @@ def test_repeatable_without_a_synchronisation():
     inputs = make(128, 576, 2048, False, torch.bfloat16, "cuda", rows=300, keys=4000)
     lse = expected(inputs)[0].float().cuda()
     first = module.probabilities(inputs, lse)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         same = [(module.probabilities(inputs, lse) == first).all() for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(same).all()
 
 
