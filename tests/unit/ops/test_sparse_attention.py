@@ -259,7 +259,8 @@ def test_repeated_calls(way, heads):
         for got, first in zip(again[:3], results[0], strict=False):
             assert torch.equal(got, first)
         # Sums of atomics are not bitwise equal.
-        assert relative_error(again[3], results[0][3]) < (1e-3 if way.passes else 1e-14)
+        exact = way.where[1] == torch.float64
+        assert relative_error(again[3], results[0][3]) < (1e-14 if exact else 1e-3)
 
 
 @conform(("heads",), [(16,)], [])
@@ -306,8 +307,10 @@ def test_lse_is_natural_and_the_sink_is_a_gate(way, heads, scale):
     lse, some = torch.logsumexp(logits, -1), valid.any(1)
     exact = way.where[1] == torch.float64
     assert got.lse.dtype == accumulation_dtype(q.dtype)
-    assert torch.equal(got.lse, plain.lse) and (got.lse[~some] == float("-inf")).all()
-    assert relative_error(got.lse[some], lse[some]) < (1e-12 if exact else 1e-4)
+    assert way.passes or torch.equal(got.lse, plain.lse)
+    for found in (got.lse, plain.lse):
+        assert (found[~some] == float("-inf")).all()
+        assert relative_error(found[some], lse[some]) < (1e-12 if exact else 1e-4)
     values = torch.einsum("qhk,qkd->qhd", torch.softmax(logits, -1), keys[..., : way.dim(512)])
     tolerance = SPARSE_ATTENTION[way.where[1]]
     gated = values * torch.sigmoid(lse - sink)[..., None]
