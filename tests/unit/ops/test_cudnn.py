@@ -57,7 +57,8 @@ def reason() -> str | None:
     return BACKWARD.candidates[0].reason(attention_call(64, 576))
 
 
-needs_cudnn = pytest.mark.skipif(reason() is not None, reason=str(reason()))
+def needs_cudnn(test):
+    return pytest.mark.gpu(pytest.mark.skipif(reason() is not None, reason=str(reason()))(test))
 
 
 def test_buckets():

@@ -39,7 +39,8 @@ def reason() -> str | None:
     return ours.reason(describe_index_call())
 
 
-needs_kernel = pytest.mark.skipif(reason() is not None, reason=str(reason()))
+def needs_kernel(test):
+    return pytest.mark.gpu(pytest.mark.skipif(reason() is not None, reason=str(reason()))(test))
 
 
 def test_what_does_not_fit_is_refused():
