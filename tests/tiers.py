@@ -22,10 +22,7 @@ OTHER = {
     "tests/unit/layers/parallel/test_masked_context.py": 6,
     "tests/unit/layers/parallel/test_masked_tokens.py": 1,
     "tests/unit/layers/test_cuda_graphs.py": 6,
-    "tests/unit/ops/test_hopper_kernels.py": 2,
-    "tests/unit/ops/test_portable_kernels.py": 4,
-    "tests/unit/ops/test_masked_kernels.py": 4,
-    "tests/unit/ops/test_score_kernels.py": 4,
+    "tests/unit/ops/test_compiled_kernels.py::test_compiles": 6,
 }
 #: Files and folders that only ``--all`` runs.
 LEFT_OUT = (

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, dense_indexer_loss
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.indexer_loss.spec import DenseLossInputs
 from megatron_dsa.testing.cases import visible_keys
@@ -68,7 +69,7 @@ def computed(arguments, run=None, name="triton"):
     reset_report()
     value = dense_indexer_loss(
         inputs, arguments.q, arguments.k, arguments.layout, softmax_scale=SCALE,
-        other_lse=arguments.other_lse, lse=arguments.lse,
+        other_lse=arguments.other_lse, lse=arguments.lse, head_group=arguments.head_group,
         policy=Policy(
             workspace_bytes=arguments.workspace_bytes, named=(("dense_indexer_loss", name),)
         ),
@@ -88,20 +89,22 @@ def check(got, want, of_value, of_gradients):
 def with_others(inputs):
     """Mass besides the keys that differs by head; none in some rows, nothing else in others."""
     rows, heads = inputs.q.shape[:2]
-    other = leaf(rows, heads, seed=8, device=inputs.q.device).detach() * 3
+    dtype = accumulation_dtype(inputs.q.dtype)
+    other = leaf(rows, heads, seed=8, device=inputs.q.device, dtype=dtype).detach() * 3
     other[::5, -1] = float("-inf")
     other[7] = float("-inf")
     other[30] = 1e5
     return dataclasses.replace(inputs, other_lse=other)
 
 
-def with_lse(inputs):
+def with_lse(inputs, anything=float("nan")):
     """Given log-sum-exps, with anything in rows that see nothing."""
     k = inputs.k if isinstance(inputs.k, torch.Tensor) else inputs.k.expanded()
     mask = visible_keys(inputs.layout)
     logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
-    lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1).float()
-    lse[~mask.any(-1)] = float("nan")
+    lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1)
+    lse = lse.to(accumulation_dtype(inputs.q.dtype))
+    lse[~mask.any(-1)] = anything
     return dataclasses.replace(inputs, lse=lse)
 
 

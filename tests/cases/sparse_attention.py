@@ -48,43 +48,42 @@ def check(
 CASE = {"device": "cuda", "dtype": torch.bfloat16}
 
 
-def ragged_case(heads=64, dim=576):
+def ragged_case(heads=64, dim=576, **where):
     """-1 in the middle, an id past the keys, empty lists, lengths of 0 and beyond K."""
-    q, kv, indices = make_case(24, 300, heads, dim, 128, **CASE)
+    q, kv, indices = make_case(24, 300, heads, dim, 128, **where or CASE)
     indices[3] = -1
     indices[:, 7] = -1
-    indices[4, 9] = 300
-    length = torch.full((24,), 128, dtype=torch.int32, device="cuda")
-    length[5], length[6], length[8] = 0, 2, 1000
-    slot = torch.arange(128, device="cuda")
+    indices[4, 9], indices[7, 2] = 300, 2**31 - 1
+    length = torch.full((24,), 128, dtype=torch.int32, device=q.device)
+    length[5], length[6], length[8], length[9] = 0, 2, 1000, -3
+    slot = torch.arange(128, device=q.device)
     valid = (indices >= 0) & (indices < 300) & (slot < length[:, None])
     return q, kv, indices, length, valid
 
 
-def check_poisoned(heads, dim, with_sink, policy, tolerance):
-    """Compare a ragged call with float64, then again with NaN in all keys that are not selected."""
-    q, kv, indices, length, valid = ragged_case(heads, dim)
-    used = torch.zeros(300, dtype=torch.bool, device="cuda")
+def check_poisoned(case, sink, run, compare):
+    """Compare a ragged call with float64, then again with NaN in all keys that are not selected.
+
+    Args:
+        case: of :func:`ragged_case`.
+        sink: a leaf or ``None``.
+        run, compare: call the operation, and compare it, with ``(q, kv, indices, **rest)``.
+    """
+    q, kv, indices, length, valid = case
+    used = torch.zeros(300, dtype=torch.bool, device=q.device)
     used[indices[valid].long()] = True
     used[0] = used[-1] = False
     indices[(indices == 0) | (indices == 299)] = -1
-    sink = leaf(heads, seed=5, device="cuda") if with_sink else None
-    clean = check(
-        q, kv, indices, v_dim=512, tolerance=tolerance, sink=sink, topk_length=length, scale=0.05,
-        policy=policy,
-    )  # fmt: skip
-    for query in (3, 5):
+    clean = compare(q, kv, indices, topk_length=length, sink=sink)
+    for query in (3, 5, 9):
         assert (clean.out[query] == 0).all() and (clean.lse[query] == float("-inf")).all()
-        assert (q.grad[query] == 0).all()
+        assert (clean.p_sum[query] == 0).all() and (q.grad[query] == 0).all()
     dq, dkv, q.grad, kv.grad = q.grad, kv.grad, None, None
     with torch.no_grad():
         kv[~used] = float("nan")
-    again = sparse_attention(
-        q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length, attn_sink=sink,
-        policy=policy,
-    )  # fmt: skip
+    again = run(q, kv, indices, topk_length=length, attn_sink=sink)
     dout = torch.randn(again.out.shape, generator=torch.Generator().manual_seed(9))  # as in check
-    again.out.backward(dout.to("cuda").to(q.dtype))
+    again.out.backward(dout.to(q.device, q.dtype))
     assert torch.equal(again.out, clean.out) and torch.equal(again.lse, clean.lse)
     assert torch.equal(q.grad, dq) and (kv.grad[~used] == 0).all()
     assert relative_error(kv.grad, dkv) < 1e-3  # atomics: not bitwise

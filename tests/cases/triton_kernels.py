@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from tests.helpers import no_synchronisation
+
 
 def interpret(file):
     """Run ``file`` as a script whose Triton kernels are interpreted on the CPU."""
@@ -125,14 +127,11 @@ def assembly(kernel, args, kwargs, capability):
 
 def assert_repeatable(call, inputs):
     """20 forwards and backwards give the same bits, and none of them waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         first, same = None, []
         for _ in range(20):
             out = call()
             results = [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))]
             first = first or results
             same += [(x == y).all() for x, y in zip(first, results, strict=True)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(same).all()

@@ -1,7 +1,8 @@
 """Float64 reference for DeepSeek-V4's hybrid attention (CSA, HCA, window): plain loops, autograd.
 
-It shares no code with the package, nor with the DSA reference beside it. Sequences, query rows,
-groups and output groups are walked one by one, at positions 0, 1, ... of their own sequence.
+It shares no code with the package, and norm, transform and angles with the DSA reference beside it.
+Sequences, queries, groups and output groups are walked one by one, at positions 0, 1, ... of their
+own sequence.
 """
 
 import dataclasses
@@ -59,14 +60,11 @@ class Result(NamedTuple):
 # ----------------------------------------------------------------------------- rope
 
 
-def inverse_frequencies(shape: Shape) -> list[float]:
-    """theta_i = base^(-2i/rope), i < rope/2; under YaRN blended with theta_i / factor."""
-    dim = shape.rope
-    base = shape.rotary_base if shape.ratio == 0 else shape.compress_rotary_base
+def inverse_frequencies(dim: int, base: float, yarn: dict | None) -> list[float]:
+    """theta_i = base^(-2i/dim), i < dim/2; under YaRN blended with theta_i / factor."""
     theta = [base ** (-2.0 * i / dim) for i in range(dim // 2)]
-    if shape.ratio == 0 or shape.yarn is None:
+    if yarn is None:
         return theta
-    yarn = shape.yarn
 
     def pair_with_rotations(rotations: float) -> float:
         # The (real-valued) i whose pair turns `rotations` times within the original context:
@@ -76,7 +74,7 @@ def inverse_frequencies(shape: Shape) -> list[float]:
 
     low = min(max(math.floor(pair_with_rotations(yarn["beta_fast"])), 0), dim - 1)
     high = min(max(math.ceil(pair_with_rotations(yarn["beta_slow"])), 0), dim - 1)
-    width = (high - low) if high != low else 0.001
+    width = (high - low) if high != low else 0.001  # DeepSeek's guard against 0/0
     blended = []
     for i, value in enumerate(theta):
         ramp = min(max((i - low) / width, 0.0), 1.0)  # 0: keep (fast pair), 1: interpolate
@@ -92,7 +90,10 @@ def rope_last(
     Pair i is (2i, 2i+1) when interleaved, else (i, i + rope/2); its angle is position * theta_i.
     """
     half = shape.rope // 2
-    theta = torch.tensor(inverse_frequencies(shape), dtype=torch.float64, device=x.device)
+    base = shape.rotary_base if shape.ratio == 0 else shape.compress_rotary_base
+    yarn = None if shape.ratio == 0 else shape.yarn
+    theta = inverse_frequencies(shape.rope, base, yarn)
+    theta = torch.tensor(theta, dtype=torch.float64, device=x.device)
     angle = (-position if inverse else position) * theta
     cos, sin = angle.cos(), angle.sin()
     plain, turned = x[..., : x.shape[-1] - shape.rope], x[..., x.shape[-1] - shape.rope :]

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from tests.reference.csa_float64 import hadamard, inverse_frequencies, rms_norm
+
 INDEXER = "core_attention.indexer."
 
 
@@ -76,34 +78,11 @@ def get_mscale(scale: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1.0 else 1.0
 
 
-def inverse_frequencies(shape: Shape) -> Tensor:
-    """theta_i = base^(-2i/rope), i < rope/2; under YaRN blended with theta_i / factor."""
-    dim, base = shape.rope, shape.rotary_base
-    theta = [base ** (-2.0 * i / dim) for i in range(dim // 2)]
-    if shape.yarn is None:
-        return torch.tensor(theta, dtype=torch.float64)
-    yarn = shape.yarn
-    original = yarn["original_max_position"]
-
-    def pair_with_rotations(rotations: float) -> float:
-        # The (real-valued) i whose pair turns `rotations` times within the original context:
-        # original * theta_i = 2 pi rotations.
-        return dim * math.log(original / (rotations * 2.0 * math.pi)) / (2.0 * math.log(base))
-
-    low = max(math.floor(pair_with_rotations(yarn["beta_fast"])), 0)
-    high = min(math.ceil(pair_with_rotations(yarn["beta_slow"])), dim - 1)
-    width = (high - low) if high != low else 0.001  # DeepSeek's guard against 0/0
-    blended = []
-    for i, value in enumerate(theta):
-        ramp = min(max((i - low) / width, 0.0), 1.0)  # 0: keep (fast pair), 1: interpolate
-        blended.append((1.0 - ramp) * value + ramp * value / yarn["scaling_factor"])
-    return torch.tensor(blended, dtype=torch.float64)
-
-
 def rope_tables(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
     """Cos and sin of position * theta, [length, rope/2], times the concentration factor."""
     position = torch.arange(length, dtype=torch.float64)
-    angle = torch.outer(position, inverse_frequencies(shape))
+    theta = inverse_frequencies(shape.rope, shape.rotary_base, shape.yarn)
+    angle = torch.outer(position, torch.tensor(theta, dtype=torch.float64))
     return angle.cos() * shape.rope_concentration, angle.sin() * shape.rope_concentration
 
 
@@ -127,11 +106,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 # ------------------------------------------------------------------ norms, Hadamard, softmax
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight; identity without a weight."""
-    if weight is None:
-        return x
-    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else rms_norm(x, weight, eps)  # a norm may be left out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -139,18 +115,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     centred = x - x.mean(dim=-1, keepdim=True)
     variance = (centred * centred).mean(dim=-1, keepdim=True)
     return centred / torch.sqrt(variance + eps) * weight + bias
-
-
-def hadamard_matrix(size: int) -> Tensor:
-    """Normalised Walsh-Hadamard matrix in Sylvester order: H_2n = [[H, H], [H, -H]]."""
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"a Hadamard rotation needs a power of two, got {size}")
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < size:
-        top = torch.cat([matrix, matrix], dim=1)
-        bottom = torch.cat([matrix, -matrix], dim=1)
-        matrix = torch.cat([top, bottom], dim=0)
-    return matrix * size**-0.5
 
 
 def masked_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
@@ -233,8 +197,7 @@ def indexer_inputs(
     k = torch.cat([rotate(k[..., :rope], cos, sin, interleaved=pairs), k[..., rope:]], dim=-1)
     if shape.index_hadamard:
         # Orthogonal, so scores do not change in exact arithmetic; it matters to quantisation.
-        matrix = hadamard_matrix(shape.index_dim).to(x.device)
-        q, k = q @ matrix.T, k @ matrix.T
+        q, k = hadamard(q), hadamard(k)
     w = x @ params[INDEXER + "linear_weights_proj.weight"].T
     return q, k, w * shape.index_heads**-0.5 * shape.index_dim**-0.5
 
@@ -255,11 +218,11 @@ def mla_inputs(
         qr, q = x, x @ params["linear_q_proj.weight"].T
     else:
         qr = x @ params["linear_q_down_proj.weight"].T
-        qr = rms_norm(qr, params.get("q_layernorm.weight"), shape.eps)
+        qr = _normed(qr, params.get("q_layernorm.weight"), shape.eps)
         q = qr @ params["linear_q_up_proj.weight"].T
     q = q.view(length, shape.heads, shape.nope + shape.rope)
     down = x @ params["linear_kv_down_proj.weight"].T
-    c_kv = rms_norm(down[:, : shape.kv_lora], params.get("kv_layernorm.weight"), shape.eps)
+    c_kv = _normed(down[:, : shape.kv_lora], params.get("kv_layernorm.weight"), shape.eps)
     cos, sin = rope_tables(length, shape)
     # The main path's checkpoints store rope dims as neighbouring pairs, whatever the indexer does.
     q_pe = rotate(q[..., shape.nope :], cos, sin, interleaved=True)
@@ -394,47 +357,3 @@ def attention_layer(
         selected=[run.selected for run in runs],
         captured=torch.cat([run.captured for run in runs], dim=1).mean(),
     )
-
-
-# ----------------------------------------------------------------------- the kernel contract
-
-
-def sparse_attention(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    dv: int,
-    scale: float,
-    topk_length: Tensor | None = None,
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the contract's op row by row: out [Sq, H, dv], lse [Sq, H] and p_sum [Sq, K].
-
-    l = scale * q . kv[s]; p = exp(l) / (sum_s exp(l) + exp(sink)); out = sum_s p kv[s, :dv];
-    lse = ln sum_s exp(l), keys only; p_sum = sum_h p. Empty rows: out 0, lse -inf, p_sum 0.
-    An id listed twice counts twice.
-    """
-    rows, heads, _ = q.shape
-    width = indices.shape[1]
-    if rows == 0:
-        return q.new_zeros(0, heads, dv), q.new_zeros(0, heads), q.new_zeros(0, width)
-    outs, lses, p_sums = [], [], []
-    for t in range(rows):
-        limit = width if topk_length is None else int(topk_length[t])
-        ids = indices[t].tolist()
-        slots = [j for j in range(min(limit, width)) if 0 <= ids[j] < kv.shape[0]]
-        p_row = q.new_zeros(width)
-        if not slots:
-            outs.append(q.new_zeros(heads, dv))
-            lses.append(q.new_full((heads,), -math.inf))
-            p_sums.append(p_row)
-            continue
-        keys = kv[[ids[j] for j in slots]]
-        logits = scale * (q[t] @ keys.T)  # [H, n]
-        lse = torch.logsumexp(logits, dim=-1)
-        log_denominator = lse if sink is None else torch.logaddexp(lse, sink)
-        probs = torch.exp(logits - log_denominator[:, None])
-        outs.append(probs @ keys[:, :dv])
-        lses.append(lse)
-        p_sums.append(p_row.index_put((torch.tensor(slots, device=q.device),), probs.sum(dim=0)))
-    return torch.stack(outs), torch.stack(lses), torch.stack(p_sums)

@@ -150,7 +150,7 @@ def _sparse_loss(
         policy_of(policy), want_gradients=with_gradients,
     )  # fmt: skip
     if gradients is None:
-        return value, *map(none_of, (q, k, weights))
+        return value, none_of(q), none_of(k), none_of(weights)
     dq, dk, dweights = (g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
     return value, dq, dk, dweights
 

@@ -23,7 +23,7 @@ from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
-from tests.helpers import relative_error
+from tests.helpers import no_synchronisation, relative_error
 
 DECLARED = {candidate.name: candidate for candidate in DENSE_ATTENTION.candidates}
 FUSED = [name for name, candidate in DECLARED.items() if candidate.fused]
@@ -343,9 +343,6 @@ def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
     run = emulate(case, cp, BLOCK_KERNELS[name], "cuda", checked=False)
     check(case, run(), 1.2e-2)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         several = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check(case, several, 1.2e-2)

@@ -1,6 +1,6 @@
 """What is particular about FlashMLA: what its adapter bridges, its probe, its messages.
 
-Its values against float64 are in ``test_fused_attention.py``.
+Its values against float64 are in ``test_sparse_attention.py``.
 """
 
 import dataclasses

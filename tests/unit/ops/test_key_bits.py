@@ -1,12 +1,24 @@
-"""Key bits and the tiles made of them: torch and Triton against masks."""
+"""Bits of listed and of visible keys, and their tiles: torch and Triton against masks."""
 
 import pytest
 import torch
 
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.masked_attention import api
 from megatron_dsa.ops.masked_attention import torch as unfused
-from megatron_dsa.ops.masked_attention.spec import GROUP, KeyBitsInputs, groups, pack, unpack
+from megatron_dsa.ops.masked_attention.spec import (
+    GROUP,
+    KeyBitsInputs,
+    VisibleBitsInputs,
+    groups,
+    pack,
+    unpack,
+)
+from megatron_dsa.testing.cases import visible_keys
 from tests.cases.masked_attention import ascending_lists, mixed_lists
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
+from tests.helpers import no_synchronisation
 
 SIZES = (1, 127, 128, 129, 300)
 BITS = "megatron_dsa.ops.masked_attention.triton.bits"
@@ -84,8 +96,60 @@ def check_all_bits(build):
         check_bits(build, part)
 
 
-def test_unfused_bits():
+def packed(device):
+    """Uneven sequences with padding, and a padded tail: queries that see nothing."""
+    real = torch.tensor([0, 5, 5, 170, 171, 270], device=device, dtype=torch.int32)
+    apart = torch.tensor([0, 8, 16, 184, 192, 301], device=device, dtype=torch.int32)
+    return packed_layout(real, 333, 300, apart)
+
+
+LAYOUTS = {
+    "one sequence": lambda device: bshd_layout(300, 1, device),
+    "batch of 3": lambda device: bshd_layout(57, 3, device),
+    "packed": packed,
+}
+
+
+def ranges(queries, keys, shuffled, seed=0):
+    """Return random ranges of slots; every fifth query sees nothing, every seventh all."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randint(0, keys + 1, (queries, 2), generator=generator, dtype=torch.int32)
+    start, end = both.sort(1).values.unbind(1)
+    start, end = start.clone(), end.clone()
+    start[2::5] = end[2::5]
+    start[3::7], end[3::7] = 0, keys
+    slots = torch.randperm(keys, generator=generator).int() if shuffled else None
+    return VisibleBitsInputs(start, end, slots, keys, 20_000)
+
+
+def check_visible(build, inputs):
+    slots = range(inputs.num_keys) if inputs.slots is None else inputs.slots.tolist()
+    mask = torch.zeros(len(inputs.start), inputs.num_keys, dtype=torch.bool)
+    bounds = zip(inputs.start.tolist(), inputs.end.tolist(), strict=True)
+    for query, (first, last) in enumerate(bounds):
+        for key, slot in enumerate(slots):
+            mask[query, key] = first <= slot < last
+    bits = build(inputs)
+    assert bits.dtype == torch.int32 and torch.equal(bits, pack(mask))
+
+
+def check_all_visible(build):
+    """Ragged sizes, keys in another order than slots, no query, no key."""
+    for keys in (*SIZES, 63, 64, 777):
+        for shuffled in (False, True):
+            check_visible(build, ranges(11, keys, shuffled))
+    for shuffled in (False, True):
+        check_visible(build, ranges(5, 5000, shuffled))  # several programs of a query
+    check_visible(build, ranges(0, 300, False))
+    nothing = torch.zeros(4, dtype=torch.int32)
+    check_visible(build, VisibleBitsInputs(nothing, nothing, None, 0, 20_000))
+    strided = ranges(20, 300, False)
+    check_visible(build, VisibleBitsInputs(strided.start[::2], strided.end[::2], None, 300, 20_000))
+
+
+def test_bits_in_torch():
     check_all_bits(unfused.key_bits)
+    check_all_visible(unfused.visible_bits)
 
 
 def test_the_transposed_bits_by_hand():
@@ -154,6 +218,7 @@ def main():
 
     prepare_interpreter()
     check_all_bits(bits.key_bits)
+    check_all_visible(bits.visible_bits)
     for queries in SIZES:
         for keys in SIZES:
             check_tiles(tiles, queries, keys, 0.3 if queries > 1 else 0.01)
@@ -173,7 +238,7 @@ def main():
 def test_compile_once_without_a_gpu(monkeypatch):
     """For Hopper and Blackwell; the same code for other sizes and strides."""
     kernels = pytest.importorskip(BITS), pytest.importorskip(TILES)
-    names = (("_set_bits",), ("_transpose", "_list_tiles", "_list_key_groups"))
+    names = (("_set_bits", "_visible_bits"), ("_transpose", "_list_tiles", "_list_key_groups"))
     recorders = [
         recorder
         for module, some in zip(kernels, names, strict=True)
@@ -185,7 +250,9 @@ def test_compile_once_without_a_gpu(monkeypatch):
         packed = bits.key_bits(KeyBitsInputs(lists.indices, None, keys, 0))
         tiles.tiles_for(packed, keys, True)
         tiles.tiles_for(packed, keys, False)
-    for recorder, variants in zip(recorders, (1, 1, 1, 1), strict=True):
+        for shuffled in (False, True):
+            bits.visible_bits(ranges(queries, keys, shuffled))
+    for recorder, variants in zip(recorders, (1, 2, 1, 1, 1), strict=True):
         assert len(recorder.launches) >= 3
         for capability in (80, 90, 100):
             compiled = [
@@ -205,20 +272,76 @@ def test_triton_on_the_gpu(queries, keys, width):
     given = KeyBitsInputs(lists.indices.cuda(), lists.length.cuda(), keys, 2**28)
     expected = unfused.key_bits(given)
     tiles.tiles_for(bits.key_bits(given), keys, True)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         found = bits.key_bits(given)
         by_key, flags = tiles.transpose(found, keys)
         bundle = tiles.tiles_for(found, keys, True)
         forward = tiles.tiles_for(found, keys, False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)
     expected_bits, expected_flags = transposed(expected, keys)
     assert torch.equal(by_key, expected_bits) and torch.equal(flags, expected_flags)
     same_lists((bundle.key_groups, bundle.key_group_count), flags[0::2] | flags[1::2])
     same_lists((forward.key_groups, forward.key_group_count), flags[0::2] | flags[1::2])
     same_lists((bundle.query_blocks, bundle.query_block_count), flags.t())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bits_of_layouts(name):
+    """In the order of key rows; also with a workspace for one query at a time."""
+    for workspace in (1, 2**20):
+        layout = LAYOUTS[name](torch.device("cpu"))
+        layout.derived.clear()  # unpacked ones are cached
+        bits = api.visible_bits(layout, Policy(workspace_bytes=workspace))
+        assert torch.equal(unpack(bits, layout.num_keys), visible_keys(layout))
+        if layout.real is not None:
+            assert not bits[~layout.real].any()
+
+
+def test_layers_share_the_bits(monkeypatch):
+    """Up to a number of keys; also those that evaluation computed first."""
+    layout = packed(torch.device("cpu"))
+    reset_report()
+    with torch.inference_mode():
+        first = api.visible_bits(layout)
+    assert not first.is_inference()
+    assert api.visible_bits(layout) is first
+    assert report()["visible_bits"] == {"torch": 1}
+    monkeypatch.setattr(api, "MOST_KEPT", layout.num_keys - 1)
+    again = api.visible_bits(packed(torch.device("cpu")))
+    assert torch.equal(again, first)
+    other = packed(torch.device("cpu"))
+    api.visible_bits(other)
+    assert "visible bits" not in other.derived
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(8192, 8192), (1000, 9001), (3, 40_000)])
+def test_visible_bits_on_the_gpu(queries, keys, shuffled):
+    """Equal to torch's, without waiting for the device, whatever the memory held before."""
+    kernel = pytest.importorskip(BITS)
+    given = ranges(queries, keys, shuffled)
+    slots = None if given.slots is None else given.slots.cuda()
+    given = VisibleBitsInputs(given.start.cuda(), given.end.cuda(), slots, keys, 2**28)
+    expected = unfused.visible_bits(given)
+    kernel.visible_bits(given)  # compiles
+    poison = torch.full((2**27,), -1, dtype=torch.int32, device="cuda")
+    del poison
+    with no_synchronisation():
+        found = kernel.visible_bits(given)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_synchronisation(name):
+    """Also the slots of interleaved batches are computed on the device."""
+    device = torch.device("cuda")
+    api.visible_bits(LAYOUTS[name](device))
+    layout = LAYOUTS[name](device)
+    layout.derived.clear()
+    with no_synchronisation():
+        api.visible_bits(layout)
 
 
 if __name__ == "__main__":

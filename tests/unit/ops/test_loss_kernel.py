@@ -4,8 +4,6 @@ Without a GPU: what it compiles to, and what it refuses.
 """
 
 import dataclasses
-import functools
-import re
 
 import pytest
 import torch
@@ -14,28 +12,19 @@ from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.common.arithmetic import valid_entries
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.ops.indexer_loss.spec import SPARSE_LOSS, SparseLossInputs, kl_sum
+from megatron_dsa.ops.indexer_loss.spec import SPARSE_LOSS, SparseLossInputs
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
-from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, index_scores
+from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.indexer_loss import expected_loss
 from tests.helpers import (
-    double_leaf,
-    dynamic_shared_memory,
-    needs_compiler,
     no_synchronisation,
-    ptxas,
     relative_error,
 )
 
 TOLERANCE = 5e-3
 OURS = Policy(named=(("sparse_indexer_loss", "tilelang"),))
-#: Heads, gradients, in fixed point.
-KERNELS = {
-    "64 heads": (64, True, False),
-    "5 heads": (5, True, False),
-    "64 heads in fixed point": (64, True, True),
-    "64 heads without gradients": (64, False, False),
-}
 #: Bytes of shared memory of an SM, and what the system takes of it per thread block.
 PER_SM, RESERVED = 228 * 1024, 1024
 
@@ -50,39 +39,8 @@ def reason() -> str | None:
     return ours.reason(describe_index_call())
 
 
-needs_kernel = pytest.mark.skipif(reason() is not None, reason=str(reason()))
-
-
-@functools.cache
-def kernel(name):
-    """The kernel compiled for sm_90a."""
-    from megatron_dsa.ops.indexer_loss.tilelang.program import compiled
-
-    return compiled(*KERNELS[name])
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles_to_warpgroup_instructions(name):
-    """Not one mma.sync; S, the keys' gradient and G, of which the value needs S alone."""
-    source = kernel(name).get_kernel_source()
-    assert "mma_sync" not in source and "mma.sync" not in source
-    assert len(re.findall(r"tl::wgmma_", source)) == (3 if KERNELS[name][1] else 1)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", KERNELS)
-def test_two_thread_blocks_share_an_sm(name):
-    """No product waits for the one before it, nothing spills, and memory suffices for two."""
-    said = ptxas(kernel(name).get_kernel_source(), "sm_90a")
-    serialized = re.search(r".*(instructions are serialized|Potential Performance Loss).*", said)
-    assert serialized is None, serialized.group()
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert spills and all(pair == ("0", "0") for pair in spills), spills
-    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
-    assert registers * 256 * 2 <= 65536
-    static = sum(int(n) for n in re.findall(r"(\d+) bytes smem", said))
-    assert 2 * (dynamic_shared_memory(kernel(name)) + static + RESERVED) <= PER_SM
+def needs_kernel(test):
+    return pytest.mark.gpu(pytest.mark.skipif(reason() is not None, reason=str(reason()))(test))
 
 
 def test_what_does_not_fit_is_refused():
@@ -156,25 +114,10 @@ def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, 
 
 
 def expected(inputs):
-    """Value, gradients of q, k and weights, and the student, by autograd in float64."""
+    """Value and gradients of q, k and weights, by autograd in float64."""
     x = inputs.indexer
-    leaves = [double_leaf(t) for t in (x.q, x.k, x.weights)]
-    valid = valid_entries(inputs.indices, inputs.topk_length, x.k.shape[0])
-    safe = torch.where(valid, inputs.indices, 0).long()
-    value, students = 0.0, []
-    for first in range(0, x.q.shape[0], 64):
-        rows = slice(first, first + 64)
-        q, k, weights = leaves[0][rows], leaves[1], leaves[2][rows]
-        scores = index_scores(q, k, weights).gather(1, safe[rows])
-        mask, teacher = valid[rows], inputs.teacher[rows].double()
-        part = kl_sum(scores, teacher, mask)
-        part.backward()
-        value += part.detach()
-        some = mask & (teacher.masked_fill(~mask, 0.0).sum(-1, keepdim=True) > 0)
-        students.append(
-            torch.where(some, scores.masked_fill(~mask, -torch.inf).softmax(-1), 0.0).detach()
-        )
-    return value, [leaf.grad for leaf in leaves], torch.cat(students)
+    found = expected_loss(x, Lists(inputs.indices, inputs.topk_length, len(x.k)), inputs.teacher)
+    return found.loss, [found.q, found.k, found.weights]
 
 
 def poisoned(arguments):
@@ -196,7 +139,7 @@ def error(x, want):
 
 def check(inputs):
     """Value and gradients with NaN in unselected keys, twice in a row."""
-    value, grads, _ = expected(inputs)
+    value, grads = expected(inputs)
     for _ in range(2):
         ours, used = poisoned(inputs)
         got = sparse(ours)
@@ -283,7 +226,7 @@ def test_dispatch():
     assert report() == {"sparse_indexer_loss": {"tilelang": 1}}
     assert torch.equal(inputs.teacher, before)
     got = torch.autograd.grad(1.7 * loss, leaves)
-    value, grads, _ = expected(inputs)
+    value, grads = expected(inputs)
     assert relative_error(loss, value) < 1e-5
     for x, want in zip(got, grads, strict=True):
         assert error(x, 1.7 * want) < 2 * TOLERANCE

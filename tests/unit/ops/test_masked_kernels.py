@@ -1,9 +1,8 @@
 """Masked dense attention's own kernels: compiled without a GPU, run on one against float64."""
 
 import dataclasses
-import functools
 import importlib
-import re
+from functools import partial
 
 import pytest
 import torch
@@ -29,60 +28,24 @@ from megatron_dsa.ops.masked_attention.spec import (
     pack,
 )
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
-from megatron_dsa.testing.cases import Lists
+from megatron_dsa.testing.cases import Lists, visible_keys
 from megatron_dsa.testing.comparison import SPARSE_ATTENTION, Comparison, by_figure
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
 from tests.helpers import (
     deterministic,
-    dynamic_shared_memory,
     needs_compiler,
+    no_synchronisation,
     peak_memory_above,
-    ptxas,
     relative_error,
 )
 
 #: Dims of a key without rope, of its rope, and of a value.
 V3_2, GLM_5 = (128, 64, 128), (192, 64, 256)
-KERNELS = {
-    "forward": ("forward", *V3_2),
-    "backward": ("backward", *V3_2),
-    "backward in order": ("backward", *V3_2, True),
-    "probabilities": ("probabilities", *V3_2),
-    "forward, wide": ("forward", *GLM_5),
-    "backward, wide": ("backward", *GLM_5),
-    "backward in order, wide": ("backward", *GLM_5, True),
-    "values' gradient, wide": ("value_gradient", *GLM_5),
-    "probabilities, wide": ("probabilities", *GLM_5),
-}
-#: Products of a kernel, and those with P or dS from registers.
-PRODUCTS = {
-    "forward": (6, 2),
-    "backward": (6, 2),
-    "backward in order": (6, 2),
-    "probabilities": (2, 0),
-    # A query is in one buffer: S before the loop and in it, P V in it and after it.
-    "forward, wide": (4, 2),
-    # S, dP and dK, and dQ in the loop and after it.
-    "backward, wide": (5, 1),
-    "backward in order, wide": (5, 1),
-    "values' gradient, wide": (4, 2),
-    # A product per slab of 64 dims.
-    "probabilities, wide": (4, 0),
-}
-#: Bytes that a kernel may keep in memory for want of registers.
-SPILLED = {"backward in order": 32}
 TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
 
 
 def program(module):
     return importlib.import_module(f"megatron_dsa.ops.masked_attention.tilelang.{module}")
-
-
-@functools.cache
-def kernel(name):
-    """The kernel compiled for sm_90a."""
-    module, *arguments = KERNELS[name]
-    return program(module).compiled(*arguments)
 
 
 #: For tests that run on a GPU.
@@ -100,21 +63,6 @@ def kernels(dims=V3_2):
         if reason is not None:
             pytest.skip(reason)
     return [candidate.load() for candidate in candidates]
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles_for_hopper(name):
-    """Products are wgmma; accumulators fit in the registers, tiles in shared memory."""
-    source = kernel(name).get_kernel_source()
-    assert "mma_sync" not in source and "mma.sync" not in source
-    products = len(re.findall(r"tl::wgmma_", source)), len(re.findall(r"tl::wgmma_rs", source))
-    assert products == PRODUCTS[name]
-    assert dynamic_shared_memory(kernel(name)) <= 227 * 1024
-    output = ptxas(source, "sm_90a")
-    assert "serialized" not in output
-    spilled = int(re.search(r"(\d+) bytes spill stores", output).group(1))
-    assert spilled <= SPILLED.get(name, 0)
 
 
 @needs_compiler
@@ -137,15 +85,6 @@ def test_turns():
             assert order[k, place] == turn
     order = launch._order(tiles, False)
     assert order.shape == (1, 1) and launch._turns(order, 3, False).shape == (1, 1, 2)
-
-
-@needs_compiler
-def test_other_dims_are_refused():
-    for module in ("forward", "backward", "value_gradient", "probabilities"):
-        with pytest.raises(ValueError, match=r"must be \(128, 64, 128\) or \(192, 64, 256\)"):
-            program(module).build(192, 64, 128)
-    with pytest.raises(ValueError, match="gives dV with the other gradients"):
-        program("value_gradient").build(*V3_2)
 
 
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD, PROBABILITIES], ids=lambda o: o.name)
@@ -210,52 +149,75 @@ def check(case):
     assert not found.wrong(), found.errors
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 2, 3, 16, 17, 128])
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 300, 777])
-@both_dims
-def test_lengths_that_no_tile_divides(dims, tokens, heads):
-    check(masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("topk", [1, 63, 64, 100, 640, 2048])
-@both_dims
-def test_widths(dims, topk):
-    """Also more keys selected than there are."""
-    check(masked_case(MaskedDims(8, *dims), random_lists(700, topk, causal=False, keys=900)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "keys"), [(5, 1000), (1000, 5), (129, 4097)])
-@both_dims
-def test_other_numbers_of_queries_and_keys(dims, tokens, keys):
-    lists = random_lists(tokens, 200, causal=False, keys=keys)
-    check(masked_case(MaskedDims(4, *dims), lists))
-
-
-@pytest.mark.gpu
-@both_dims
-def test_queries_and_keys_that_select_nothing(dims):
+def with_nothing():
     """Whole tiles of queries and of keys as well; -1 and ids past the keys in the middle."""
-    lists = random_lists(900, 100)
-    indices = lists.indices.clone()
+    indices = random_lists(900, 100).indices.clone()
     indices[5] = -1
     indices[128:256] = -1
     indices[(indices >= 256) & (indices < 384)] = -1
     indices[7, 3], indices[8, 4] = 900, 2**31 - 1
-    check(masked_case(MaskedDims(4, *dims), Lists(indices, None, 900)))
+    return Lists(indices, None, 900)
 
 
-@pytest.mark.gpu
-@both_dims
-@pytest.mark.parametrize("half", [0, 1])
-def test_one_half_of_every_group(dims, half):
+def one_half_of_every_group(half):
     """Tiles of 64 keys, or of 64 queries, of which no pair is selected, lie beside others."""
     lists = random_lists(700, 300)
     indices = torch.where(lists.indices // 64 % 2 == half, lists.indices, -1)
     indices[torch.arange(700, device="cuda") // 64 % 4 == half] = -1
-    check(masked_case(MaskedDims(3, *dims), Lists(indices, None, 700)))
+    return Lists(indices, None, 700)
+
+
+def documents():
+    """Documents of one token, of none, and of lengths that no tile divides."""
+    lengths = torch.tensor([0, 1, 130, 0, 1, 64, 300, 5]).cumsum(0).int().cuda()
+    tokens = int(lengths[-1])
+    mask = visible_keys(packed_layout(lengths, tokens, 300))
+    keys = torch.arange(tokens, device="cuda")
+    return Lists(torch.where(mask, keys, tokens).sort(1).values.int(), None, tokens)
+
+
+#: Heads and lists. Lengths that no tile divides, widths (also more keys than there are), other
+#: numbers of queries than of keys.
+LISTS = {
+    **{
+        f"{tokens} tokens, {heads} heads": (heads, partial(random_lists, tokens, 100))
+        for tokens in (1, 63, 64, 65, 127, 128, 129, 300, 777)
+        for heads in (1, 2, 3, 16, 17, 128)
+    },
+    **{
+        f"K = {topk}": (8, partial(random_lists, 700, topk, causal=False, keys=900))
+        for topk in (1, 63, 64, 100, 640, 2048)
+    },
+    **{
+        f"{tokens} queries, {keys} keys": (
+            4, partial(random_lists, tokens, 200, causal=False, keys=keys)
+        )
+        for tokens, keys in ((5, 1000), (1000, 5), (129, 4097))
+    },
+    "nothing selected": (4, with_nothing),
+    "first halves": (3, partial(one_half_of_every_group, 0)),
+    "second halves": (3, partial(one_half_of_every_group, 1)),
+    "documents": (4, documents),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LISTS)
+@both_dims
+def test_against_float64(dims, name):
+    heads, lists = LISTS[name]
+    check(masked_case(MaskedDims(heads, *dims), lists()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [-300.0, 300.0])
+@both_dims
+def test_scores_far_from_zero(dims, shift):
+    """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
+    case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
+    case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
+    case.q[..., dims[0]] = shift / 3
+    check(case)
 
 
 @pytest.mark.gpu
@@ -269,24 +231,6 @@ def test_no_queries_and_no_keys(dims):
         assert (lse == float("-inf")).all()
         assert not any(x.any() for x in (dq, dkv, dk_pe, sums.p_sum, sums.length))
         assert (sums.indices == -1).all()
-
-
-@pytest.mark.gpu
-@both_dims
-def test_packed_documents(dims):
-    """Documents of one token, of none, and of lengths that no tile divides."""
-    lengths = [1, 130, 0, 1, 64, 300, 5]
-    tokens, first = sum(lengths), 0
-    mask = torch.zeros(tokens, tokens, dtype=torch.bool, device="cuda")
-    for length in lengths:
-        own = slice(first, first + length)
-        mask[own, own] = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
-        first += length
-    lists = Lists(
-        torch.where(mask, torch.arange(tokens, device="cuda"), tokens).sort(1).values.int(), None,
-        tokens,
-    )  # fmt: skip
-    check(masked_case(MaskedDims(4, *dims), lists))
 
 
 @pytest.mark.gpu
@@ -346,17 +290,6 @@ def test_parts_of_the_teacher(monkeypatch):
     for whole, parts in zip(grads, grads_of_parts, strict=True):
         # Sums of atomic additions, rounded to bf16.
         assert relative_error(parts, whole) < 1e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shift", [-300.0, 300.0])
-@both_dims
-def test_scores_far_from_zero(dims, shift):
-    """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
-    case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
-    case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
-    case.q[..., dims[0]] = shift / 3
-    check(case)
 
 
 @pytest.mark.gpu
@@ -451,8 +384,7 @@ def test_nothing_waits_for_the_gpu(dims):
     case = masked_case(MaskedDims(4, *dims), random_lists(700, 300))
     run(case)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.kv, case.k_pe)]
         lists = case.lists
         bits = key_bits(lists.indices, lists.length, lists.num_keys)
@@ -460,8 +392,6 @@ def test_nothing_waits_for_the_gpu(dims):
             *leaves, bits, softmax_scale=case.softmax_scale, topk=300, want_p_sum=True
         )
         result.out.backward(case.dout)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,9 +1,13 @@
-"""Our kernel of the sparse teacher: interpreted on the CPU, compiled, and run on a GPU."""
+"""Conformance of the head sums of sparse attention; Triton's interpreted and compiled too."""
 
 import pytest
 import torch
 
-from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs, reference
+from megatron_dsa.ops.sparse_attention.spec import (
+    PROBABILITIES,
+    SparseAttentionInputs,
+    reference,
+)
 from tests.cases.triton_kernels import (
     assembly,
     interpret,
@@ -11,9 +15,10 @@ from tests.cases.triton_kernels import (
     prepare_interpreter,
     recorded,
 )
-from tests.helpers import relative_error
+from tests.helpers import no_synchronisation, relative_error, skip_unless_it_runs
 
 MODULE = "megatron_dsa.ops.sparse_attention.triton"
+IMPLEMENTATIONS = {candidate.name: candidate for candidate in PROBABILITIES.candidates}
 #: Heads, dim, entries, sink, dtype. One block of heads and several, dims and lists that no block
 #: divides, one head, V3.2's and V4's dims.
 CASES = [
@@ -24,8 +29,14 @@ CASES = [
     (130, 64, 67, True, torch.float32),
     (128, 512, 128, True, torch.bfloat16),
 ]
-#: Relative error in the norm; products of bf16 are exact, sums are in fp32.
-TOLERANCE = 2e-6
+#: Relative error in the norm; products of bf16 are exact, sums are in fp32, but those of cuDNN.
+TOLERANCES = {"torch": 2e-6, "triton": 2e-6, "cudnn": 5e-3}
+#: Of cuDNN: heads that are padded, and are not.
+CUDNN_CASES = [
+    (heads, dim, 128, dim == 512, torch.bfloat16)
+    for heads in (1, 16, 24, 64, 96, 128)
+    for dim in (576, 512)
+]
 
 
 def make(heads, dim, entries, sink, dtype, device="cpu", rows=9, keys=90):
@@ -69,16 +80,19 @@ def expected(inputs):
     return lse, torch.where(valid, probs.sum(1), 0.0), valid
 
 
-def check(case, device):
+def check(case, device, name="triton"):
     """What is not selected has no part in it, not even as NaN; every entry is written."""
-    from megatron_dsa.ops.sparse_attention.triton import probabilities
-
     inputs = make(*case, device=device)
     lse, want, valid = expected(inputs)
-    got = probabilities(inputs, lse.float().to(device)).cpu()
+    got = IMPLEMENTATIONS[name].load()(inputs, lse.float().to(device)).cpu()
     assert got.dtype == torch.float32 and not got.isnan().any()
     assert (got[~valid] == 0).all()
-    assert relative_error(got, want) < TOLERANCE
+    assert relative_error(got, want) < TOLERANCES[name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torch(case, device):
+    check(case, device, "torch")
 
 
 def test_interpreted():
@@ -109,10 +123,13 @@ def test_empty():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case):
-    pytest.importorskip(MODULE)
-    check(case, "cuda")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("triton", case) for case in CASES] + [("cudnn", case) for case in CUDNN_CASES],
+)
+def test_on_a_gpu(name, case):
+    skip_unless_it_runs(IMPLEMENTATIONS[name], *case[:2] if name == "cudnn" else ())
+    check(case, "cuda", name)
 
 
 @pytest.mark.gpu
@@ -122,11 +139,8 @@ def test_repeatable_without_a_synchronisation():
     inputs = make(128, 576, 2048, False, torch.bfloat16, "cuda", rows=300, keys=4000)
     lse = expected(inputs)[0].float().cuda()
     first = module.probabilities(inputs, lse)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         same = [(module.probabilities(inputs, lse) == first).all() for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(same).all()
 
 

@@ -16,6 +16,7 @@ from megatron_dsa.ops.dense_attention.ring.shards import PackedZigzagShard
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
+from tests.helpers import no_synchronisation
 from tests.host import attention_module, hidden_like, packed, small_config
 from tests.processes import run_ranks
 
@@ -240,12 +241,9 @@ def test_no_check_waits_for_the_device():
     params = SimpleNamespace(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_q_padded=padded, max_seqlen_q=6
     )
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         layout_from_megatron(8, 1, cu_seqlens.device, params, Sharding(cp=2))
         PackedZigzagShard(2, 0, 8, cu_seqlens, 16, padded)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
 
 
