@@ -19,7 +19,7 @@ MOST = 12
 OTHER = {
     "tests/unit/config/": 1000,
     "tests/functional/": 1,
-    "tests/unit/layers/parallel/test_masked_context.py": 6,
+    "tests/unit/layers/parallel/test_masked_ranks.py": 6,
     "tests/unit/layers/parallel/test_masked_tokens.py": 1,
     "tests/unit/layers/test_cuda_graphs.py": 6,
     "tests/unit/ops/test_hopper_kernels.py": 2,
