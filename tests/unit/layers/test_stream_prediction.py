@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import relative_error
-from tests.host import small_config, small_csa_config, start
+from tests.host import small_csa_config, start
 from tests.reference import streams_float64
 from tests.reference.csa_float64 import Shape
 
@@ -280,35 +280,6 @@ def test_blocks_of_other_models_are_megatrons():
     assert type(model_of(config_of()).mtp) is StreamPredictionBlock
     plain = model_of(config_of(hc_mult=1)).mtp
     assert type(plain) is MultiTokenPredictionBlock and hasattr(plain.layers[0], "eh_proj")
-
-
-@pytest.mark.parametrize("recompute", ["nothing", "full"])
-@pytest.mark.parametrize("kind", ["dsa", "csa"])
-def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
-    """In a warmup nothing else has a gradient, in the decoder or in prediction."""
-    from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.layers.freezing import freeze_for_stage
-
-    fields = {"csa_compress_ratios": [4, 0, 4, 4, 4]} | RECOMPUTE[recompute]
-    gradients = []
-    for freeze in (True, False):
-        options = DSAOptions(stage="warmup", freeze_main=freeze)
-        if kind == "csa":
-            config = config_of(2, options=options, **fields)
-        else:
-            config = small_config(
-                options=options, mtp_num_layers=2, hc_mult=4, normalization="RMSNorm",
-                **RECOMPUTE[recompute],
-            )  # fmt: skip
-        model = model_of(config)
-        freeze_for_stage([model])
-        gradients.append(step(model, *batch_of())[2])
-    frozen, trained = gradients
-    learning = {name for name in trained if ".indexer." in name}
-    assert {name for name, gradient in frozen.items() if gradient is not None} == learning
-    assert any(name.startswith("mtp.layers.1.") for name in learning)
-    for name in learning:
-        assert relative_error(frozen[name], trained[name]) < 1e-11, name
 
 
 @pytest.mark.parametrize(
