@@ -103,6 +103,22 @@ def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
     return config
 
 
+def v32_config(options, heads=16, **changes):
+    """DeepSeek-V3.2's attention with its head dims, in bf16, in a narrow model of two layers."""
+    from megatron_dsa.config.presets import preset
+
+    start()
+    settings = {
+        "num_layers": 2, "num_attention_heads": heads, "hidden_size": 1024,
+        "ffn_hidden_size": 1024, "num_moe_experts": None, "moe_layer_freq": 1,
+        "transformer_impl": "local", "params_dtype": torch.bfloat16, "bf16": True,
+        "dsa_indexer_loss_coeff": 0.01, "dsa_indexer_use_sparse_loss": options.stage == "sparse",
+        "gradient_accumulation_fusion": False, "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+    }  # fmt: skip
+    return preset("deepseek-v3.2", dsa=options, **settings | changes)
+
+
 def hidden_like(module, rows, batch=1):
     """Random hidden states ``[rows, batch, hidden]`` for a module, the same on every device."""
     generator = torch.Generator().manual_seed(11)
