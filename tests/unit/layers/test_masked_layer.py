@@ -16,6 +16,7 @@ from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.ops.dispatch import report, reset_report
 from megatron_dsa.ops.masked_attention.api import MOST_KEPT
 from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
+from tests.cases.calls import delayed_linears
 from tests.cases.layouts import shuffled
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import forward, gpt
@@ -141,11 +142,7 @@ def test_evaluation_equals_that_of_the_other_way(stage, changes, layer):
 )
 def test_delayed_weight_gradients_are_those_of_the_up_projection(masked, stage, layer):
     """The up projection of keys runs as a linear here, and enters sparse attention as a weight."""
-    module, called = layer(masked, stage), []
-    for name, child in module.named_modules():
-        if name.split(".")[-1].startswith("linear"):
-            child.backward_dw = lambda name=name: called.append(name)
-    module.backward_dw()
+    called = delayed_linears(layer(masked, stage))
     assert ("linear_kv_up_proj" in called) == masked
 
 

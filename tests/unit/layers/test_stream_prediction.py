@@ -1,10 +1,9 @@
 """Multi-token prediction on streams: a whole small V4 against float64, and its parts."""
 
-import dataclasses
-
 import pytest
 import torch
 
+from tests.cases.calls import recorded_calls
 from tests.helpers import relative_error
 from tests.host import small_csa_config, start
 from tests.reference import streams_float64
@@ -221,20 +220,13 @@ def test_names_dtypes_and_marks():
         assert name not in own or parameter.sequence_parallel
 
 
-def test_calls_are_those_declared(monkeypatch):
+def test_calls_are_those_declared():
     """Of every layer for its streams, and of a head before every use of the output layer."""
     from megatron_dsa.layers.required_ops import stream_ops
-    from megatron_dsa.ops.dispatch import Operation
 
-    model, calls, original = model_of(config_of(2)), [], Operation.run
-
-    def record(operation, call, *arguments, **settings):
-        calls.append((operation.name, dataclasses.replace(call, packed=False)))
-        return original(operation, call, *arguments, **settings)
-
-    monkeypatch.setattr(Operation, "run", record)
-    step(model, *batch_of())
-    got = [call for call in calls if call[0].startswith("hyper_connection")]
+    model = model_of(config_of(2))
+    with recorded_calls("hyper_connection") as got:
+        step(model, *batch_of())
     layer, head = (
         [(op.operation, op.call) for op in stream_ops(model.config, head=head)]
         for head in (False, True)

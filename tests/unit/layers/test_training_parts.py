@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.layers.freezing import freeze_for_stage
+from tests.cases.calls import delayed_linears
 from tests.cases.models import forward, full, gpt
 from tests.cases.steps import selective
 from tests.helpers import leaf, never_waits, relative_error
@@ -64,12 +65,7 @@ def test_per_token_loss_is_the_sum():
 
 def test_delayed_weight_gradients_include_the_indexer():
     """``backward_dw`` reaches every linear that ran, and no other."""
-    module = attention_module(small_config()).train()
-    called = []
-    for name, child in module.named_modules():
-        if name.rpartition(".")[2].startswith("linear_"):
-            child.backward_dw = lambda name=name: called.append(name)
-    module.backward_dw()
+    called = delayed_linears(attention_module(small_config()).train())
     indexer = "core_attention.indexer."
     assert set(called) == {
         "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj",

@@ -52,26 +52,6 @@ def sharing_layers(name, mode="heads"):
     return dataclasses.replace(DSA, cp_layout=cp_layout, **fields | {"changes": changes})
 
 
-def _calls(run):
-    """Return the pairs of an operation and its call, without what depends on the batch."""
-    from megatron_dsa.ops.dispatch import Operation
-
-    calls, original = [], Operation.run
-
-    def record(operation, call, *arguments, **settings):
-        calls.append((operation.name, call))
-        return original(operation, call, *arguments, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Operation, "run", record)
-        result = run()
-    return result, _plain(calls)
-
-
-def _plain(calls):
-    return {(name, dataclasses.replace(call, packed=False, topk=None)) for name, call in calls}
-
-
 def _run_layers(given, tp, cp):
     """Two layers, of which the second attends to the keys of the first."""
     from megatron.core import tensor_parallel
@@ -79,6 +59,7 @@ def _run_layers(given, tp, cp):
     from megatron_dsa.layers.dsa_core import TopKIndices
     from megatron_dsa.layers.required_ops import called_ops
     from megatron_dsa.ops.dispatch import report, reset_report
+    from tests.cases.calls import delayed_linears, of_any_batch, recorded_calls
     from tests.cases.log import logged_of_first
 
     case, whole = given
@@ -101,26 +82,23 @@ def _run_layers(given, tp, cp):
         return out.detach(), list(storages.values())
 
     reset_report()
-    (out, kept), ran = _calls(step)
+    with recorded_calls() as ran:
+        out, kept = step()
     divided, trained = report().get("tensor_parallel_attention"), logged_of_first()
-    with torch.no_grad():
+    with torch.no_grad(), recorded_calls() as evaluated:
         first.eval(), second.eval()
-        _, evaluated = _calls(lambda: layers(x))
+        layers(x)
     declared = [
         each
         for core in (first.core_attention, second.core_attention)
         for each in called_ops(core.required_ops(), core.options.policy)
     ]
     gradients = summed_gradients(torch.nn.ModuleList((first, second)), tp, cp)
-    late = []
-    for name, child in first.named_modules():
-        if name.startswith("linear"):
-            child.backward_dw = lambda name=name: late.append(name)
-    first.backward_dw()
     return {
         "out": out, "dx": x.grad, "gradients": gradients, "trained": trained,
-        "evaluated": logged_of_first(), "undeclared": (ran | evaluated) ^ _plain(declared),
-        "kept": kept, "late": late, "lists": handed_on[0], "divided": divided,
+        "evaluated": logged_of_first(), "kept": kept,
+        "undeclared": of_any_batch(ran + evaluated) ^ of_any_batch(declared),
+        "late": delayed_linears(first), "lists": handed_on[0], "divided": divided,
     }  # fmt: skip
 
 
