@@ -171,23 +171,23 @@ def parsed(flags, world, monkeypatch):
     return args
 
 
+def packed_of(lengths, longest, padded=None):
+    """Megatron's PackedSeqParams for cumulative lengths, without and with padding: tensors."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths,
+        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )  # fmt: skip
+
+
 def packed(*lengths, padded_lengths=None):
     """Megatron's PackedSeqParams for sequences of the given lengths."""
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     def cumulative(values):
         ends = torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(start())
 
-    longest = max(padded_lengths or lengths)
-    cu = cumulative(lengths)
-    cu_padded = cumulative(padded_lengths) if padded_lengths else None
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu_padded,
-        cu_seqlens_kv_padded=cu_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    padded = cumulative(padded_lengths) if padded_lengths else None
+    return packed_of(cumulative(lengths), max(padded_lengths or lengths), padded)

@@ -7,11 +7,11 @@ import gc
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.log import IndexerLog
+from tests import host
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import gpt
 from tests.helpers import relative_error
@@ -41,10 +41,7 @@ def lengths_of(seed, tokens=TOKENS):
 
 
 def packed_of(lengths, tokens=TOKENS):
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=tokens,
-        max_seqlen_kv=tokens,
-    )  # fmt: skip
+    return host.packed_of(lengths, tokens)
 
 
 class Captured:

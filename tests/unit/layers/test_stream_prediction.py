@@ -5,7 +5,7 @@ import torch
 
 from tests.cases.calls import recorded_calls
 from tests.helpers import relative_error
-from tests.host import small_csa_config, start
+from tests.host import packed, small_csa_config, start
 from tests.reference import streams_float64
 from tests.reference.csa_float64 import Shape
 
@@ -99,7 +99,7 @@ def expected(model, ids, labels, masks):
     return main, predicted, dict(zip(params, grads, strict=True))
 
 
-def step(model, ids, labels, mask, packed=None):
+def step(model, ids, labels, mask, packing=None):
     """Losses and gradients of one step of the model, and the tracked losses of prediction."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -107,7 +107,7 @@ def step(model, ids, labels, mask, packed=None):
     model.zero_grad()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     loss = model(
-        ids, positions, None, labels=labels, loss_mask=mask, packed_seq_params=packed
+        ids, positions, None, labels=labels, loss_mask=mask, packed_seq_params=packing
     )  # fmt: skip
     ((loss * mask).sum() / loss.numel()).backward()
     tracked = MTPLossLoggingHelper.tracker.get("loss_values")
@@ -150,18 +150,11 @@ def test_model_against_the_reference(layers, recomputed):
 
 def test_packed_sequences_are_predicted_apart():
     """One shorter than a group, and one shorter than the window."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     lengths = [25, 3, 40, 12]
     model = model_of(config_of(2))
     ids, labels, mask = (row.reshape(1, -1) for row in batch_of())
-    offsets = torch.tensor([0, *lengths], device=ids.device).cumsum(0, dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-    )  # fmt: skip
     rows = [list(x[0].split(lengths)) for x in (ids, labels, mask)]
-    compare(step(model, ids, labels, mask, packed), expected(model, *rows), 1e-9)
+    compare(step(model, ids, labels, mask, packed(*lengths)), expected(model, *rows), 1e-9)
 
 
 def test_repeated_layer():
