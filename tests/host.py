@@ -103,6 +103,22 @@ def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
     return config
 
 
+def v32_config(options, heads=16, **changes):
+    """DeepSeek-V3.2's attention with its head dims, in bf16, in a narrow model of two layers."""
+    from megatron_dsa.config.presets import preset
+
+    start()
+    settings = {
+        "num_layers": 2, "num_attention_heads": heads, "hidden_size": 1024,
+        "ffn_hidden_size": 1024, "num_moe_experts": None, "moe_layer_freq": 1,
+        "transformer_impl": "local", "params_dtype": torch.bfloat16, "bf16": True,
+        "dsa_indexer_loss_coeff": 0.01, "dsa_indexer_use_sparse_loss": options.stage == "sparse",
+        "gradient_accumulation_fusion": False, "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+    }  # fmt: skip
+    return preset("deepseek-v3.2", dsa=options, **settings | changes)
+
+
 def hidden_like(module, rows, batch=1):
     """Random hidden states ``[rows, batch, hidden]`` for a module, the same on every device."""
     generator = torch.Generator().manual_seed(11)
@@ -155,23 +171,23 @@ def parsed(flags, world, monkeypatch):
     return args
 
 
+def packed_of(lengths, longest, padded=None):
+    """Megatron's PackedSeqParams for cumulative lengths, without and with padding: tensors."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths,
+        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )  # fmt: skip
+
+
 def packed(*lengths, padded_lengths=None):
     """Megatron's PackedSeqParams for sequences of the given lengths."""
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     def cumulative(values):
         ends = torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(start())
 
-    longest = max(padded_lengths or lengths)
-    cu = cumulative(lengths)
-    cu_padded = cumulative(padded_lengths) if padded_lengths else None
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu_padded,
-        cu_seqlens_kv_padded=cu_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    padded = cumulative(padded_lengths) if padded_lengths else None
+    return packed_of(cumulative(lengths), max(padded_lengths or lengths), padded)

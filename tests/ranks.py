@@ -1,5 +1,6 @@
 """A module on one and on several ranks (tensor and context parallel)."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ class Case:
         rows, batch: of the hidden states; ``lengths`` packs the rows, ``padded`` are the lengths
             with padding.
         cp_layout: how context-parallel ranks divide the rows.
+        fused: operations whose torch implementation counts as fused.
     """
 
     config: str
@@ -35,6 +37,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     padded: tuple[int, ...] | None = None
     cp_layout: str = "zigzag"
+    fused: tuple[str, ...] = ()
 
     def part(self, name: str, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
         """Return what a tensor-parallel rank holds of a full weight or gradient."""
@@ -64,6 +67,11 @@ class Case:
                     ranks[r] += range(first + c * chunk, first + (c + 1) * chunk)
             first += length
         return ranks
+
+    def held_by(self, tp: int, cp: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the rows of a rank's tensor-parallel group and its own, for every rank."""
+        groups = [torch.tensor(held) for held in self.global_positions(cp)]
+        return [(tokens, tokens.chunk(tp)[rank]) for tokens in groups for rank in range(tp)]
 
 
 def run(
@@ -204,33 +212,47 @@ def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str,
 def _run_case(case: Case, tp: int, cp: int) -> dict:
     from megatron_dsa.layers.core import CoreAttention
     from megatron_dsa.ops.dispatch import report, reset_report
+    from tests.cases.log import empty_log, logged_of_first
 
-    module, x, packing = build(case, tp, cp)
-    original, seen = CoreAttention.topk, []
+    seen, original = [], CoreAttention.topk
 
     def recorded(core, inputs, layout, ranks, compressed=None):
         indices, length = original(core, inputs, layout, ranks, compressed)
         seen.append(_slots(indices, layout if compressed is None else compressed.layout))
         return indices, length
 
-    CoreAttention.topk = recorded
-    reset_report()
-    out, _ = module(x, None, packed_seq_params=packing)
-    out.square().sum().backward()
-    CoreAttention.topk = original
+    with _fused(case.fused), mock.patch.object(CoreAttention, "topk", recorded):
+        module, x, packing = build(case, tp, cp)
+        empty_log(1, x.device)
+        reset_report()
+        out, _ = module(x, None, packed_seq_params=packing)
+        out.square().sum().backward()
     averaged = [
         name
         for name, parameter in module.named_parameters()
         if getattr(parameter, "average_gradients_across_tp_domain", False)
     ]
     return {
-        "slots": seen,
-        "out": out.detach(),
-        "dx": x.grad,
+        "slots": seen, "out": out.detach(), "dx": x.grad, "averaged": averaged, "report": report(),
+        "loss": logged_of_first().get("indexer loss"),
         "gradients": summed_gradients(module, tp, cp),
-        "averaged": averaged,
-        "report": report(),
-    }
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _fused(names: tuple[str, ...]):
+    """Let torch's implementation of operations count as fused."""
+    from megatron_dsa.ops import OPERATIONS
+    from megatron_dsa.ops.dispatch import Candidate, Support, forget_choices
+
+    with contextlib.ExitStack() as stack:
+        for operation in (OPERATIONS[name] for name in names):
+            mine = Candidate("mine", operation.candidates[-1].kernel, Support("any shape"))
+            candidates = (mine, *operation.candidates)
+            stack.enter_context(mock.patch.object(operation, "candidates", candidates))
+        forget_choices()
+        yield
+    forget_choices()
 
 
 def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
@@ -241,28 +263,34 @@ def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
     return torch.where(indices < 0, -1, slots).int()
 
 
-def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=None, cp=1) -> None:
-    """Check that the ranks together computed what one process did."""
-    tp = len(several) // cp if tp is None else tp
-    places = case.global_positions(cp)
-    for index, rank in enumerate(several):
-        place = torch.tensor(places[index // tp])
-        own = place.chunk(tp)[index % tp]
-        for what in ("out", "dx"):
-            error = relative_error(rank[what], one[what][own])
-            assert error < tolerance, (what, index, error)
+def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=1, cp=1) -> None:
+    """Check that the ranks together computed what one process did: the step of :func:`run`."""
+    check_parts(case, one, several, tolerance, tp, cp)
+    element = torch.arange(case.batch)
+    for rank, (tokens, local) in zip(several, case.held_by(tp, cp), strict=True):
         # The selection is the same on any number of ranks, to the last index.
-        assert len(rank["slots"]) == len(one["slots"])
-        element = torch.arange(case.batch)
         for got, want in zip(rank["slots"], one["slots"], strict=True):
-            rows = place if len(got) == len(place) * case.batch else own
-            assert got.equal(want[(rows[:, None] * case.batch + element).flatten()])
-    for name, full in one["gradients"].items():
-        assert full.norm() > 0, name
+            held = tokens if len(got) == len(tokens) * case.batch else local
+            assert got.equal(want[(held[:, None] * case.batch + element).flatten()])
+        if rank["loss"] is not None or one["loss"] is not None:
+            # Printed in fp32.
+            assert abs(rank["loss"] - one["loss"]) <= max(tolerance, 1e-6) * one["loss"]
+    for name in several[0]["averaged"]:
+        # Megatron averages these: what is the same already stays so to the last bit.
         parts = [rank["gradients"][name] for rank in several]
-        for index, part in enumerate(parts):
+        assert all(part.equal(parts[0]) for part in parts), name
+
+
+def check_parts(case: Case, one: dict, several: list[dict], tolerance, tp=1, cp=1) -> None:
+    """Check output, input gradient and all parameter gradients of ranks against one process."""
+    assert len(several) == tp * cp
+    for index, (_, local) in enumerate(case.held_by(tp, cp)):
+        rank = several[index]
+        for what in ("out", "dx"):
+            error = relative_error(rank[what], one[what][local])
+            assert error < tolerance, (what, index, error)
+        for name, full in one["gradients"].items():
+            assert full.norm() > 0, name
             expected = case.part(name, full, index % tp, tp)
-            assert relative_error(part, expected) < tolerance, (name, index)
-        if name in several[0]["averaged"]:
-            # Megatron averages these: what is the same already stays so to the last bit.
-            assert all(part.equal(parts[0]) for part in parts), name
+            error = relative_error(rank["gradients"][name], expected)
+            assert error < tolerance, (name, index, error)

@@ -22,6 +22,7 @@ HYBRID = Case(
     config="small_csa_config",
     by_sequence=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
     by_columns=("linear_proj",),
+    changes={"dsa_indexer_topk": 3},  # so few of 24 groups that ranks exchange queries
     rows=96,
 )
 #: Sequences shorter than the window, than a group, empty, and with padding behind.
@@ -31,6 +32,12 @@ RECOMPUTED = {
     "recompute_modules": ["core_attn", "mla_up_proj"],
 }
 MASKED = {"selected_attention": "masked"}
+VISIBLE = {
+    "stage": "warmup", "freeze_main": False, "sequence_length": 96,
+    "dsa_indexer_use_sparse_loss": False,
+}  # fmt: skip
+#: Operations of masked dense attention to all visible keys, which is for fused ones only.
+OF_VISIBLE = ("visible_bits", "masked_attention_forward", "masked_attention_backward")
 LAYERS = {
     "DSA": (DSA, (), {}),
     "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
@@ -46,6 +53,9 @@ LAYERS = {
         (),
         {"stage": "warmup", "cp_exchange": "keys", "dsa_indexer_use_sparse_loss": False},
     ),
+    "dense MLA, visible": (DSA, (), {"stage": "dense", "sequence_length": 96}),
+    "dense MLA, visible, warm-up": (DSA, (), VISIBLE),
+    "dense MLA, visible, recomputed": (DSA, (), VISIBLE | RECOMPUTED),
     "window": (HYBRID, (0,), {}),
     "CSA": (HYBRID, (4,), {}),
     "CSA dense loss": (HYBRID, (4,), {"dsa_indexer_use_sparse_loss": False}),
@@ -76,8 +86,8 @@ def in_small_blocks(options):
 def case(layer, rows, mode=""):
     """Return a layer on rows; ``mode`` says how ranks divide rows and heads."""
     base, arguments, changes = LAYERS[layer]
-    names = ("csa_teacher", "stage", "cp_exchange", "selected_attention", "recompute")
-    options = {key: changes[key] for key in names if key in changes}
+    fields = {field.name for field in dataclasses.fields(DSAOptions)}
+    options = {key: value for key, value in changes.items() if key in fields}
     changes = {key: value for key, value in changes.items() if key not in options}
     words = mode.split()
     cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")
@@ -86,6 +96,6 @@ def case(layer, rows, mode=""):
     if layer.endswith("blocks"):
         options = in_small_blocks(options)
     return dataclasses.replace(
-        base, arguments=arguments, changes=changes | {"options": options}, cp_layout=cp_layout,
-        **ROWS[rows],
+        base, arguments=arguments, changes=base.changes | changes | {"options": options},
+        cp_layout=cp_layout, fused=OF_VISIBLE if "visible" in layer else (), **ROWS[rows],
     )  # fmt: skip

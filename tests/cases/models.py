@@ -8,14 +8,16 @@ from tests.host import small_config, small_csa_config, start
 VOCABULARY = 96
 
 
-def gpt(config):
+def gpt(config, vocabulary=VOCABULARY):
     """A small GPT model of ``config`` with weights large enough to matter."""
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
+    MTPLossLoggingHelper.tracker.clear()  # it has room for the predictions of the first model
     model = GPTModel(
-        config, dsa_block_spec(config), VOCABULARY, 64, position_embedding_type="rope",
+        config, dsa_block_spec(config), vocabulary, 64, position_embedding_type="rope",
         mtp_block_spec=dsa_mtp_block_spec(config),
     )  # fmt: skip
     model = model.to(start(), config.params_dtype).train()

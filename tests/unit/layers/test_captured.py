@@ -1,20 +1,21 @@
 """CUDA graphs on a GPU: captured attentions, layers and steps do what uncaptured ones do."""
 
 import contextlib
+import dataclasses
+import functools
 import gc
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.config.presets import preset
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.log import IndexerLog
+from tests import host
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import gpt
 from tests.helpers import relative_error
-from tests.host import attention_module, small_config, small_csa_config, start, stop
+from tests.host import attention_module, small_config, small_csa_config, start, stop, v32_config
 
 pytestmark = pytest.mark.gpu
 TOKENS, STEPS, RATE = 64, 50, 0.05
@@ -40,10 +41,7 @@ def lengths_of(seed, tokens=TOKENS):
 
 
 def packed_of(lengths, tokens=TOKENS):
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=tokens,
-        max_seqlen_kv=tokens,
-    )  # fmt: skip
+    return host.packed_of(lengths, tokens)
 
 
 class Captured:
@@ -156,32 +154,14 @@ def test_a_captured_attention_of_v3_2(stage, attention, heads, packed):
         stage=stage, selected_attention=attention, freeze_main=False, health_tokens=0,
         sequence_length=4096,
     )  # fmt: skip
-    config = preset(
-        "deepseek-v3.2", dsa=options, num_layers=2, num_attention_heads=heads,
-        hidden_size=1024, ffn_hidden_size=1024, num_moe_experts=None, moe_layer_freq=1,
-        transformer_impl="local", params_dtype=torch.bfloat16, bf16=True,
-        dsa_indexer_loss_coeff=0.01, dsa_indexer_use_sparse_loss=stage == "sparse",
-        gradient_accumulation_fusion=False, persist_layer_norm=False, bias_dropout_fusion=False,
-    )  # fmt: skip
-    module = attention_module(config).train()
+    module = attention_module(v32_config(options, heads)).train()
     check_captured(module, packed, 4096, 1e-2, 5)
 
 
 def test_deterministic_kernels_replay_to_the_bit():
     options = DSAOptions(selected_attention="sparse", health_tokens=0, sequence_length=4096)
-    config = preset(
-        "deepseek-v3.2", dsa=options, num_layers=2, num_attention_heads=16, hidden_size=1024,
-        ffn_hidden_size=1024, num_moe_experts=None, moe_layer_freq=1, transformer_impl="local",
-        params_dtype=torch.bfloat16, bf16=True, dsa_indexer_loss_coeff=0.01,
-        dsa_indexer_use_sparse_loss=True, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, bias_dropout_fusion=False,
-    )  # fmt: skip
     torch.use_deterministic_algorithms(True)
-    check_captured(attention_module(config).train(), False, 4096, 1e-30, 3)
-
-
-def frozen(config):
-    return config.dsa.stage == "warmup" and config.dsa.freeze_main
+    check_captured(attention_module(v32_config(options)).train(), False, 4096, 1e-30, 3)
 
 
 def model_of(config):
@@ -325,6 +305,22 @@ def check_training(found, wanted, rel):
         assert relative_error(parameter, wanted[1][name]) < 100 * rel, name
 
 
+def check_graphs(make, graphs, packed=False):
+    """Compare 50 iterations of 2 microbatches and evaluations with and without graphs."""
+    results = []
+    for changes in (graphs, {}):
+        start()
+        with megatron_graphs():
+            config = make(dtype=torch.float32, **changes)
+            if not changes:  # figures that graphs of layers leave out
+                config.dsa = dataclasses.replace(config.dsa, health_tokens=0)
+            results.append(training(config, packed, 2, STEPS))
+    check_training(*results, rel=1e-4)
+
+
+GRAPHS = {"cuda_graph_impl": "local"}
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("modules", [[], ["attn"]], ids=["layers", "attention"])
 @pytest.mark.parametrize(
@@ -340,50 +336,27 @@ def check_training(found, wanted, rel):
     ],
 )
 def test_megatrons_graphs_of_layers(stage, changes, modules, packed):
-    """50 iterations of 2 microbatches, evaluations between them: losses, log, parameters."""
     settings = {"options": DSAOptions(stage=stage, evaluate_indexer=stage != "dense")} | changes
-    settings |= {"dtype": torch.float32}
     if stage == "warmup":
         settings["dsa_indexer_use_sparse_loss"] = False
-    results = []
-    for graphs in ({"cuda_graph_impl": "local", "cuda_graph_modules": modules}, {}):
-        start()
-        with megatron_graphs():
-            config = small_config(**settings | graphs)
-            if not graphs:  # figures that graphs of layers leave out
-                options = {**config.dsa.__dict__, "health_tokens": 0}
-                config.dsa = DSAOptions(**options)
-            results.append(training(config, packed, 2, STEPS))
-    check_training(*results, rel=1e-4)
+    make = functools.partial(small_config, **settings)
+    check_graphs(make, GRAPHS | {"cuda_graph_modules": modules}, packed)
 
 
-@pytest.mark.parametrize("modules", [["attn"]])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-def test_megatrons_graphs_of_attention_before_experts(stage, modules):
-    settings = {
-        "options": DSAOptions(stage=stage, health_tokens=0), "dtype": torch.float32,
-        "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16,
-        "moe_token_dispatcher_type": "alltoall",
-        "dsa_indexer_use_sparse_loss": stage == "sparse",
-    }  # fmt: skip
-    results = []
-    for graphs in ({"cuda_graph_impl": "local", "cuda_graph_modules": modules}, {}):
-        start()
-        with megatron_graphs():
-            results.append(training(small_config(**settings | graphs), False, 2, STEPS))
-    check_training(*results, rel=1e-4)
+def test_megatrons_graphs_of_attention_before_experts(stage):
+    make = functools.partial(
+        small_config, options=DSAOptions(stage=stage, health_tokens=0), num_moe_experts=4,
+        moe_router_topk=2, moe_ffn_hidden_size=16, moe_token_dispatcher_type="alltoall",
+        dsa_indexer_use_sparse_loss=stage == "sparse",
+    )  # fmt: skip
+    check_graphs(make, GRAPHS | {"cuda_graph_modules": ["attn"]})
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 6])
 def test_megatrons_graphs_of_v4_layers(ratio):
-    settings = {"options": DSAOptions(health_tokens=0), "dtype": torch.float32}
-    results = []
-    for graphs in ({"cuda_graph_impl": "local"}, {}):
-        start()
-        with megatron_graphs():
-            config = small_csa_config(ratio, **settings | graphs)
-            results.append(training(config, False, 2, STEPS))
-    check_training(*results, rel=1e-4)
+    options = DSAOptions(health_tokens=0)
+    check_graphs(functools.partial(small_csa_config, ratio, options=options), GRAPHS)
 
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from tests.helpers import relative_error
-from tests.host import attention_module, packed, small_csa_config, start
+from tests.cases import against_float64
+from tests.host import attention_module, small_csa_config
 from tests.reference import csa_float64
 from tests.reference.shapes import csa_shape
 
@@ -21,45 +21,20 @@ YARN = {
 }  # fmt: skip
 
 
-def hidden_states(config, rows=SEQUENCE, batch=1):
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(rows, batch, config.hidden_size, generator=generator, dtype=torch.float64)
-    return x.to(start(), config.params_dtype).requires_grad_()
-
-
 def compare(config, *, loss=None, batch=1, seq_lengths=None, rows=SEQUENCE, tolerance=1e-9):
-    """Run module and reference with the same weights; check outputs and every gradient."""
-    module = attention_module(config).train()
-    x = hidden_states(config, rows, batch)
-    params = packed(*seq_lengths) if seq_lengths is not None else None
-    out, bias = module(x, None, packed_seq_params=params)
-    assert bias is None
-    weights = {
-        name: parameter.detach().cpu().double().requires_grad_()
-        for name, parameter in module.named_parameters()
-    }
-    x64 = x.detach().cpu().double().requires_grad_()
-    result = csa_float64.attention_layer(
-        weights, x64, csa_shape(config), loss=loss, seq_lengths=seq_lengths,
-        mode="sparse" if config.dsa.stage == "sparse" else "dense",
-        teacher="compressed" if config.dsa.csa_teacher == "compressed" else "all",
+    """Compare a layer with the reference."""
+
+    def reference(weights, x):
+        return csa_float64.attention_layer(
+            weights, x, csa_shape(config), loss=loss, seq_lengths=seq_lengths,
+            mode="sparse" if config.dsa.stage == "sparse" else "dense",
+            teacher="compressed" if config.dsa.csa_teacher == "compressed" else "all",
+        )  # fmt: skip
+
+    return against_float64.compare(
+        config, reference, tolerance, loss=loss, tokens=rows, batch=batch, lengths=seq_lengths,
+        unused=True,
     )  # fmt: skip
-    assert relative_error(out, result.out) < tolerance
-    generator = torch.Generator().manual_seed(12)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    out.backward(grad.to(out))
-    objective = (result.out * grad).sum()
-    if loss is not None:
-        objective = objective + config.dsa_indexer_loss_coeff * result.loss
-    objective.backward()
-    assert relative_error(x.grad, x64.grad) < tolerance
-    for name, parameter in module.named_parameters():
-        expected = weights[name].grad
-        if expected is None or expected.norm() == 0:
-            assert parameter.grad is None or parameter.grad.norm() == 0, name
-            continue
-        assert relative_error(parameter.grad, expected) < tolerance, name
-    return module, result
 
 
 DENSE = DSAOptions(stage="dense")

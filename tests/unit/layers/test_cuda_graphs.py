@@ -16,6 +16,7 @@ from megatron_dsa.layers.cuda_graphs import GraphedLayer, describe_graphs
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.metrics.tags import FIGURES, NAMES_OF_LOSSES
+from tests import host
 from tests.cases.cuda_graphs import step_of, traced, without_host_numbers
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import forward, gpt
@@ -66,12 +67,7 @@ def options(stage, **settings):
 
 
 def packed_of(lengths):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=TOKENS,
-        max_seqlen_kv=TOKENS,
-    )  # fmt: skip
+    return host.packed_of(lengths, TOKENS)
 
 
 def inputs(seed, module, batch=1):

@@ -10,6 +10,8 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.ops.dispatch import report, reset_report
+from tests.cases import against_float64
+from tests.cases.against_float64 import hidden_states
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_config, start
@@ -25,43 +27,17 @@ YARN = {
 }  # fmt: skip
 
 
-def hidden_states(config, rows=SEQUENCE, batch=1):
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(rows, batch, config.hidden_size, generator=generator, dtype=torch.float64)
-    return x.to(start()).requires_grad_()
+def compare(config, *, mode, loss, batch=1, seq_lengths=None, rows=SEQUENCE):
+    """Compare a layer with the reference."""
 
+    def reference(weights, x):
+        return dsa_float64.attention_layer(
+            weights, x, dsa_shape(config), mode=mode, loss=loss, seq_lengths=seq_lengths
+        )
 
-def compare(config, *, mode, loss, batch=1, packed_seq_params=None, seq_lengths=None, rows=None):
-    """Run module and reference with the same weights; check outputs and every gradient."""
-    module = attention_module(config).train()
-    x = hidden_states(config, rows or SEQUENCE, batch)
-    out, bias = module(x, None, packed_seq_params=packed_seq_params)
-    assert bias is None
-    params = {
-        name: parameter.detach().cpu().clone().requires_grad_()
-        for name, parameter in module.named_parameters()
-    }
-    x64 = x.detach().cpu().clone().requires_grad_()
-    result = dsa_float64.attention_layer(
-        params, x64, dsa_shape(config), mode=mode, loss=loss, seq_lengths=seq_lengths
+    return against_float64.compare(
+        config, reference, TOLERANCE, loss=loss, tokens=rows, batch=batch, lengths=seq_lengths
     )
-    assert relative_error(out, result.out) < TOLERANCE
-    generator = torch.Generator().manual_seed(12)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    out.backward(grad.to(out.device))
-    objective = (result.out * grad).sum()
-    if loss is not None:
-        objective = objective + config.dsa_indexer_loss_coeff * result.loss
-    objective.backward()
-    assert relative_error(x.grad, x64.grad) < TOLERANCE
-    for name, parameter in module.named_parameters():
-        expected = params[name].grad
-        if expected is None:
-            assert parameter.grad is None, name
-            continue
-        assert relative_error(parameter.grad, expected) < TOLERANCE, name
-        assert expected.norm() > 0, name
-    return module, result
 
 
 CASES = {
@@ -116,7 +92,6 @@ def test_packed_sequences_do_not_see_each_other(stage):
         config,
         mode="sparse" if stage == "sparse" else "dense",
         loss="sparse" if stage == "sparse" else "dense",
-        packed_seq_params=packed(*lengths),
         seq_lengths=lengths,
         rows=sum(lengths),
     )
@@ -159,7 +134,7 @@ def test_everything_selected_equals_dense_attention():
     with torch.no_grad():
         for name, parameter in dense.named_parameters():
             parameter.copy_(own[name])
-    x = hidden_states(sparse.config, batch=2)
+    x = hidden_states(sparse.config, SEQUENCE, batch=2)
     results = []
     for module in (sparse, dense):
         x.grad = None
@@ -185,7 +160,7 @@ def test_equals_megatrons_own_mla():
         assert set(own) == {name for name, _ in theirs.named_parameters()}
         for name, parameter in theirs.named_parameters():
             parameter.copy_(own[name])
-    x = hidden_states(config).detach().float().requires_grad_()
+    x = hidden_states(config, SEQUENCE).detach().float().requires_grad_()
     grads = []
     for module in (ours, theirs):
         x.grad = None
@@ -200,7 +175,7 @@ def test_equals_megatrons_own_mla():
 
 def test_evaluation_computes_no_loss():
     module = attention_module(small_config()).eval()
-    x = hidden_states(module.config)
+    x = hidden_states(module.config, SEQUENCE)
     reset_report()
     with torch.no_grad():
         module(x, None)
@@ -227,7 +202,7 @@ def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, ev
     # The torch forward returns the teacher in evaluation passes.
     assert ("sparse_attention_probabilities" in calls) == (not gives)
     reset_report()
-    out, _ = module(hidden_states(module.config), None)
+    out, _ = module(hidden_states(module.config, SEQUENCE), None)
     out.square().sum().backward()
     ran = report()
     assert ran["sparse_attention_backward"] == {"made_up": 1}

@@ -1,7 +1,5 @@
 """Hyper-connections around a transformer layer: dtypes, what is called and kept, recompute."""
 
-import dataclasses
-
 import pytest
 import torch
 from megatron.core.transformer.module import Float16Module
@@ -9,7 +7,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.v4.hyper_connections import StreamsHead, StreamsNorm
-from megatron_dsa.ops.dispatch import Operation
+from tests.cases.calls import recorded_calls
 from tests.host import small_config, small_csa_config, start
 
 TOKENS, BATCH = 24, 2
@@ -94,23 +92,16 @@ def test_nothing_is_held_after_a_write():
     assert layer.self_attn_bda.read is None and layer.mlp_bda.read is None
 
 
-def test_calls_are_those_declared(monkeypatch):
+def test_calls_are_those_declared():
     """Start-up, info and the planner read the declaration."""
     from megatron_dsa.layers.required_ops import stream_ops
 
     config = config_of()
     layer = layer_of(config)
     head = StreamsHead(config=config, hidden_size=32, eps=config.layernorm_epsilon)
-    calls, original = [], Operation.run
-
-    def record(operation, call, *arguments, **settings):
-        calls.append((operation.name, dataclasses.replace(call, packed=False)))
-        return original(operation, call, *arguments, **settings)
-
-    monkeypatch.setattr(Operation, "run", record)
-    out, _ = layer(streams_like(config), attention_mask=None)
-    head(out)
-    got = [call for call in calls if call[0].startswith("hyper_connection")]
+    with recorded_calls("hyper_connection") as got:
+        out, _ = layer(streams_like(config), attention_mask=None)
+        head(out)
     declared = [(op.operation, op.call) for op in stream_ops(config)]
     end = [(op.operation, op.call) for op in stream_ops(config, head=True)]
     assert got == 2 * declared + end

@@ -1,19 +1,32 @@
-"""Masked dense attention in a layer equals sparse attention: outputs, losses, all gradients."""
+"""Masked dense attention in a layer equals the way it replaces: outputs, losses, all gradients.
+
+It stands in for sparse attention to selected keys, and in dense stages for attention to all visible
+keys, where its operations are fused.
+"""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
-from megatron_dsa.ops.dispatch import report
+from megatron_dsa.layers.from_megatron import forget_layouts
+from megatron_dsa.ops.dispatch import report, reset_report
+from megatron_dsa.ops.masked_attention.api import MOST_KEPT
+from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
+from tests.cases.calls import delayed_linears
 from tests.cases.layouts import shuffled
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import forward, gpt
 from tests.cases.steps import RECOMPUTED, STEPS, TOKENS, Step, check_same, selective, train
 from tests.helpers import relative_error
-from tests.host import attention_module, hidden_like, small_config, start
+from tests.host import attention_module, hidden_like, packed, small_config, start
+
+#: Those of stages that attend to all visible keys.
+OPERATIONS = (VISIBLE_BITS, FORWARD, BACKWARD)
+DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
 
 
 @pytest.fixture(autouse=True)
@@ -24,66 +37,149 @@ def log():
     forget_log()
 
 
-def step(attention, case=Step(), **changes):
-    """Return what :func:`train` does for a layer with an attention to selected keys."""
-    options = DSAOptions(selected_attention=attention)
-    module = attention_module(small_config(options=options, **case.changes | changes)).train()
-    found = train(module, case)
-    ran = report()
-    assert f"{attention}_attention_backward" in ran
-    assert not any(name.startswith(OTHER[attention]) for name in ran)
-    return found
+@pytest.fixture
+def layer(request):
+    """Function that builds a layer which attends masked, or the other way, in a stage."""
+
+    fuse = functools.cache(lambda: request.getfixturevalue("fused")())
+
+    def build(masked, stage="sparse", evaluate=False, freeze=False, **changes):
+        if stage == "sparse":
+            attention = "masked" if masked else "sparse"
+            options = {"selected_attention": attention}
+        else:
+            fuse()
+            forget_layouts()
+            named = () if masked else (("dense_attention", "torch"),)
+            options = {"freeze_main": freeze, "sequence_length": TOKENS, "named": named}
+            changes = DENSE_LOSS | changes
+        options = DSAOptions(stage=stage, evaluate_indexer=evaluate, **options)
+        module = attention_module(small_config(options=options, **changes)).train()
+        assert stage == "sparse" or module.choice.masked == masked
+        return module
+
+    return build
 
 
-OTHER = {"masked": "sparse_attention", "sparse": "masked_attention"}
-DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
-CASES = (
-    STEPS
-    | {
-        "frozen indexer": Step(changes={"dsa_indexer_loss_coeff": 0.0}),
-        "dense loss": Step(changes=DENSE_LOSS),
-        "dense loss, two sequences": Step(batch=2, changes=DENSE_LOSS),
-    }
-    | {
-        f"recompute {' '.join(modules)}, {'sparse' if sparse else 'dense'} loss": Step(
-            changes=selective(modules) | {"dsa_indexer_use_sparse_loss": sparse}
-        )
-        for modules in RECOMPUTED
-        for sparse in (True, False)
-    }
-)
+@pytest.fixture
+def steps(layer):
+    """Function that returns what :func:`train` does, and what ran, masked and the other way."""
+
+    def run(stage, case=Step(), **changes):
+        for masked in (True, False):
+            found = train(layer(masked, stage, **case.changes | changes), case)
+            ran = set(report())
+            assert ("masked_attention_backward" in ran) == masked
+            other = "sparse_attention_backward" if stage == "sparse" else "dense_attention"
+            assert (other in ran) != masked
+            if stage != "sparse":
+                ours = {operation.name for operation in OPERATIONS}
+                assert ours <= ran if masked else not ours & ran
+            assert not masked or not any(name.startswith("sparse_attention") for name in ran)
+            yield found
+
+    return run
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equals_sparse_attention(case):
-    got, want = (step(attention, CASES[case]) for attention in ("masked", "sparse"))
+RECOMPUTES = {f"recompute {' '.join(names)}": selective(names) for names in RECOMPUTED}
+CASES = STEPS | {name: Step(changes=changes) for name, changes in RECOMPUTES.items()}
+SELECTING = {
+    "frozen indexer": Step(changes={"dsa_indexer_loss_coeff": 0.0}),
+    "dense loss": Step(changes=DENSE_LOSS),
+    "dense loss, two sequences": Step(batch=2, changes=DENSE_LOSS),
+} | {
+    f"{name}, dense loss": Step(changes=changes | DENSE_LOSS)
+    for name, changes in RECOMPUTES.items()
+}
+DENSE = {"more than a group of keys": Step(lengths=(100, 1, 190))}
+
+
+@pytest.mark.parametrize("case", CASES | SELECTING)
+def test_equals_sparse_attention(case, steps):
+    got, want = steps("sparse", (CASES | SELECTING)[case])
     check_same(got, want)
     names = {name for name, _ in want[1]}
     assert {"dsa attention mass captured", "dsa query overlap"} <= names
     assert ("indexer loss" in names) == (case != "frozen indexer")
 
 
-def test_equals_sparse_attention_in_fp32():
-    got, want = (step(attention, dtype=torch.float32) for attention in ("masked", "sparse"))
-    check_same(got, want, 1e-5)
+@pytest.mark.parametrize("stage", ["dense", "warmup"])
+@pytest.mark.parametrize("case", CASES | DENSE)
+def test_equals_dense_attention(case, stage, steps):
+    got, want = steps(stage, (CASES | DENSE)[case])
+    check_same(got, want)
+    assert (("indexer loss", 0) in want[1]) == (stage == "warmup")
 
 
-@pytest.mark.parametrize("sparse_loss", [True, False])
-@pytest.mark.parametrize("coefficient", [0.7, 0.0])
-def test_evaluation_equals_that_of_sparse_attention(sparse_loss, coefficient):
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_equals_the_other_way_in_fp32(stage, steps):
+    check_same(*steps(stage, dtype=torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("sparse", {}),
+        ("sparse", DENSE_LOSS),
+        ("sparse", {"dsa_indexer_loss_coeff": 0.0}),
+        ("sparse", DENSE_LOSS | {"dsa_indexer_loss_coeff": 0.0}),
+        ("warmup", {}),
+    ],
+)
+def test_evaluation_equals_that_of_the_other_way(stage, changes, layer):
     found = []
-    for attention in ("masked", "sparse"):
-        options = DSAOptions(selected_attention=attention, evaluate_indexer=True)
-        config = small_config(
-            options=options, dsa_indexer_use_sparse_loss=sparse_loss,
-            dsa_indexer_loss_coeff=coefficient,
-        )  # fmt: skip
-        module = attention_module(config).eval()
+    for masked in (True, False):
+        module = layer(masked, stage, evaluate=True, freeze=True, **changes).eval()
         with torch.no_grad():
             out, _ = module(hidden_like(module, TOKENS), None)
         found.append(({"out": out}, logged()))
     check_same(*found)
     assert len(found[0][1]) == 1  # the loss
+
+
+@pytest.mark.parametrize(
+    ("masked", "stage"), [(True, "sparse"), (False, "sparse"), (True, "dense")]
+)
+def test_delayed_weight_gradients_are_those_of_the_up_projection(masked, stage, layer):
+    """The up projection of keys runs as a linear here, and enters sparse attention as a weight."""
+    called = delayed_linears(layer(masked, stage))
+    assert ("linear_kv_up_proj" in called) == masked
+
+
+# Dense stages
+
+
+def test_a_frozen_model_has_no_backward(layer):
+    """Only the indexer is trained, by a loss whose gradients are formed in the forward."""
+    module = layer(True, "warmup", freeze=True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("indexer" in name)
+    reset_report()
+    module(hidden_like(module, TOKENS).detach(), None)[0].sum().backward()
+    assert "masked_attention_forward" in report()
+    assert "masked_attention_backward" not in report()
+    grads = [p.grad for p in module.parameters() if p.requires_grad]
+    assert grads and all(grad is not None and grad.norm() > 0 for grad in grads)
+
+
+def test_layers_share_the_bits(layer):
+    """Two layers form them once per batch."""
+    modules = [layer(True, "dense") for _ in range(2)]
+    packing = packed(30, 34)
+    reset_report()
+    for module in modules:
+        module(hidden_like(module, TOKENS), None, packed_seq_params=packing)
+    assert sum(report()["visible_bits"].values()) == 1
+    assert sum(report()["masked_attention_forward"].values()) == 2
+
+
+def test_long_batches_stay_with_dense_attention(fused):
+    fused()
+    options = DSAOptions(stage="dense", sequence_length=MOST_KEPT + 1)
+    assert not attention_module(small_config(options=options)).choice.masked
+
+
+# Selected keys
 
 
 def model_step(attention, replayed=None, **changes):
@@ -122,18 +218,6 @@ def test_replayed_keys():
             positions[:1, 0] = 0  # the first token sees itself
     got, want = (model_step(attention, given)[0] for attention in ("masked", "sparse"))
     check_same(got, want)
-
-
-def test_delayed_weight_gradients_are_those_of_the_up_projection():
-    """The up projection of keys runs as a linear here, and enters sparse attention as a weight."""
-    for attention in ("masked", "sparse"):
-        options = DSAOptions(selected_attention=attention)
-        module, called = attention_module(small_config(options=options)).train(), []
-        for name, child in module.named_modules():
-            if name.split(".")[-1].startswith("linear"):
-                child.backward_dw = lambda name=name, called=called: called.append(name)
-        module.backward_dw()
-        assert ("linear_kv_up_proj" in called) == (attention == "masked")
 
 
 def test_captured_mass_is_that_of_the_absorbed_form():

@@ -2,19 +2,11 @@
 
 import pytest
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from tests.cases.models import VOCABULARY, gpt
 from tests.helpers import relative_error
 from tests.host import packed as packed_documents
 from tests.host import small_config, small_csa_config, start
-
-
-@pytest.fixture(autouse=True)
-def no_logged_losses():
-    """Megatron's log has room for as many layers of prediction as the first model."""
-    MTPLossLoggingHelper.tracker.clear()
-
 
 SWIGLU = {
     "gated_linear_unit": True,

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.config.presets import preset
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers import dsa_indexer
 from megatron_dsa.layers.dsa_indexer import DSAIndexer
@@ -14,7 +13,7 @@ from megatron_dsa.layers.linears import uses_plain_weight
 from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, LatentQueries
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error
-from tests.host import attention_module, hidden_like, small_config
+from tests.host import attention_module, hidden_like, small_config, v32_config
 
 RECOMPUTE = {
     "none": {},
@@ -204,13 +203,7 @@ def test_a_quantised_linear_is_called(fp8, params, plain):
 def test_steps_of_v3_2_are_those_of_queries_that_are_kept(attention, kinds, monkeypatch):
     """In bf16, by the kernels that this GPU has: sums of blocks are in another order."""
     options = DSAOptions(selected_attention=attention, health_tokens=0, sequence_length=4096)
-    config = preset(
-        "deepseek-v3.2", dsa=options, num_layers=2, num_attention_heads=16, hidden_size=1024,
-        ffn_hidden_size=1024, num_moe_experts=None, moe_layer_freq=1, transformer_impl="local",
-        params_dtype=torch.bfloat16, bf16=True, dsa_indexer_loss_coeff=0.01,
-        dsa_indexer_use_sparse_loss=True, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, bias_dropout_fusion=False,
-    )  # fmt: skip
+    config = v32_config(options)
     found = step(attention_module(config).train(), 4096)
     monkeypatch.setattr(dsa_indexer, "can_read_weight", lambda *_: False)
     expected = step(attention_module(config).train(), 4096)

@@ -1,13 +1,11 @@
 """The declaration of a layer's operations against the calls of real steps."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from megatron_dsa.layers.from_megatron import forget_layouts
-from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BITS
+from tests.cases.calls import of_any_batch, recorded_calls
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 #: Fields of the small configurations that are no part of a model's structure.
@@ -82,29 +80,9 @@ def layers_of(name: str, setting: str):
         yield attention_module(small_csa_config(ratio, **settings))
 
 
-def without(call, *fields):
-    """A call without what depends on the batch."""
-    plain = {"packed": False, "topk": None}
-    return dataclasses.replace(call, **{name: plain[name] for name in fields})
-
-
-def recorded(monkeypatch, run):
-    """Return the pairs ``(operation, call)`` that ``run()`` makes."""
-    calls, original = [], Operation.run
-
-    def record(operation, call, *arguments, **settings):
-        calls.append((operation.name, call))
-        return original(operation, call, *arguments, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Operation, "run", record)
-        run()
-    return {(name, without(call, "packed", "topk")) for name, call in calls}
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"])
-def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
+def test_what_runs_is_what_is_declared(name, setting, add):
     start()
     from megatron_dsa.layers.required_ops import called_ops
 
@@ -132,13 +110,12 @@ def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
             with torch.no_grad():
                 module(hidden_like(module, 140), None)
 
-        ran = recorded(monkeypatch, step)
-        if core.options.evaluate_indexer:
-            ran |= recorded(monkeypatch, evaluation)
-        declared = {
-            (operation, without(call, "packed", "topk"))
-            for operation, call in called_ops(core.required_ops(), core.options.policy)
-        }
+        with recorded_calls() as calls:
+            step()
+            if core.options.evaluate_indexer:
+                evaluation()
+        ran = of_any_batch(calls)
+        declared = of_any_batch(called_ops(core.required_ops(), core.options.policy))
         place = f"{name}, {setting}, ratio {getattr(core, 'ratio', None)}"
         assert not ran - declared, f"{place}: not declared"
         assert not declared - ran, f"{place}: not called"

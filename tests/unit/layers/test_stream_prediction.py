@@ -1,12 +1,11 @@
 """Multi-token prediction on streams: a whole small V4 against float64, and its parts."""
 
-import dataclasses
-
 import pytest
 import torch
 
+from tests.cases.calls import recorded_calls
 from tests.helpers import relative_error
-from tests.host import small_config, small_csa_config, start
+from tests.host import packed, small_csa_config, start
 from tests.reference import streams_float64
 from tests.reference.csa_float64 import Shape
 
@@ -100,7 +99,7 @@ def expected(model, ids, labels, masks):
     return main, predicted, dict(zip(params, grads, strict=True))
 
 
-def step(model, ids, labels, mask, packed=None):
+def step(model, ids, labels, mask, packing=None):
     """Losses and gradients of one step of the model, and the tracked losses of prediction."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -108,7 +107,7 @@ def step(model, ids, labels, mask, packed=None):
     model.zero_grad()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     loss = model(
-        ids, positions, None, labels=labels, loss_mask=mask, packed_seq_params=packed
+        ids, positions, None, labels=labels, loss_mask=mask, packed_seq_params=packing
     )  # fmt: skip
     ((loss * mask).sum() / loss.numel()).backward()
     tracked = MTPLossLoggingHelper.tracker.get("loss_values")
@@ -151,18 +150,11 @@ def test_model_against_the_reference(layers, recomputed):
 
 def test_packed_sequences_are_predicted_apart():
     """One shorter than a group, and one shorter than the window."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     lengths = [25, 3, 40, 12]
     model = model_of(config_of(2))
     ids, labels, mask = (row.reshape(1, -1) for row in batch_of())
-    offsets = torch.tensor([0, *lengths], device=ids.device).cumsum(0, dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-    )  # fmt: skip
     rows = [list(x[0].split(lengths)) for x in (ids, labels, mask)]
-    compare(step(model, ids, labels, mask, packed), expected(model, *rows), 1e-9)
+    compare(step(model, ids, labels, mask, packed(*lengths)), expected(model, *rows), 1e-9)
 
 
 def test_repeated_layer():
@@ -221,20 +213,13 @@ def test_names_dtypes_and_marks():
         assert name not in own or parameter.sequence_parallel
 
 
-def test_calls_are_those_declared(monkeypatch):
+def test_calls_are_those_declared():
     """Of every layer for its streams, and of a head before every use of the output layer."""
     from megatron_dsa.layers.required_ops import stream_ops
-    from megatron_dsa.ops.dispatch import Operation
 
-    model, calls, original = model_of(config_of(2)), [], Operation.run
-
-    def record(operation, call, *arguments, **settings):
-        calls.append((operation.name, dataclasses.replace(call, packed=False)))
-        return original(operation, call, *arguments, **settings)
-
-    monkeypatch.setattr(Operation, "run", record)
-    step(model, *batch_of())
-    got = [call for call in calls if call[0].startswith("hyper_connection")]
+    model = model_of(config_of(2))
+    with recorded_calls("hyper_connection") as got:
+        step(model, *batch_of())
     layer, head = (
         [(op.operation, op.call) for op in stream_ops(model.config, head=head)]
         for head in (False, True)
@@ -280,35 +265,6 @@ def test_blocks_of_other_models_are_megatrons():
     assert type(model_of(config_of()).mtp) is StreamPredictionBlock
     plain = model_of(config_of(hc_mult=1)).mtp
     assert type(plain) is MultiTokenPredictionBlock and hasattr(plain.layers[0], "eh_proj")
-
-
-@pytest.mark.parametrize("recompute", ["nothing", "full"])
-@pytest.mark.parametrize("kind", ["dsa", "csa"])
-def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
-    """In a warmup nothing else has a gradient, in the decoder or in prediction."""
-    from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.layers.freezing import freeze_for_stage
-
-    fields = {"csa_compress_ratios": [4, 0, 4, 4, 4]} | RECOMPUTE[recompute]
-    gradients = []
-    for freeze in (True, False):
-        options = DSAOptions(stage="warmup", freeze_main=freeze)
-        if kind == "csa":
-            config = config_of(2, options=options, **fields)
-        else:
-            config = small_config(
-                options=options, mtp_num_layers=2, hc_mult=4, normalization="RMSNorm",
-                **RECOMPUTE[recompute],
-            )  # fmt: skip
-        model = model_of(config)
-        freeze_for_stage([model])
-        gradients.append(step(model, *batch_of())[2])
-    frozen, trained = gradients
-    learning = {name for name in trained if ".indexer." in name}
-    assert {name for name, gradient in frozen.items() if gradient is not None} == learning
-    assert any(name.startswith("mtp.layers.1.") for name in learning)
-    for name in learning:
-        assert relative_error(frozen[name], trained[name]) < 1e-11, name
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,17 @@
 """Loss scaling, freezing, delayed weight gradients, rotations, synchronisation."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import leaf, relative_error
+from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.layers.freezing import freeze_for_stage
+from tests.cases.calls import delayed_linears
+from tests.cases.models import forward, full, gpt
+from tests.cases.steps import selective
+from tests.helpers import leaf, never_waits, relative_error
 from tests.host import (
     attention_module,
     hidden_like,
@@ -58,12 +65,7 @@ def test_per_token_loss_is_the_sum():
 
 def test_delayed_weight_gradients_include_the_indexer():
     """``backward_dw`` reaches every linear that ran, and no other."""
-    module = attention_module(small_config()).train()
-    called = []
-    for name, child in module.named_modules():
-        if name.rpartition(".")[2].startswith("linear_"):
-            child.backward_dw = lambda name=name: called.append(name)
-    module.backward_dw()
+    called = delayed_linears(attention_module(small_config()).train())
     indexer = "core_attention.indexer."
     assert set(called) == {
         "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj",
@@ -72,61 +74,38 @@ def test_delayed_weight_gradients_include_the_indexer():
     assert len(called) == len(set(called))
 
 
-def test_warmup_freezes_everything_but_the_indexers():
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.layers.freezing import freeze_for_stage
-    from megatron_dsa.specs import dsa_block_spec
-
-    for freeze in (True, False):
-        options = DSAOptions(stage="warmup", freeze_main=freeze)
-        config = small_config(dtype=torch.float32, options=options)
-        model = GPTModel(config, dsa_block_spec(config), 64, 32, position_embedding_type="rope").to(
-            start()
-        )
-        router = torch.nn.Module()
-        router.frozen_expert_bias = False  # as Megatron's routers have it
-        model.router = router
-        freeze_for_stage([model])
-        assert router.frozen_expert_bias == freeze
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        if not freeze:
-            assert trained == {name for name, _ in model.named_parameters()}
-            continue
-        assert len(trained) == 10 and all(".indexer." in name for name in trained)
-        tokens = torch.arange(32, device=start())[None]
-        model.train()(tokens, tokens, None, labels=tokens).mean().backward()
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is not None) == (name in trained), name
+@pytest.mark.parametrize("freeze", [True, False])
+def test_warmup_freezes_everything_but_the_indexers(freeze):
+    options = DSAOptions(stage="warmup", freeze_main=freeze)
+    model = gpt(small_config(dtype=torch.float32, options=options))
+    router = torch.nn.Module()
+    router.frozen_expert_bias = False  # as Megatron's routers have it
+    model.router = router
+    freeze_for_stage([model])
+    assert router.frozen_expert_bias == freeze
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    if not freeze:
+        assert trained == {name for name, _ in model.named_parameters()}
+        return
+    assert len(trained) == 10 and all(".indexer." in name for name in trained)
+    forward(model, 1).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in trained), name
 
 
 @pytest.mark.parametrize("mtp", [None, 1])
 def test_a_frozen_model_has_no_gradient_of_its_logits(mtp):
     """Nothing as wide as the vocabulary is formed in its backward; the losses are as before."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.layers.freezing import freeze_for_stage
-    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
-
-    vocabulary, found, weights = 97, {}, None
+    found = {}
     for freeze in (True, False):
         options = DSAOptions(stage="warmup", freeze_main=freeze)
-        config = small_config(options=options, mtp_num_layers=mtp)
-        model = GPTModel(
-            config, dsa_block_spec(config), vocabulary, 32, position_embedding_type="rope",
-            mtp_block_spec=dsa_mtp_block_spec(config) if mtp else None,
-        ).to(start())  # fmt: skip
-        weights = weights or model.state_dict()
-        model.load_state_dict(weights)
+        # No other size is a multiple of 97.
+        model = gpt(small_config(options=options, mtp_num_layers=mtp), vocabulary=97)
         freeze_for_stage([model])
-        tokens = torch.arange(20, device=start())[None]
-        loss = model.train()(tokens, tokens, None, labels=tokens)
+        loss = forward(model, 1)
         with Sizes() as sizes:
-            loss.mean().backward()
-        wide = [size for size in sizes.found if size % vocabulary == 0]
-        found[freeze] = loss.detach(), wide
+            loss.backward()
+        found[freeze] = loss.detach(), [size for size in sizes.found if size % 97 == 0]
     assert torch.equal(found[True][0], found[False][0])
     assert found[False][1] and not found[True][1]
 
@@ -145,45 +124,44 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
-def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
-    """Also where layers run again; MTP layers learn as well, evaluation leaves nothing."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+RECOMPUTE = {
+    "nothing": {},
+    "selective": selective(("core_attn", "mla_up_proj")),
+    "full": full(1),
+}
+V4 = {"csa_compress_ratios": [4, 0, 4, 4, 4]}
+STREAMS = {"hc_mult": 4, "normalization": "RMSNorm"}
+MODELS = {
+    "dsa": (small_config, {}), "dsa, streams": (small_config, STREAMS),
+    "v4": (functools.partial(small_csa_config, 4), V4),
+    "v4, streams": (functools.partial(small_csa_config, 4), V4 | STREAMS),
+}  # fmt: skip
 
-    from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.layers.freezing import freeze_for_stage
-    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
-    fields = {"num_layers": 3, "mtp_num_layers": 1, "recompute_granularity": recompute}
-    fields |= {
-        None: {}, "selective": {"recompute_modules": ["core_attn", "mla_up_proj"]},
-        "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
-    }[recompute]  # fmt: skip
-    if hybrid:
-        fields["csa_compress_ratios"] = [4, 0, 4, 4]
-    gradients, weights = [], None
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", MODELS)
+def test_indexers_learn_the_same_in_a_frozen_model(name, recompute):
+    """Of decoder and prediction, also where layers run again; evaluation leaves nothing."""
+    make, fields = MODELS[name]
+    gradients = []
     for freeze in (True, False):
         options = DSAOptions(stage="warmup", freeze_main=freeze)
-        fields |= {"dtype": torch.float64, "options": options}
-        config = small_csa_config(4, **fields) if hybrid else small_config(**fields)
-        model = GPTModel(
-            config, dsa_block_spec(config), 64, 32, position_embedding_type="rope",
-            mtp_block_spec=dsa_mtp_block_spec(config),
-        ).to(start())  # fmt: skip
-        weights = weights or model.state_dict()
-        model.load_state_dict(weights)
+        config = make(
+            options=options, num_layers=3, mtp_num_layers=2, **fields, **RECOMPUTE[recompute]
+        )
+        model = gpt(config)
         freeze_for_stage([model])
-        tokens = torch.arange(32, device=start())[None]
         with torch.no_grad():
-            model.eval()(tokens, tokens, None, labels=tokens)
-        out = model.train()(tokens, tokens, None, labels=tokens)
-        out.mean().backward()
-        parameters = dict(model.named_parameters())
-        gradients.append({n: p.grad for n, p in parameters.items() if ".indexer." in n})
-    assert len(gradients[0]) >= 3 * 5
-    for name, gradient in gradients[0].items():
-        assert relative_error(gradient, gradients[1][name]) < 1e-12, name
+            forward(model.eval(), 1)
+        forward(model.train(), 1).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    frozen, trained = gradients
+    learning = {each for each in trained if ".indexer." in each}
+    assert set(frozen) == learning and len(learning) >= 4 * 5
+    assert any(each.startswith("mtp.layers.1.") for each in learning)
+    for each in learning:
+        assert frozen[each].norm() > 0
+        assert relative_error(frozen[each], trained[each]) < 1e-12, each
 
 
 def test_hadamard_is_the_reference_transform():
@@ -259,7 +237,6 @@ def test_health_figures_against_the_full_computation():
 )
 def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sparse_loss, capsys):
     """The same value three ways: from the backward, and from a pass without gradients."""
-    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.metrics.log import EVALUATION, IndexerLog
 
     def recorded():
@@ -305,21 +282,12 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_no_host_synchronisation_in_a_layer(stage, is_packed):
     """Forward and backward of the attention, indexer, loss and figures included."""
-    from megatron_dsa.config.model import DSAOptions
-
     options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
     module = attention_module(small_config(dtype=torch.bfloat16, options=options)).train()
     x = hidden_like(module, 96).bfloat16()
     params = packed(5, 60, 31) if is_packed else None
     torch.use_deterministic_algorithms(False)
-    for attempt in range(2):  # the first call loads kernels and builds tables
-        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
-        try:
-            params = packed(5, 60, 31) if is_packed and not attempt else params
-            out, _ = module(x, None, packed_seq_params=params)
-            out.sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    never_waits(lambda: module(x, None, packed_seq_params=params)[0].sum().backward())
 
 
 def test_key_norm_in_fp32_with_bf16_weights():

@@ -1,14 +1,10 @@
 """Ranks that score rows for each other: equal work, nothing needless sent, the same selection."""
 
-import dataclasses
 import itertools
-import os
-import tempfile
 
 import pytest
 import torch
 
-from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.layers.parallel import balanced_topk as module
@@ -17,10 +13,8 @@ from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.sharding import Sharding
-from tests.cases.layers import DSA, HYBRID
 from tests.host import packed
-from tests.processes import run_ranks
-from tests.ranks import compare, run
+from tests.ranks import spawn
 
 CPU = torch.device("cpu")
 TOTAL = 96
@@ -153,26 +147,12 @@ GRIDS = [
     (2, "contiguous", 2, False),
 ]
 KINDS = list(itertools.product((1, 2), (1, 4)))  # batch, ratio
-WORLD = 4
 
 
-def _worker(rank, store, folder):
-    from megatron_dsa.patches import cpu_host
-
-    if cpu_host.needed():
-        cpu_host.activate()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
-    )
-    results = {}
-    for grid in GRIDS:
-        ranks = _ranks(rank, *grid)
-        for batch, ratio in KINDS if ranks is not None else ():
-            results[grid, batch, ratio] = _selections(ranks, batch, ratio)
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def _select(grid, *_):
+    """Selections of a grid's ranks by batch and ratio; the other processes help to make groups."""
+    ranks = _ranks(torch.distributed.get_rank(), *grid)
+    return ranks and {kind: _selections(ranks, *kind) for kind in KINDS}
 
 
 def _ranks(rank, cp, cp_layout, sp, by_sequence):
@@ -240,15 +220,8 @@ def random_inputs(layout, num_keys):
 
 @pytest.fixture(scope="module")
 def selections(tmp_path_factory):
-    """What every rank selected, by ``(grid, batch, ratio)``."""
-    folder = tmp_path_factory.mktemp("balance")
-    handle, store = tempfile.mkstemp(dir=folder)
-    os.close(handle)
-    os.unlink(store)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        run_ranks(_worker, (store, str(folder)), WORLD)
-    return [torch.load(f"{folder}/{rank}.pt") for rank in range(WORLD)]
+    """What every rank selected, by grid, then ``(batch, ratio)``."""
+    return spawn(_select, {grid: grid for grid in GRIDS}, 4, tmp_path_factory.mktemp("balance"))
 
 
 SELECTIONS = [
@@ -260,7 +233,7 @@ SELECTIONS = [
 
 @pytest.mark.parametrize(("grid", "batch", "ratio"), SELECTIONS)
 def test_the_selection_is_that_of_the_rank_alone(grid, batch, ratio, selections):
-    found = [rank[grid, batch, ratio] for rank in selections[: grid[0] * grid[2]]]
+    found = [rank[grid][batch, ratio] for rank in selections[: grid[0] * grid[2]]]
     mean = sum(one["seen"] for one in found) / len(found)
     for one in found:
         indices, length = one["alone"]
@@ -274,71 +247,3 @@ def test_the_selection_is_that_of_the_rank_alone(grid, batch, ratio, selections)
         assert all(a.equal(b) for a, b in zip(one["engine"], one["engine alone"], strict=True))
         assert not one["engine"][0].equal(indices)
     assert max(one["seen"] for one in found) > 1.1 * mean
-
-
-# Layers
-
-
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-
-
-def layer(kind, cp_layout, tp_mode="auto", batch=1, **changes):
-    """A layer that sees enough keys for rows to be exchanged."""
-    attention = "masked" if kind == "DSA masked" else "auto"
-    options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode, selected_attention=attention)
-    base, arguments, topk = (HYBRID, (4,), 3) if kind == "CSA" else (DSA, (), 12)
-    changes |= {"options": options, "dsa_indexer_topk": topk}
-    return dataclasses.replace(
-        base, arguments=arguments, rows=TOTAL, batch=batch, changes=changes, cp_layout=cp_layout
-    )
-
-
-#: Ranks -> cases, and how often a step exchanges rows.
-STEPS = {
-    (1, 2): {
-        "DSA, two": (layer("DSA", "contiguous", batch=2), 1),
-        "CSA, two": (layer("CSA", "contiguous", batch=2), 1),
-        "DSA recomputed": (layer("DSA", "contiguous", **RECOMPUTED), 2),
-        "CSA recomputed": (layer("CSA", "contiguous", **RECOMPUTED), 2),
-        "DSA zigzag": (layer("DSA", "zigzag"), 0),
-    },
-    (2, 1): {
-        "DSA masked select": (layer("DSA masked", "zigzag", "select"), 1),
-        "DSA masked heads": (layer("DSA masked", "zigzag", "heads"), 0),
-    },
-    (2, 2): {
-        "DSA contiguous rows": (layer("DSA", "contiguous", "sequence"), 1),
-        "CSA contiguous rows": (layer("CSA", "contiguous", "sequence"), 1),
-        "DSA contiguous heads": (layer("DSA", "contiguous", "heads"), 1),
-        "DSA zigzag rows": (layer("DSA", "zigzag", "sequence"), 1),
-        "CSA zigzag rows": (layer("CSA", "zigzag", "sequence"), 1),
-        "CSA zigzag heads": (layer("CSA", "zigzag", "heads"), 0),
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """Results of the cases of some ranks, and of one."""
-
-    def results(cases, tp, cp):
-        return run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
-
-    several = {
-        (tp, cp): results({name: case for name, (case, _) in cases.items()}, tp, cp)
-        for (tp, cp), cases in STEPS.items()
-    }
-    every = {name: case for cases in STEPS.values() for name, (case, _) in cases.items()}
-    return results(every, 1, 1)[0], several
-
-
-@pytest.mark.parametrize(
-    ("tp", "cp", "name"), [(*grid, name) for grid, cases in STEPS.items() for name in cases]
-)
-def test_layers_equal_one_rank(tp, cp, name, steps):
-    case, exchanges = STEPS[tp, cp][name]
-    alone, several = steps[0], steps[1][tp, cp]
-    compare(case, alone[name], [rank[name] for rank in several], tp=tp, cp=cp)
-    expected = {"exchanged": exchanges} if exchanges else None
-    assert all(rank[name]["report"].get("indexer_balance") == expected for rank in several)
-    assert "indexer_balance" not in alone[name]["report"]

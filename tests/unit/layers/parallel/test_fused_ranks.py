@@ -11,7 +11,7 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from tests.cases.layers import DSA, HYBRID
 from tests.helpers import relative_error
-from tests.ranks import build, spawn, summed_gradients
+from tests.ranks import run
 
 V32 = {
     "hidden_size": 512, "num_attention_heads": 32, "q_lora_rank": 256, "kv_lora_rank": 512,
@@ -102,40 +102,12 @@ def case_of(layer, is_packed, mode, backend):
     )  # fmt: skip
 
 
-def _step(case, tp, cp):
-    """Output, gradients and selections of a step; what ran."""
-    from megatron_dsa.layers.core import CoreAttention
-    from megatron_dsa.ops.dispatch import report, reset_report
-
-    module, x, packing = build(case, tp, cp)
-    original, lists = CoreAttention.topk, []
-
-    def recorded(core, inputs, layout, ranks, compressed=None):
-        found = original(core, inputs, layout, ranks, compressed)
-        rows = (layout if compressed is None else compressed.layout).key_rows
-        slots = found[0].long()
-        if rows is not None:
-            slots = torch.where(slots < 0, -1, rows.argsort()[slots.clamp_min(0)])
-        lists.append(slots.sort(1).values)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoreAttention, "topk", recorded)
-        reset_report()
-        out, _ = module(x, None, packed_seq_params=packing)
-        out.square().sum().backward()
-    gradients = summed_gradients(module, tp, cp)
-    return {
-        "out": out.detach(), "dx": x.grad, "lists": lists, "gradients": gradients, "ran": report(),
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, backend):
     """What one rank computes, by layer and packing."""
     every = {name[:2] for ranks in RANKS for name in names_of(*ranks, backend)}
     cases = {name: case_of(*name, "zigzag", backend) for name in sorted(every)}
-    return spawn(_step, cases, 1, tmp_path_factory.mktemp("one"), 1, backend)[0]
+    return run(cases, 1, tmp_path_factory.mktemp("one"), 1, backend)[0]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"tp{ranks[0]}-cp{ranks[1]}")
@@ -143,7 +115,7 @@ def ranks(request, tmp_path_factory, backend):
     """Numbers of ranks, and what each of them computes, by case."""
     tp, cp = request.param
     cases = {name: case_of(*name, backend) for name in names_of(tp, cp, backend)}
-    return tp, cp, spawn(_step, cases, tp, tmp_path_factory.mktemp("two"), cp, backend)
+    return tp, cp, run(cases, tp, tmp_path_factory.mktemp("two"), cp, backend)
 
 
 def test_two_ranks_equal_one(single, ranks, backend):
@@ -162,34 +134,32 @@ def check(name, one, several, tp, cp, backend):
         worst[kind] = max(worst.get(kind, (0.0, "")), (error, what))
         assert error < (indexer_bound if kind == "indexer" else bound), (name, what, error)
 
-    places = case.global_positions(cp)
-    for index, rank in enumerate(several):
-        place = torch.tensor(places[index // tp])
-        own = place.chunk(tp)[index % tp]
+    for index, (tokens, local) in enumerate(case.held_by(tp, cp)):
+        rank = several[index]
         for what in ("out", "dx"):
-            differs(what, what, rank[what], one[what][own])
-        assert len(rank["lists"]) == len(one["lists"])
-        for got, whole in zip(rank["lists"], one["lists"], strict=True):
-            expected = whole[place if len(got) == len(place) else own]
+            differs(what, what, rank[what], one[what][local])
+        for got, whole in zip(rank["slots"], one["slots"], strict=True):
+            expected = whole[tokens if len(got) == len(tokens) else local]
             unlike = share_of_others(got, expected)
-            worst["lists"] = max(worst.get("lists", (0.0, "")), (unlike, ""))
+            worst["slots"] = max(worst.get("slots", (0.0, "")), (unlike, ""))
             assert unlike <= others, (name, unlike)
         for parameter, full in one["gradients"].items():
             expected = case.part(parameter, full, index % tp, tp)
             kind = "indexer" if ".indexer." in f".{parameter}" else "gradients"
             differs(kind, parameter, rank["gradients"][parameter], expected)
     found = "  ".join(f"{kind} {error:.1e} {what}" for kind, (error, what) in worst.items())
-    by_torch = sorted(name for name, ran in several[0]["ran"].items() if "torch" in ran)
+    by_torch = sorted(name for name, ran in several[0]["report"].items() if "torch" in ran)
     print(f"{backend} tp{tp} cp{cp} {name}: {found}; by torch: {' '.join(by_torch)}")
     if tp > 1:
-        assert list(several[0]["ran"]["tensor_parallel_attention"]) == [name[2]]
+        assert list(several[0]["report"]["tensor_parallel_attention"]) == [name[2]]
     if backend == "nccl":
         for operation in FUSED:
-            assert "torch" not in several[0]["ran"].get(operation, {}), (name, operation)
+            assert "torch" not in several[0]["report"].get(operation, {}), (name, operation)
 
 
 def share_of_others(got, expected):
     """Share of the keys of ``expected`` that ``got`` has not, row by row; -1 is no key."""
+    got, expected = got.long(), expected.long()
     selected = torch.zeros(len(got), int(max(got.max(), expected.max())) + 2, dtype=torch.bool)
     selected.scatter_(1, got + 1, True)  # column 0 is no key
     real = expected >= 0

@@ -113,23 +113,20 @@ def run_case(case, tp, cp):
 
 def step(model, config, case, pair):
     from megatron.core import mpu
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from megatron_dsa.ops.layout.sharding import Sharding
     from megatron_dsa.training.data import take_tokens
     from megatron_dsa.training.setup import loss_function
+    from tests import host
 
     ranks = config.context_parallel_size
     sharding = Sharding(cp=ranks, cp_rank=mpu.get_context_parallel_rank(), cp_layout=case.layout)
     offsets = packed = None
     if case.packed:
-        offsets = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-            max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS),
-        )  # fmt: skip
+        packed = host.packed(*LENGTHS)
+        offsets = packed.cu_seqlens_q
 
     def forward(numbers, chunk):
         number = next(numbers)

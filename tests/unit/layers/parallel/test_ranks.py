@@ -17,8 +17,8 @@ GRIDS = {
     (2, 1): ("heads", "sequence", "select"),
     (4, 1): ("select",),
     (2, 2): (
-        "zigzag heads", "zigzag sequence", "contiguous sequence", "zigzag select",
-        "contiguous select",
+        "zigzag heads", "contiguous heads", "zigzag sequence", "contiguous sequence",
+        "zigzag select", "contiguous select",
     ),
 }  # fmt: skip
 
@@ -30,6 +30,10 @@ def names():
 def exists(layer, rows, mode, ranks):
     """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
     words = set(mode.split())
+    if "visible" in layer:
+        return words == {"heads"} and rows != "two"
+    if mode == "contiguous heads":
+        return layer in ("DSA", "CSA") and rows == "one"
     if "select" in words:
         return layer.startswith("DSA masked") and "dense loss" not in layer
     if layer.startswith("DSA masked") and ("sequence" in words or words == {"heads"}):
@@ -84,11 +88,19 @@ def test_ranks_equal_one(tp, cp, mode, layer, rows, single, grid):
     several = [rank[layer, rows, mode] for rank in grid(tp, cp)]
     tolerance = 1e-5 if layer.endswith("fp32") else 1e-12
     compare(case(layer, rows, mode), single[layer, rows], several, tolerance, tp=tp, cp=cp)
+    ran = several[0]["report"]
     if tp > 1:
-        counted = several[0]["report"]["tensor_parallel_attention"]
         divided = "heads" if layer.startswith("dense") else mode.split()[-1]
-        assert list(counted) == [divided]
+        assert list(ran["tensor_parallel_attention"]) == [divided]
+    if "visible" in layer:
+        assert ran["masked_attention_forward"] and "dense_attention" not in ran
     if layer.endswith("blocks"):
-        assert several[0]["report"]["sparse_attention_backward"]["torch"] > 3
-    selects = layer.startswith(("DSA", "CSA")) and "warm-up" not in layer
-    assert len(several[0]["slots"]) == selects * (2 if layer.endswith("recomputed") else 1)
+        assert ran["sparse_attention_backward"]["torch"] > 3
+    calls = layer.startswith(("DSA", "CSA")) and "warm-up" not in layer
+    selections = calls * (2 if layer.endswith("recomputed") else 1)
+    assert len(several[0]["slots"]) == len(single[layer, rows]["slots"]) == selections
+    # Tokens that see more keys on one rank than on another are scored by both.
+    uneven = "contiguous" in mode or mode.endswith(("sequence", "select"))
+    exchanged = {"exchanged": selections} if selections and uneven and rows != "packed" else None
+    assert all(rank["report"].get("indexer_balance") == exchanged for rank in several)
+    assert "indexer_balance" not in single[layer, rows]["report"]

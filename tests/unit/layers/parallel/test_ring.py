@@ -12,9 +12,10 @@ from megatron_dsa.ops.dense_attention.ring import (
     gathered_latent_attention,
     ring_attention,
 )
+from tests import host
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 from tests.helpers import relative_error
-from tests.processes import run_ranks
+from tests.ranks import spawn
 
 CASES = {
     "sbhd": Case(),
@@ -77,40 +78,20 @@ def run_local(case, rows, group, local):
     }
 
 
-def _worker(rank, world, backend, folder, cases):
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    distributed.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
-    )
-    results = {}
-    for name, case in cases.items():
-        mine = case.local_rows(world, rank)
-        local = {n: x if n in WEIGHTS else x[mine] for n, x in case.inputs().items()}
-        local = {n: x.to(device) for n, x in local.items()}
-        rows = case.describe(world, rank, device)
-        results[name] = run_local(case, rows, distributed.group.WORLD, local)
-    torch.save(results, f"{folder}/{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def results_of_ranks(world, backend, folder, cases):
-    """Return what each of ``world`` processes computed for all cases."""
-    arguments = (world, backend, str(folder), cases)
-    run_ranks(_worker, arguments, world)
-    return [torch.load(f"{folder}/{rank}.pt", map_location="cpu") for rank in range(world)]
+def run_rank(case, _tp, world):
+    """Run a case on this rank's rows."""
+    rank, device = distributed.get_rank(), host.start()
+    mine = case.local_rows(world, rank)
+    local = {n: x if n in WEIGHTS else x[mine] for n, x in case.inputs().items()}
+    local = {n: x.to(device) for n, x in local.items()}
+    return run_local(case, case.describe(world, rank, device), distributed.group.WORLD, local)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def results(request, tmp_path_factory):
     """Context-parallel size, and what every rank computed for all cases."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        folder = tmp_path_factory.mktemp("ring")
-        return request.param, results_of_ranks(request.param, "gloo", folder, CASES)
+    world = request.param
+    return world, spawn(run_rank, CASES, 1, tmp_path_factory.mktemp("ring"), world)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,8 +118,6 @@ def check(case, several):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_with_nccl(world, tmp_path):
     """A GPU per rank: the ring runs on NCCL's stream, beside the attention kernels."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs, found {torch.cuda.device_count()}")
     large = {"dtype": torch.bfloat16, "dims": (8, 192, 128, 64, 512)}
     batches = {"sbhd": {"length": 2048, "batch": 2}}
     batches["packed"] = {"real": (2000, 0, 300, 1001), "padded": (2000, 16, 512, 1008), "tail": 16}
@@ -149,7 +128,7 @@ def test_ranks_with_nccl(world, tmp_path):
         for mode in ("ring", "gathered")
         for name, batch in batches.items()
     }
-    several = results_of_ranks(world, "nccl", tmp_path, cases)
+    several = spawn(run_rank, cases, 1, tmp_path, world, "nccl")
     for name, case in cases.items():
         check(case, [rank[name] for rank in several])
 
