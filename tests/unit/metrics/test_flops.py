@@ -163,9 +163,9 @@ def no_pairs(monkeypatch):
         if indexer is None:
             return ()
         if isinstance(indexer.inputs, LatentIndexerInputs):
-            weight, k, weights, latent, *_ = indexer.tensors()
+            weight, k, weights, latent, *_ = indexer.inputs.tensors()
             return QueriesMadeAgain.apply(weight, latent), k, weights
-        return indexer.tensors()
+        return indexer.inputs.tensors()
 
     def sparse(q, kv, _keys, *, v_dim, kv_grad=None, indexer=None, **_settings):
         learns = learning(indexer)

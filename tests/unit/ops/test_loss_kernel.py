@@ -213,8 +213,8 @@ def test_value_alone():
 @needs_kernel
 def test_dispatch():
     """The kernel computes value and gradients in one call, also for a strict policy."""
-    inputs = make(200, 500, 64, 64)
-    layout = bshd_layout(200, 1, torch.device("cuda"))
+    inputs = make(500, 500, 64, 64)
+    layout = bshd_layout(500, 1, torch.device("cuda"))
     policy = Policy(strict=True, named=OURS.named)
     leaves = [getattr(inputs.indexer, n).requires_grad_() for n in ("q", "k", "weights")]
     before = inputs.teacher.clone()
@@ -287,8 +287,8 @@ def test_no_host_synchronisation_and_nothing_compiles_after_the_warm_up():
     reset_report()
     warm_up((("sparse_indexer_loss", describe_index_call(64, 128)),), policy, 0.05)
     assert report() == {}
-    inputs = make(200, 500, 64, 128)
-    layout = bshd_layout(200, 1, torch.device("cuda"))
+    inputs = make(500, 500, 64, 128)
+    layout = bshd_layout(500, 1, torch.device("cuda"))
     inputs.indexer.q.requires_grad_()
     misses = compiled.cache_info().misses
     with no_synchronisation():

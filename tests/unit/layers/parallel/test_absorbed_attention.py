@@ -291,7 +291,7 @@ def test_the_indexer_learns_the_same_in_any_blocks(gives, teacher_bytes, blocks_
     for attend in (call.run, lambda **settings: SimpleNamespace(out=whole(call, **settings))):
         indexer = indexer_of(37, values.append)
         out = attend(indexer=indexer, policy=Policy(workspace_bytes=teacher_bytes)).out
-        found.append(torch.autograd.grad(out, (*call.leaves, *indexer.tensors()), call.dout))
+        found.append(torch.autograd.grad(out, (*call.leaves, *indexer.inputs.tensors()), call.dout))
     for ours, theirs in zip(*found, strict=True):
         assert theirs.norm() > 0
         assert relative_error(ours, theirs) < 1e-12
@@ -305,11 +305,13 @@ def test_an_indexer_alone_is_trained(blocks_of):
     blocks_of(10)
     call = make_call(keys=37)
     trained = indexer_of(37, lambda _: None)
-    expected = torch.autograd.grad(call.run(indexer=trained).out, trained.tensors(), call.dout)
+    expected = torch.autograd.grad(
+        call.run(indexer=trained).out, trained.inputs.tensors(), call.dout
+    )
     for x in call.leaves:
         x.requires_grad_(False)
     call.run(indexer=trained).out.backward(call.dout)
-    for x, reference in zip(trained.tensors(), expected, strict=True):
+    for x, reference in zip(trained.inputs.tensors(), expected, strict=True):
         assert torch.equal(x.grad, reference)
 
 
@@ -582,7 +584,7 @@ def test_fused_kernels_train_the_indexer_in_blocks(heads, blocks_of, hopper):
         layout = bshd_layout(300, 1, torch.device("cuda"))
         indexer = IndexerTraining(inputs, layout, lambda: 0.5, values.append)
         out = call.run(indexer=indexer, in_order=True, policy=OURS).out
-        found.append(torch.autograd.grad(out, (*call.leaves, *indexer.tensors()), call.dout))
+        found.append(torch.autograd.grad(out, (*call.leaves, *indexer.inputs.tensors()), call.dout))
     for one, other in zip(*found, strict=True):
         assert relative_error(one, other) < 5e-3
     assert relative_error(*values) < 1e-3
