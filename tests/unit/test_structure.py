@@ -55,13 +55,25 @@ LATE = {
 }
 
 
+def script(name: str):
+    """Import a file of ``scripts/``."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def structure():
     """The script that prints the figures."""
-    spec = importlib.util.spec_from_file_location("structure", ROOT / "scripts/structure.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("structure")
+
+
+def test_planted_errors_fit_the_code():
+    """Otherwise scripts/planted_errors.py would plant nothing."""
+    for error in script("planted_errors").ERRORS:
+        assert (PACKAGE / error.file).read_text().count(error.right) == 1, error.what
+        assert all((ROOT / "tests" / path.split("::")[0]).exists() for path in error.tests.split())
 
 
 def test_imports_go_down_only(structure):
