@@ -196,6 +196,7 @@ PANELS = (
         "How far the indexer is from the attention that it learns; the band spans the layers.",
         partial(_draw_layers, tag=FIGURES["indexer loss"], yscale="log"),
         "indexer loss (KL, nats)",
+        ticker.StrMethodFormatter("{x:g}"),  # page.py draws no formulas
     ),
     Panel(
         "Attention mass captured",

@@ -225,6 +225,15 @@ def test_only_what_was_logged_is_drawn(runs):
     assert not pyplot.get_fignums()
 
 
+def test_no_axis_prints_a_formula(runs):
+    for panel in PANELS:
+        figure, axis = pyplot.subplots()
+        panel.show(axis, runs)
+        figure.canvas.draw()
+        assert not [label for label in axis.get_yticklabels() if "$" in label.get_text()]
+        pyplot.close(figure)
+
+
 @pytest.mark.parametrize("name", ["$\\frac{$", "a\nb", "name"])
 def test_names_and_texts_that_are_no_markup(name, tmp_path):
     """Formulas in names; texts of event files and titles that are not UTF-8."""
