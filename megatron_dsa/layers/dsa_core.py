@@ -33,6 +33,7 @@ from megatron_dsa.layers.parallel.groups import Ranks, gather_detached
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
+from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.ops.indexer_loss.api import selected_keys_loss
 from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, TrainedIndexer
@@ -174,7 +175,8 @@ class DSACoreAttention(CoreAttention):
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
         """Return the keys to attend to, in the order of their sequence; the sink gets them."""
-        if isinstance(index_inputs, LatentIndexerInputs):
+        recomputed = given is not None and in_backward()  # checked in the forward
+        if isinstance(index_inputs, LatentIndexerInputs) and not recomputed:
             index_inputs = self.checked(index_inputs.with_queries(), layout)
         if given is not None:
             selection = given

@@ -153,6 +153,7 @@ class _BlockLoss:
                 keys = take(inputs.k, inputs.layout, tile.slots)
                 part = self.functions.teacher_lse(q[tile.tokens], keys, here)
                 _join(teacher[:, tile.inside], part)
+                del keys, part  # before the next tile takes memory
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:

@@ -183,9 +183,9 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
         int32, rows of K, others are skipped, ``W`` at most 2048; Length ``[Sq]`` int32, clamped to
         ``[0, W]``; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL per query;
         dQ like Q; dW like Weights; dK ``[Skv, 128]`` fp32 (in the order of
-        :func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
-        order), zeroed by the caller; Units ``[1]`` fp32: how many of dK's integers are one (not
-        read without them). Without ``gradients`` dQ, dW and dK are not touched.
+        ``in_column_order_transposed`` of ``ops/hopper/sums.py``) or int64 if ``fixed_point`` (in
+        column order), zeroed by the caller; Units ``[1]`` fp32: how many of dK's integers are one
+        (not read without them). Without ``gradients`` dQ, dW and dK are not touched.
 
     Raises:
         ValueError: more heads than a tile has.
