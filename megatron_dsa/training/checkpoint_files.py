@@ -167,7 +167,8 @@ def damage_in(error: BaseException) -> str | None:
         or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
     ):
         return None
-    reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
+    silent = "a file ends too early" if isinstance(cause, EOFError) else "it cannot be read"
+    reason = (str(cause).splitlines() or [""])[0] or silent
     return f"{type(cause).__name__}: {reason}"
 
 

@@ -126,7 +126,7 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
      lambda args: args.optimizer not in (*_USUAL, *MUON)),
     (Must("bf16", True, "megatron-core 0.19's layer-wise optimizer fails in the first step "
           f"without; add it, or drop {_DIVIDED}"), f"with {_DIVIDED} and {_OPTIMIZER[5:]}",
-     lambda args: args.optimizer not in _USUAL and getattr(args, _LAYER_WISE)),
+     lambda args: args.optimizer not in _USUAL and getattr(args, _LAYER_WISE, False)),
 )  # fmt: skip
 
 

@@ -286,6 +286,10 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         numbers[name] = value = getattr(config, name)
         yield value is not None, f"{flag_of(name)} is required in --dsa-stage {options.stage}"
+        yield (
+            value is None or type(value) is int,
+            f"{flag_of(name)} must be a whole number, got {value!r}: give one",
+        )
     yield from range_rules(
         numbers
         | {"dsa_indexer_topk_freq": config.dsa_indexer_topk_freq}

@@ -164,6 +164,8 @@ def range_rules(
         flag = name if name.startswith("--") else flag_of(name)
         limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
         for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, str) and flag in table:  # as YAML reads 1e-6
+                yield False, f"{flag} must be a number, got {number!r}: give one"
             if isinstance(number, int | float) and not isinstance(number, bool):
                 yield (
                     limits.holds(number),

@@ -27,6 +27,10 @@ _OF_YARN = (
 
 def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for the sizes of a model, each with its flag."""
+    for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim"):
+        if getattr(config, name) is None:
+            yield False, f"{flag_of(name)} is required: attention is multi-latent"
+            return
     names = _NUMBERS + (_OF_YARN if config.rope_type == "yarn" else ())
     yield from range_rules({name: getattr(config, name) for name in names})
     nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim

@@ -38,11 +38,12 @@ class Must(NamedTuple):
         if values is False:
             return not given, f"{flag} is not supported{case}: {self.why}{drop}"
         if values is None:
-            return given is None, f"{flag} must be unset{case}, got {given!r}: {self.why}{drop}"
+            unset = given is None or given is False
+            return unset, f"{flag} must be unset{case}, got {given!r}: {self.why}{drop}"
         if isinstance(values, Not):
             return given not in values, f"{flag} must not be {given}{case}: {self.why}"
         allowed = values if isinstance(values, tuple) else (values,)
-        wanted = " or ".join(map(str, allowed))
+        wanted = " or ".join("unset" if value is None else str(value) for value in allowed)
         return given in allowed, f"{flag} must be {wanted}{case}, got {given}: {self.why}"
 
 

@@ -99,7 +99,7 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ),
         ({"rope_type": "yarn", "rotary_percent": 0.5}, "--rotary-percent must be 1"),
         ({"use_mup": True, "mup_base_hidden_size": 16}, "--use-mup"),
-        ({"num_query_groups": 2}, "--num-query-groups must be None or 4, got 2"),
+        ({"num_query_groups": 2}, "--num-query-groups must be unset or 4, got 2"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
             "--offload-modules must not name core_attn",

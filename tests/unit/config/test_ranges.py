@@ -9,7 +9,9 @@ import time
 import pytest
 import torch
 
+from megatron_dsa.config.model import validate
 from megatron_dsa.config.options import DSAOptions
+from megatron_dsa.config.presets import preset
 from megatron_dsa.config.rules.ranges import FLAGS
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras import cli
@@ -212,3 +214,21 @@ def test_names_of_a_policy(named, message):
 def test_alpha_of_adapters(alpha):
     with pytest.raises(ConfigError, match="--lora-alpha must be finite and above 0"):
         DSAOptions(lora_rank=4, lora_alpha=alpha, lora_targets=("all-linear",))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dsa_indexer_topk", 2048.5, "--dsa-indexer-topk must be a whole number, got 2048.5"),
+        ("dsa_indexer_n_heads", 64.0, "--dsa-indexer-n-heads must be a whole number, got 64.0"),
+        ("dsa_indexer_topk", "2048", "--dsa-indexer-topk must be a (whole )?number, got '2048'"),
+        ("rotary_base", "1e4", "--rotary-base must be a number, got '1e4'"),
+        ("v_head_dim", None, "--v-head-dim is required"),
+    ],
+)
+def test_values_from_python(name, value, message):
+    """Where no command line gives them their type."""
+    config = preset("deepseek-v3.2", transformer_impl="local", dsa_indexer_loss_coeff=1.0)
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
