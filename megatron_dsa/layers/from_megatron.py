@@ -177,7 +177,7 @@ def require_causal_mask(
     """Refuse masks that are not causal; values on a GPU by a device assertion.
 
     A mask ``[..., q, k]`` is True where a key is hidden, and is read once. ``q`` counts all tokens,
-    or those of the context-parallel rank; ``tokens``: of a sequence, over all ranks. In ``packed``
+    or the context-parallel rank's; ``tokens``: of a sequence, over all ranks. In ``packed``
     batches ``k`` is the length of a sample, which divides ``tokens``.
     """
     # A CUDA graph replays on whatever mask comes next; before its capture the same layer ran.

@@ -64,7 +64,7 @@ def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.T
     Args:
         gathering: from :func:`start_gather`.
         pick: takes from the gradient of all tokens ``[tokens * ranks, D]`` the ones to sum over
-            ``group``, those of one of its ranks after the other. ``None``: all tokens, summed over
+            ``group``, in the order of its ranks. ``None``: all tokens, summed over
             the gathering's group.
         group: see ``pick``.
     """

@@ -39,7 +39,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 def units_for(rows: int, per_row: torch.Tensor) -> torch.Tensor:
     """Return the scale of integers: fp32 ``[1]``, a power of two, without synchronisation.
 
-    ``rows`` rows of at most ``per_row`` each reach 2^61, with room for the roundings of bf16.
+    ``rows`` addends of at most ``per_row`` each reach 2^61, with room for the roundings of bf16.
     """
     exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
     return torch.exp2(exponent).view(1)

@@ -33,7 +33,7 @@ class Sharding:
     """Part of the tokens that a rank holds.
 
     Sequence parallelism cuts the tokens of rank ``cp_rank`` of the context-parallel group into
-    ``sp`` equal parts of neighbouring tokens, of which this is number ``sp_rank``.
+    ``sp`` equal parts of neighbouring tokens; this rank holds part ``sp_rank``.
 
     Raises:
         ConfigError: there is no such rank or ``cp_layout``.

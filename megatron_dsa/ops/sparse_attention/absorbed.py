@@ -12,7 +12,7 @@ With ``group`` a rank attends with all heads. The weights of all ranks are gathe
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,7 +31,12 @@ from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
-from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad, token_blocks
+from megatron_dsa.ops.sparse_attention.api import (
+    Settings,
+    SparseAttentionOutput,
+    require_kv_grad,
+    token_blocks,
+)
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,
     FORWARD,
@@ -40,13 +45,8 @@ from megatron_dsa.ops.sparse_attention.spec import (
     SparseAttentionInputs,
 )
 
-
-class AbsorbedAttentionOutput(NamedTuple):
-    """See :func:`absorbed_attention`."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    p_sum: torch.Tensor | None
+#: Results of :func:`absorbed_attention`.
+AbsorbedAttentionOutput = SparseAttentionOutput
 
 
 @dataclass(frozen=True)

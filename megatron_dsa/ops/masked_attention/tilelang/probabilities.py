@@ -78,7 +78,7 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
 
-    All arguments are contiguous, as of :func:`.forward.build`; of Numbers the lse in base 2 is read
+    All arguments are contiguous, see :func:`.forward.build`; of Numbers the lse in base 2 is read
     (``inf`` for queries without keys and past the last one); Before: selected keys of earlier
     groups; of PSum only entries of selected keys are written.
     """
