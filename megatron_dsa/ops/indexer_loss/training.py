@@ -13,6 +13,12 @@ from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled, scaled_together
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss.api import query_gradient_dtype, selected_keys_loss
+from megatron_dsa.ops.indexer_loss.sample import (
+    QuerySample,
+    draw_start,
+    sample_size,
+    sampled_tokens,
+)
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import rotate_index
@@ -47,16 +53,16 @@ class LatentQueries:
         return self.weight.shape[0] // self.heads
 
     @torch.no_grad()
-    def compute(self, tokens: slice = slice(None)) -> torch.Tensor:
+    def compute(self, tokens: Tokens = slice(None)) -> torch.Tensor:
         """Return the queries ``[tokens, HI, DI]``, the same bits each time, without gradient."""
         product = torch.nn.functional.linear(self.latent[tokens], self.weight)
         return self._rotated(product.view(len(product), self.heads, self.dim), tokens)
 
-    def product_gradient(self, dq: torch.Tensor, tokens: slice) -> torch.Tensor:
+    def product_gradient(self, dq: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Return the gradient ``[tokens, HI * DI]`` of the product, given that of the queries."""
         return self._rotated(dq, tokens, transposed=True).flatten(1)
 
-    def _rotated(self, x: torch.Tensor, tokens: slice, transposed: bool = False) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, tokens: Tokens, transposed: bool = False) -> torch.Tensor:
         return rotate_index(
             x, self.cos[tokens], self.sin[tokens], neighbours=self.neighbours,
             transform=self.transform, rounded=self.rounded, transposed=transposed,
@@ -108,6 +114,8 @@ class LatentIndexerInputs:
         return replace(self, queries=queries, k=k, weights=weights)
 
 
+#: Some query tokens: neighbours, or int64 indices.
+Tokens = slice | torch.Tensor
 #: Inputs that an indexer is trained on.
 TrainedIndexer = IndexerInputs | LatentIndexerInputs
 
@@ -115,7 +123,7 @@ TrainedIndexer = IndexerInputs | LatentIndexerInputs
 class TeacherPart(NamedTuple):
     """Teacher of some query tokens; fields as in :class:`SparseLossInputs`, of local heads only."""
 
-    tokens: slice
+    tokens: Tokens
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
@@ -125,10 +133,16 @@ class TeacherPart(NamedTuple):
         total = len(self.teacher)
         count = max(1, -(-total // longest))
         for some in slices(total, -(-total // count)) if total else [slice(0, 0)]:
-            first = self.tokens.start or 0
-            tokens = slice(first + some.start, first + some.stop)
             length = None if self.topk_length is None else self.topk_length[some]
-            yield TeacherPart(tokens, self.indices[some], length, self.teacher[some])
+            part = _some_of(self.tokens, some)
+            yield TeacherPart(part, self.indices[some], length, self.teacher[some])
+
+
+def _some_of(tokens: Tokens, some: slice) -> Tokens:
+    if isinstance(tokens, torch.Tensor):
+        return tokens[some]
+    first = tokens.start or 0
+    return slice(first + some.start, first + some.stop)
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,8 @@ class IndexerTraining:
         head_group: process group over which heads are sharded; the teacher is summed over it.
         selected_only: the teacher is a softmax over the selected keys only, without window and
             sink of V4's attention.
+        share: of the query tokens in the loss, drawn anew in every backward; loss and gradients are
+            estimates without bias (:mod:`megatron_dsa.ops.indexer_loss.sample`).
     """
 
     inputs: TrainedIndexer
@@ -158,9 +174,21 @@ class IndexerTraining:
     record: Callable[[torch.Tensor], None] = lambda kl_sum: None
     head_group: object | None = None
     selected_only: bool = False
+    share: float = 1.0
+
+    def sample(self, total: int, device: torch.device) -> QuerySample | None:
+        """Draw the query tokens of a loss out of ``total``, ``None`` if all."""
+        size = sample_size(total, self.share)
+        if size is None:
+            return None
+        return sampled_tokens(total, size, draw_start(total, device, self.head_group))
 
     def gradients(
-        self, tensors: Sequence[torch.Tensor], parts: Iterable[TeacherPart], policy: Policy
+        self,
+        tensors: Sequence[torch.Tensor],
+        parts: Iterable[TeacherPart],
+        policy: Policy,
+        sample: QuerySample | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
 
@@ -170,11 +198,14 @@ class IndexerTraining:
             parts: the teacher of all query tokens, part by part. A part is computed after the loss
                 of the one before, and dropped with it.
             policy: which implementations may run.
+            sample: the query tokens of ``parts``, if these are not all.
         """
-        inputs, factor = self.inputs.with_tensors(tensors), self.weight()
+        inputs, factor = self.inputs.with_tensors(tensors), Factor.of(self.weight())
+        if sample is not None:
+            factor = replace(factor, number=factor.number * sample.factor)
         queries: _KeptQueries | _RecomputedQueries
         if isinstance(inputs, IndexerInputs):
-            queries = _KeptQueries(inputs.q)
+            queries = _KeptQueries(inputs.q, sample)
         else:
             queries = _RecomputedQueries(inputs.queries, factor, policy.workspace_bytes // 2)
         dk, value, dweights = None, None, []
@@ -195,9 +226,13 @@ class IndexerTraining:
                 del dq
             del part
         assert dk is not None and value is not None
-        self.record(value)
+        self.record(value if sample is None else value * sample.factor)
         dq, is_scaled = queries.gradient()
-        rest = dk, dweights[0] if len(dweights) == 1 else torch.cat(dweights)
+        of_weights = dweights[0] if len(dweights) == 1 else torch.cat(dweights)
+        if sample is not None:
+            of_all = of_weights.new_zeros(inputs.weights.shape)
+            of_weights = of_all.index_copy_(0, sample.tokens, of_weights)
+        rest = dk, of_weights
         dtypes = [x.dtype for x in tensors[:3]]
         if is_scaled:
             found = dq.to(dtypes[0]), *scaled_together(rest, factor, dtypes[1:], in_place=True)
@@ -232,19 +267,22 @@ def separate_tensors(
 class _KeptQueries:
     """Queries that the forward kept, and their gradient."""
 
-    def __init__(self, q: torch.Tensor):
+    def __init__(self, q: torch.Tensor, sample: QuerySample | None):
         self._q = q
-        self._dq = torch.empty(q.shape, dtype=query_gradient_dtype(q.dtype), device=q.device)
+        new = torch.empty if sample is None else torch.zeros  # of tokens that are not taken
+        self._dq = new(q.shape, dtype=query_gradient_dtype(q.dtype), device=q.device)
 
     def blocks(self, part: TeacherPart) -> Iterator[TeacherPart]:
         yield part
 
-    def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def load(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries of a block, and a buffer that the loss writes their gradient to."""
         return self._q[tokens], self._dq[tokens]
 
-    def add(self, tokens: slice, dq: torch.Tensor) -> None:
+    def add(self, tokens: Tokens, dq: torch.Tensor) -> None:
         """Take up the gradient that was written."""
+        if isinstance(tokens, torch.Tensor):  # of neighbours, it was written in its place
+            self._dq.index_copy_(0, tokens, dq)
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
         """Return the gradient of q (or of its weight), and whether it has the factor."""
@@ -265,11 +303,11 @@ class _RecomputedQueries:
     def blocks(self, part: TeacherPart) -> Iterator[TeacherPart]:
         return part.blocks(self._longest)
 
-    def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def load(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         q = self._queries.compute(tokens)
         return q, torch.empty(q.shape, dtype=self._dtype, device=q.device)
 
-    def add(self, tokens: slice, dq: torch.Tensor) -> None:
+    def add(self, tokens: Tokens, dq: torch.Tensor) -> None:
         x = self._queries
         if dq.dtype != x.weight.dtype:  # it could underflow without the factor
             dq = scaled(dq, self._factor, x.weight.dtype)

@@ -5,7 +5,7 @@ keys that the indexer's loss reads. Ranks that share tokens keep the bits of the
 them again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -140,6 +140,20 @@ class _Settings:
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, width, of_all)
         return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
 
+    def listed_sample(
+        self, inputs: MaskedAttentionInputs, lse, tokens: torch.Tensor, local: int
+    ) -> ListedProbabilities:
+        """Return head sums and keys of some of this rank's ``local`` tokens, by index."""
+        assert self.call.topk is not None
+        of_all, some = tokens, slice(0, len(tokens))
+        if self.group is not None:  # ranks have other tokens, and heads for those of all
+            rank = self.group.rank()
+            of_all = gather_tokens(tokens + rank * local, self.group)
+            some = slice(rank * len(tokens), (rank + 1) * len(tokens))
+        inputs, lse = inputs.of_queries(of_all), lse[of_all]
+        found = PROBABILITIES.run(self.call, self.policy, inputs, lse, self.call.topk, some)
+        return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
+
     def part_size(self, tokens: int) -> int:
         """Return the tokens of a part of the teacher.
 
@@ -190,9 +204,16 @@ class _MaskedAttention(torch.autograd.Function):
 
         def train(indexer: IndexerTraining | None) -> None:
             nonlocal index_grads
-            if indexer is not None and any(ctx.needs_input_grad[6:]):
+            if indexer is None or not any(ctx.needs_input_grad[6:]):
+                return
+            sample = indexer.sample(len(bits), bits.device)
+            parts: Iterable[TeacherPart]
+            if sample is None:
                 parts = s.teachers(inputs, lse, len(bits))
-                index_grads = indexer.gradients(index_tensors, parts, s.policy)
+            else:
+                found = s.listed_sample(inputs, lse, sample.tokens, len(bits))
+                parts = [TeacherPart(sample.tokens, found.indices, found.length, found.p_sum)]
+            index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
 
         # Several parts reuse nothing of the backward, so they run before dq and dkv take memory.
         before = s.part_size(len(bits)) < len(bits)

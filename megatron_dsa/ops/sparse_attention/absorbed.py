@@ -30,7 +30,12 @@ from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter
 from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
-from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import (
+    IndexerTraining,
+    TeacherPart,
+    Tokens,
+    separate_tensors,
+)
 from megatron_dsa.ops.sparse_attention.api import (
     Settings,
     SparseAttentionOutput,
@@ -77,7 +82,7 @@ class _Blocks:
         """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
         return self.q.new_empty(self.longest, heads, dims)
 
-    def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
+    def inputs(self, tokens: Tokens, want_p_sum: bool = False) -> SparseAttentionInputs:
         """Return the inputs of a block; its absorbed queries stay until the next call."""
         q = self.q[tokens]
         padded = self.absorbed[: len(q)]
@@ -134,12 +139,15 @@ class _AbsorbedAttention(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
-        if p.attention.indexer is not None and any(wanted[7:]):
-            policy = p.attention.policy
-            index_grads = p.attention.indexer.gradients(index_tensors, backward.teachers(), policy)
-        else:
+        indexer = p.attention.indexer if any(wanted[7:]) else None
+        sample = None if indexer is None else indexer.sample(len(q), q.device)
+        if indexer is None or sample is not None:
             for tokens in p.blocks:
                 backward.run(tokens)
+        if indexer is not None:
+            parts = backward.teachers() if sample is None else backward.sampled(sample.tokens)
+            policy = p.attention.policy
+            index_grads = indexer.gradients(index_tensors, parts, policy, sample)
         travel, dweights = None, None
         if backward.dweights is not None:
             travel = reduce_scatter_async(backward.dweights, p.group)
@@ -183,6 +191,16 @@ class _Backward:
             of_part = None if length is None else length[tokens]
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
             del teacher  # before the next part takes memory
+
+    def sampled(self, tokens: torch.Tensor) -> Iterator[TeacherPart]:
+        """Yield teachers of some tokens by index, whose gradients are summed already."""
+        blocks = self.blocks
+        for some in slices(len(tokens), blocks.longest):
+            part = tokens[some]
+            inputs = blocks.inputs(part)
+            teacher = self.plan.attention.run(PROBABILITIES, inputs, self.lse[part])
+            yield TeacherPart(part, inputs.indices, inputs.topk_length, teacher)
+            del inputs, teacher  # before the next part takes memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
         """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""

@@ -26,7 +26,12 @@ from megatron_dsa.ops.common.checks import (
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import (
+    IndexerTraining,
+    TeacherPart,
+    Tokens,
+    separate_tensors,
+)
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,
@@ -150,7 +155,12 @@ class _SparseAttention(torch.autograd.Function):
         q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
         dout = (torch.zeros_like(out) if dout is None else dout).contiguous()
         indexer = s.indexer if any(ctx.needs_input_grad[7:]) else None
-        wants_p_sum = indexer is not None and not indexer.selected_only
+        sample = None if indexer is None else indexer.sample(len(q), q.device)
+        # Lists of window and selection exist for a block of neighbours only.
+        alone = indexer is not None and (
+            indexer.selected_only or (sample is not None and s.lists is None)
+        )
+        wants_p_sum = indexer is not None and not alone
         dq = dsink = teacher = None
         dkv: Any = None
         for tokens, listed, count in s.blocks(indices, length):
@@ -170,17 +180,25 @@ class _SparseAttention(torch.autograd.Function):
                 )
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
-            if teacher is None:
-                teacher = _probabilities_among(s, q, kv, indices, length)
-            part = TeacherPart(slice(None), indices, length, teacher)
-            index_grads = indexer.gradients(index_tensors, [part], s.policy)
+            taken: Tokens = slice(None) if sample is None else sample.tokens
+            of_length = None if length is None else length[taken]
+            some = q[taken], indices[taken], of_length
+            if teacher is not None:
+                teacher = teacher[taken]
+            elif indexer.selected_only:
+                teacher = _probabilities_among(s, kv, *some)
+            else:
+                inputs = s.inputs(some[0], kv, sink, *some[1:], True)
+                teacher = s.run(PROBABILITIES, inputs, lse[taken])
+            part = TeacherPart(taken, *some[1:], teacher)
+            index_grads = indexer.gradients(index_tensors, [part], s.policy, sample)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
         return dq, to_kv, to_proxy, dsink, None, None, None, *index_grads
 
 
-def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
+def _probabilities_among(s: Settings, kv, q, indices, length) -> torch.Tensor:
     """Return the head sum of a softmax over selected keys only: no window, no sink."""
     s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False))
     inputs = s.inputs(q, kv, None, indices, length, True)

@@ -1,0 +1,150 @@
+"""The indexer's loss on a share of the query tokens: without bias, in every attention."""
+
+import functools
+
+import pytest
+import torch
+
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    IndexerTraining,
+    absorbed_attention,
+    key_bits,
+    masked_attention,
+    sparse_attention,
+)
+from megatron_dsa.ops.indexer_loss import training
+from megatron_dsa.ops.indexer_loss.sample import (
+    TILE,
+    draw_start,
+    sample_size,
+    sampled_tokens,
+)
+from megatron_dsa.ops.layout.layout import bshd_layout
+from tests import helpers
+
+leaf = functools.partial(helpers.leaf, dtype=torch.float64)
+CPU = torch.device("cpu")
+KEYS, TOPK, HEADS = 150, 9, 3
+
+
+@pytest.mark.parametrize(
+    ("total", "share", "size"),
+    [
+        (8192, 1 / 8, 1024), (8192, 1.0, None), (150, 1.0, None), (150, 1 / 2, 64), (150, 1e-3, 64), (64, 0.5, None),
+        (5, 0.1, None), (0, 0.5, None), (129, 0.99, 128),
+    ],
+)  # fmt: skip
+def test_sizes_are_whole_tiles(total, share, size):
+    assert sample_size(total, share) == size
+
+
+@pytest.mark.parametrize(("total", "size"), [(150, 64), (150, 128), (129, 128), (1000, 512)])
+def test_every_token_is_equally_likely(total, size):
+    counts = torch.zeros(total, dtype=torch.int64)
+    for start in range(total):
+        tokens, factor = sampled_tokens(total, size, torch.tensor(start))
+        assert len(tokens.unique()) == size and factor == total / size
+        counts += torch.bincount(tokens, minlength=total)
+    assert torch.equal(counts, torch.full_like(counts, size))
+
+
+def test_tiles_hold_neighbours():
+    tokens = sampled_tokens(1000, 128, torch.tensor(990)).tokens
+    assert ((tokens.view(2, TILE).diff() % 1000) == 1).all()
+
+
+def test_wrong_size_is_refused():
+    with pytest.raises(ValueError, match="size must be that of sample_size for 150 tokens, got 63"):
+        sampled_tokens(150, 63, torch.tensor(0))
+
+
+def test_starts_follow_the_generator():
+    """What Megatron saves and resumes."""
+    state = torch.get_rng_state()
+    starts = [int(draw_start(1000, CPU)) for _ in range(5)]
+    torch.set_rng_state(state)
+    assert [int(draw_start(1000, CPU)) for _ in range(5)] == starts and len(set(starts)) > 1
+
+
+def lists():
+    indices = torch.full((KEYS, TOPK), -1, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(7)
+    for query in range(KEYS):
+        chosen = torch.randperm(query + 1, generator=generator)[:TOPK].sort().values
+        indices[query, : len(chosen)] = chosen
+    return indices
+
+
+def attentions():
+    """The attention of each kind, as ``name -> (run(indexer), its leaves)``."""
+    q = leaf(KEYS, HEADS, 24, seed=1)
+    kv = leaf(KEYS, 16 + 8, seed=2)
+    weights = leaf(HEADS, 16 + 12, 16, seed=3)
+    wide = leaf(KEYS, HEADS, 24, seed=4)
+    per_head, k_pe = leaf(KEYS, HEADS, 16 + 12, seed=5), leaf(KEYS, 8, seed=6)
+    indices = lists()
+    bits = key_bits(indices, None, KEYS)
+    return {
+        "sparse": (
+            lambda indexer: sparse_attention(
+                wide, kv, indices, softmax_scale=0.3, v_dim=16, indexer=indexer
+            ),
+            (wide, kv),
+        ),
+        "absorbed": (
+            lambda indexer: absorbed_attention(
+                q, kv, weights, indices, softmax_scale=0.3, indexer=indexer
+            ),
+            (q, kv, weights),
+        ),
+        "masked": (
+            lambda indexer: masked_attention(
+                q, per_head, k_pe, bits, softmax_scale=0.3, topk=TOPK, indexer=indexer
+            ),
+            (q, per_head, k_pe),
+        ),
+    }
+
+
+def gradients(name, share, **settings):
+    """Return the loss, the gradients of the indexer, and those of the attention."""
+    run, leaves = attentions()[name]
+    index = leaf(KEYS, 4, 16, seed=11), leaf(KEYS, 16, seed=12), leaf(KEYS, 4, seed=13)
+    losses = []
+    indexer = IndexerTraining(
+        IndexerInputs(*index), bshd_layout(KEYS, 1, CPU), lambda: 0.5, losses.append, share=share,
+        **settings,
+    )  # fmt: skip
+    out = run(indexer).out
+    found = torch.autograd.grad(out, (*index, *leaves), torch.ones_like(out))
+    return [losses[0], *found[:3]], found[3:]
+
+
+@pytest.mark.parametrize("selected_only", [False, True])
+@pytest.mark.parametrize("name", ["sparse", "absorbed", "masked"])
+def test_mean_of_all_starts_is_the_whole_loss(name, selected_only, monkeypatch):
+    """Loss and gradients of the indexer; attention's own gradients do not change."""
+    if selected_only and name != "sparse":
+        pytest.skip("V4's attention only")
+    settings = {"selected_only": selected_only}
+    whole, others = gradients(name, 1.0, **settings)
+    sums = [torch.zeros_like(x) for x in whole]
+    for start in range(KEYS):
+        monkeypatch.setattr(training, "draw_start", lambda *_, start=start: torch.tensor(start))
+        some, same = gradients(name, 0.4, **settings)
+        assert all(map(torch.equal, same, others))
+        for total, x in zip(sums, some, strict=True):
+            total += x
+    for total, want in zip(sums, whole, strict=True):
+        torch.testing.assert_close(total / KEYS, want, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["sparse", "absorbed", "masked"])
+def test_tokens_that_are_not_taken_have_no_gradient(name, monkeypatch):
+    monkeypatch.setattr(training, "draw_start", lambda *_: torch.tensor(70))
+    (_, dq, _, dweights), _ = gradients(name, 0.4)
+    taken = torch.zeros(KEYS, dtype=torch.bool)
+    taken[70 : 70 + TILE] = True
+    for x in (dq.flatten(1), dweights):
+        assert (x[taken] != 0).any(1).all() and not x[~taken].any()
