@@ -135,6 +135,13 @@ class DSAOptions:
         metavar="OPERATION=NAME",
         parse=parse_named,
     )
+    indexer_loss_queries: float = option(
+        1.0,
+        "--dsa-indexer-loss-queries",
+        "Share of the query tokens on which the indexer is trained: tiles of 64, drawn anew for "
+        "every layer and microbatch. Loss and gradients are scaled, and the same in the mean; "
+        "evaluation takes all. 1: all.",
+    )
     csa_teacher: Literal["attention", "compressed"] = option(
         "attention",
         "--dsa-csa-teacher",

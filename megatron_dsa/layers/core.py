@@ -30,6 +30,7 @@ from megatron_dsa.metrics.log import (
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.common.scaling import Factor, Scaled
 from megatron_dsa.ops.dispatch.policy import EXACT
+from megatron_dsa.ops.indexer_loss.sample import QuerySample, draw_sample
 from megatron_dsa.ops.indexer_loss.training import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.api import require_finite_scores
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
@@ -243,7 +244,21 @@ class CoreAttention(MegatronModule):
         def record(kl_sum: torch.Tensor) -> None:
             self._record("indexer loss", kl_sum, coeff, tokens)
 
-        return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
+        return IndexerTraining(
+            inputs, keys, weight, record, self.heads_group(), selected_only,
+            self.options.indexer_loss_queries,
+        )  # fmt: skip
+
+    def draw_sample(self, tokens: Layout) -> QuerySample | None:
+        """Draw the query tokens of a loss over all keys; to be called once per forward pass.
+
+        Both passes of a recomputed layer draw: Megatron gives them the same state of the generator,
+        which only the first one moves on.
+        """
+        if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
+            return None
+        share, device = self.options.indexer_loss_queries, tokens.start.device
+        return draw_sample(tokens.num_queries, share, device, self.heads_group())
 
     def _loss_factor(self, layout: Layout) -> Factor:
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.

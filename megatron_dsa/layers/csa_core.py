@@ -27,6 +27,7 @@ from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.indexer_loss.api import selected_keys_loss
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.halo import halo_of
@@ -144,9 +145,9 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             indexer=training,
             policy=policy,
         )
-        out = result.out
+        out, sample = result.out, self.draw_sample(layout)
         if trains and not self.loss_is_sparse:
-            out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
+            out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink, sample), layout)
         if self.attends_to_selected and inputs is not None and self.measures_selection_now():
             assert keys is not None and lists.selected is not None
             total = torch.logaddexp(result.lse, sink.detach())
@@ -176,7 +177,9 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
 
-    def _dense_loss(self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor) -> torch.Tensor:
+    def _dense_loss(
+        self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor, sample: QuerySample | None = None
+    ) -> torch.Tensor:
         """Return the KL sum over all visible compressed keys.
 
         Window and sink share the teacher's softmax, unless it is of compressed keys only.
@@ -193,7 +196,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         return dense_indexer_loss(
             inputs, q, kv[: keys.count, None], keys.layout,
             softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
-            policy=self.policy,
+            sample=sample, policy=self.policy,
         )  # fmt: skip
 
     def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:

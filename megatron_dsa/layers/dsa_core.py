@@ -207,6 +207,7 @@ class DSACoreAttention(CoreAttention):
 
         Records figures and losses of the log. ``keys``: other fields of :class:`Attended`.
         """
+        sample = self.draw_sample(layout)
         if index_inputs is None:
             return result.out
         attended = Attended(
@@ -215,7 +216,7 @@ class DSACoreAttention(CoreAttention):
         )  # fmt: skip
         out = result.out
         if self.trains_indexer_now() and not self.loss_is_sparse:
-            loss_sum = self._dense_loss(index_inputs, q, attended.keys(), layout)
+            loss_sum = self._dense_loss(index_inputs, q, attended.keys(), layout, sample=sample)
             out = self.attach(out, loss_sum, layout)
         if self.measures_selection_now():
             self.record_health(attended)
@@ -288,18 +289,19 @@ class DSACoreAttention(CoreAttention):
         )
 
     def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
+        sample = self.draw_sample(layout)
         if not self._wants_dense_loss(index_inputs):
             return out
-        loss_sum = self._dense_loss(index_inputs, q, k, layout, lse)
+        loss_sum = self._dense_loss(index_inputs, q, k, layout, lse, sample)
         if self.trains_indexer_now():
             return self.attach(out, loss_sum, layout)
         self.record_evaluation(loss_sum, layout)
         return out
 
-    def _dense_loss(self, index_inputs, q, k, layout, lse=None) -> torch.Tensor:
+    def _dense_loss(self, index_inputs, q, k, layout, lse=None, sample=None) -> torch.Tensor:
         return dense_indexer_loss(
             index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
-            head_group=self.heads_group(), policy=self.policy,
+            head_group=self.heads_group(), sample=sample, policy=self.policy,
         )  # fmt: skip
 
     def _evaluate(self, attended: Attended, length, p_sum) -> torch.Tensor:

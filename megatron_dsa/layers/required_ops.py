@@ -59,6 +59,7 @@ class RequiredOp:
         call: the description of the call on a rank.
         keys: of every query, one kind after the other.
         in_training: training steps call it; else only evaluation passes.
+        share: of the query tokens in training steps.
         unless_from: attention whose teacher makes the call superfluous.
     """
 
@@ -66,6 +67,7 @@ class RequiredOp:
     call: OpCall
     keys: tuple[Keys, ...] = ()
     in_training: bool = True
+    share: float = 1.0
     unless_from: Operation | None = None
 
 
@@ -125,14 +127,14 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         return
     yield from _ropes(calls, heads)
     attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
-    teaches = indexer and indexer_is_trained(config) and loss_is_sparse(config)
+    teaches = indexer and _all_are_taught(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
     backward = replace(attention, teacher=teaches)
     yield RequiredOp("sparse_attention_backward", backward, (selected,))
     if indexer:
         teachers = []
         if loss_is_sparse(config):
-            teachers = _teachers(attention, selected, teaches, options.evaluate_indexer)
+            teachers = _teachers(config, attention, selected)
         yield from _loss(calls, visible, selected, teachers, config.qk_head_dim + rope)
 
 
@@ -163,7 +165,7 @@ def _masked_ops(calls: LayerCalls, indexer: bool, visible: Keys, selected: Keys)
     if loss_is_sparse(config):
         trained = indexer_is_trained(config)
         name = "masked_attention_probabilities"
-        teachers.append(RequiredOp(name, call, (visible,), trained))
+        teachers.append(RequiredOp(name, call, (visible,), trained, _share(config)))
     yield from _loss(calls, visible, selected, teachers, call.qk_dim)
 
 
@@ -197,19 +199,20 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         yield from _selection(calls, visible)
     attention = calls.of(heads, dim, dim, topk=topk, sink=True)
     alone = options.csa_teacher == "compressed"
-    teaches = selects and indexer_is_trained(config) and loss_is_sparse(config) and not alone
+    teaches = selects and _all_are_taught(config) and not alone
     yield RequiredOp("sparse_attention_forward", attention, keys)
     yield RequiredOp("sparse_attention_backward", replace(attention, teacher=teaches), keys)
     if not indexer:
         return
-    trained, evaluated = indexer_is_trained(config), options.evaluate_indexer
+    trained, share = indexer_is_trained(config), _share(config)
     if loss_is_sparse(config) and alone:
         # A softmax over selected keys only is computed again, without window and sink.
         call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
-        again = RequiredOp("sparse_attention_forward", call, (selected,), trained)
-        teachers = [again, _probabilities(call, selected, FORWARD, trained)]
+        again = RequiredOp("sparse_attention_forward", call, (selected,), trained, share)
+        after = replace(again, operation="sparse_attention_probabilities", unless_from=FORWARD)
+        teachers = [again, after]
     elif loss_is_sparse(config):
-        teachers = _teachers(attention, selected, teaches, evaluated)
+        teachers = _teachers(config, attention, selected)
     elif alone:
         teachers = []
     else:
@@ -240,22 +243,27 @@ def _loss(
     yield from teachers
     if not loss_is_sparse(config):
         call = replace(calls.indexer(), teacher_dim=teacher_dim)
-        yield RequiredOp("dense_indexer_loss", call, (visible,), trained)
+        yield RequiredOp("dense_indexer_loss", call, (visible,), trained, _share(config))
         return
     call = calls.indexer(config.dsa_indexer_topk)
-    yield RequiredOp("sparse_indexer_loss", call, (selected,), trained)
+    yield RequiredOp("sparse_indexer_loss", call, (selected,), trained, _share(config))
 
 
-def _teachers(attention: OpCall, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
+def _teachers(config: Any, attention: OpCall, keys: Keys) -> list[RequiredOp]:
     """Return the calls that compute the teacher of a sparse loss where attention does not."""
-    teachers = []
-    if trained:
-        teachers.append(_probabilities(attention, keys, BACKWARD, True))
-    if evaluated:
-        teachers.append(_probabilities(attention, keys, FORWARD, False))
+    name, teachers = "sparse_attention_probabilities", []
+    if indexer_is_trained(config):
+        every = BACKWARD if _all_are_taught(config) else None
+        teachers.append(RequiredOp(name, attention, (keys,), True, _share(config), every))
+    if options_of(config).evaluate_indexer:
+        teachers.append(RequiredOp(name, attention, (keys,), False, unless_from=FORWARD))
     return teachers
 
 
-def _probabilities(call: OpCall, keys: Keys, attention: Operation, in_training: bool) -> RequiredOp:
-    name = "sparse_attention_probabilities"
-    return RequiredOp(name, call, (keys,), in_training, unless_from=attention)
+def _all_are_taught(config: Any) -> bool:
+    """Return whether attention's backward forms the teacher: a sparse loss of all query tokens."""
+    return indexer_is_trained(config) and loss_is_sparse(config) and _share(config) == 1
+
+
+def _share(config: Any) -> float:
+    return options_of(config).indexer_loss_queries

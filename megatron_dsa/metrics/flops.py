@@ -14,6 +14,7 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
   for selected keys (sparse loss) or for all visible ones (dense loss).
 * Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
   sparse attention also needs the attention's own scores of all visible keys: once, forward.
+* A loss on a share of the query tokens counts that share of its products.
 * Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
@@ -174,18 +175,24 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         call, kinds = ops[name].call, ops[name].keys
         parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
-            scored = attended
+            of_all = 0  # scores of all visible keys, those that are attended to among them
             if dense_loss is not None and part == "attention":
-                scored = dense_loss.keys[0]
-            yield Work(part, scored, heads * call.qk_dim)
+                of_all = round(dense_loss.share * heads * call.qk_dim)
+                yield Work(part, dense_loss.keys[0], of_all)
             products = heads * (call.qk_dim + call.v_dim)
-            yield Work(part, attended, heads * call.v_dim, main * products)
+            yield Work(part, attended, products - of_all, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
     # The dense loss forms the scores itself where nothing is selected.
     for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
-        yield Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim)
+        yield _share(op, Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim))
     for op in losses:
-        yield Work("indexer loss", op.keys[0], 0, 2 * op.call.heads * op.call.qk_dim)
+        yield _share(op, Work("indexer loss", op.keys[0], 0, 2 * op.call.heads * op.call.qk_dim))
+
+
+def _share(op: RequiredOp, work: Work) -> Work:
+    """Return the part of ``work`` that its query tokens need."""
+    forward, backward = (round(op.share * x) for x in (work.forward, work.backward))
+    return work._replace(forward=forward, backward=backward)
 
 
 def _mlp_work(config, moe: bool) -> list[Work]:

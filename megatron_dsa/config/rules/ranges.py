@@ -113,6 +113,10 @@ _ROWS: tuple[tuple[Range, str], ...] = (
         "--lr-warmup-fraction --activation-offload-fraction --optimizer-offload-fraction",
     ),
     (Range(0, 1, "it is a share, and 0 would rotate nothing", open=True), "--rotary-percent"),
+    (
+        Range(0, 1, "it is a share, and none would train nothing", open=True),
+        "--dsa-indexer-loss-queries",
+    ),
     (Range(0, 1, "it is a probability"), "--attention-dropout --hidden-dropout"),
     (
         Range(0, 1 - 2**-53, "averages with a factor of 1 never move"),

@@ -19,6 +19,7 @@ from megatron_dsa.ops.common.checks import (
 )
 from megatron_dsa.ops.common.scaling import scaled_together
 from megatron_dsa.ops.dispatch import Policy, on_meta
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.spec import (
     DENSE_LOSS,
     SPARSE_LOSS,
@@ -174,6 +175,7 @@ def dense_indexer_loss(
     other_lse: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     head_group=None,
+    sample: QuerySample | None = None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
     """Sum over query tokens of ``KL(teacher || student)`` over all visible keys.
@@ -191,6 +193,8 @@ def dense_indexer_loss(
         lse: ``[Sq, H]``, log-sum-exp (natural) of the scaled scores over the visible keys, as dense
             attention returns it: spares a pass over the teacher. ``None``: it is computed.
         head_group: process group that shares the heads; the teacher is summed over it.
+        sample: query tokens of which the sum is estimated without bias, of
+            :func:`~megatron_dsa.ops.indexer_loss.sample.draw_sample`; ``None``: all.
         policy: which implementations may run.
 
     Returns:
@@ -214,15 +218,26 @@ def dense_indexer_loss(
     dtype = torch.promote_types(call.dtype, q.dtype)
     call = replace(call, dtype=dtype, teacher_dim=q.shape[2])
     inputs = _without_fp16(inputs)
+    if sample is not None:
+        require(
+            sample.total == len(q),
+            f"sample must be of the {len(q)} query tokens, got one of {sample.total}: draw it with "
+            "this number of tokens",
+        )
+        taken = sample.tokens
+        inputs = IndexerInputs(inputs.q[taken], inputs.k, inputs.weights[taken], inputs.relu)
+        layout, q = sample.layout(layout), q[taken]
+        other_lse, lse = (x if x is None else x[taken] for x in (other_lse, lse))
     arguments = DenseLossInputs(
         inputs.detach(), layout, q.detach(), k.detach(), softmax_scale, head_group,
         policy.workspace_bytes, None if other_lse is None else other_lse.detach(),
         None if lse is None else lse.detach(),
     )  # fmt: skip
-    return _differentiable(
+    value = _differentiable(
         inputs,
         lambda wanted: DENSE_LOSS.run(call, policy, replace(arguments, want_gradients=wanted)),
     )
+    return value if sample is None else value * sample.factor
 
 
 def _check_teacher_keys(q: torch.Tensor, k: TeacherKeys, layout: Layout) -> None:

@@ -1,26 +1,88 @@
 """A random share of the query tokens, on which the indexer's loss is estimated without bias.
 
-The loss is a sum over query tokens. A tile of neighbours is taken at equal distances from a random
-start, and the sum is multiplied by how many tokens stand for each: all tokens are equally likely,
-so the mean over all starts is the loss of all tokens, and likewise its gradients. Tiles are as many
-for every start: shapes are fixed.
+The loss is a sum over query tokens. They are cut into equal parts, and each part gives a tile of
+neighbours, at a random place that is the same in all parts. All tokens are equally likely to be
+taken: the sum over the taken ones, times how many tokens each of them stands for, is the whole loss
+in the mean over all places, and likewise its gradients. The number of tiles is fixed, and with it
+all shapes.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.common.capture import tensor_cache
+from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: Neighbours that are taken together: kernels read the keys of a tile of queries at once.
 TILE = 64
+#: Taken tokens for which one range of visible slots is given to the host.
+_RANGE = 32 * TILE
 
 
-class QuerySample(NamedTuple):
-    """Query tokens of a loss: int64 ``[n]``, all different, and how many each stands for."""
+@dataclass(frozen=True, eq=False)
+class QuerySample:
+    """Query tokens of a loss.
+
+    Attributes:
+        tokens: int64 ``[n]``, all different. Tiles ascend; the last one may go on at token 0.
+        total: tokens that they are taken from.
+    """
 
     tokens: torch.Tensor
-    factor: float
+    total: int
+
+    @property
+    def factor(self) -> float:
+        """Tokens that each of them stands for."""
+        return self.total / len(self.tokens)
+
+    def layout(self, whole: Layout) -> Layout:
+        """Return the layout of these query tokens, with all keys of ``whole``.
+
+        Their positions are on the device: the host knows bounds of what many see together.
+        """
+        tokens = self.tokens
+        return Layout(
+            num_queries=len(tokens),
+            num_keys=whole.num_keys,
+            start=whole.start[tokens],
+            end=whole.end[tokens],
+            position=whole.position[tokens],
+            key_rows=whole.key_rows,
+            real=None if whole.real is None else whole.real[tokens],
+            query_ranges=tuple(self._ranges(whole)),
+            max_length=whole.max_length,
+        )
+
+    def _ranges(self, whole: Layout) -> Iterator[QueryRange]:
+        """Yield ranges of taken tokens with the slots that any token of their parts sees."""
+        tile = min(TILE, self.total)
+        parts = len(self.tokens) // tile
+        for some in slices(len(self.tokens), _RANGE):
+            first = some.start // tile * self.total // parts
+            end = -(-some.stop // tile * self.total // parts) + tile - 1
+            seen = [_seen(whole, first, end)]
+            if end > self.total:
+                seen.append(_seen(whole, 0, end - self.total))
+            low, high = min(lo for lo, _ in seen), max(hi for _, hi in seen)
+            yield QueryRange(some, low, 0, high - low, high, step=0, slack=high - low)
+
+
+def _seen(layout: Layout, first: int, end: int) -> tuple[int, int]:
+    """Return slots that cover what the query tokens ``[first, end)`` see."""
+    low, high = layout.num_keys, 0
+    for query_range in layout.query_ranges:
+        start, step = query_range.tokens.start, query_range.tokens.step
+        begin = max(0, -(-(first - start) // step))
+        stop = min(len(query_range), -(-(end - start) // step))
+        if begin < stop:
+            lo, hi = query_range.slots(begin, stop)
+            low, high = min(low, lo), max(high, hi)
+    return min(low, high), high
 
 
 def sample_size(total: int, share: float) -> int | None:
@@ -30,35 +92,45 @@ def sample_size(total: int, share: float) -> int | None:
     return None if share >= 1 or count >= total else count
 
 
-def sampled_tokens(total: int, size: int, start: torch.Tensor) -> QuerySample:
-    """Return ``size`` of ``total`` tokens, whole tiles; ``start``: int64, from 0 to ``total - 1``.
+def sampled_tokens(total: int, size: int, place: torch.Tensor) -> QuerySample:
+    """Return ``size`` of ``total`` tokens, whole tiles; ``place``: int64, from 0 to ``total - 1``.
 
     Raises:
         ValueError: ``size`` is not one of :func:`sample_size`.
     """
-    if not 0 < size < total or size % min(TILE, total):
+    tile = min(TILE, total)
+    if not 0 < size < total or size % tile:
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
-    return QuerySample((_tiles(total, size, start.device) + start) % total, total / size)
+    parts = size // tile
+    # Part i begins at i * total / parts; all sums of its first token and a place differ.
+    begins, inside = _parts(total, parts, tile, place.device)
+    return QuerySample((((begins + place) // parts + inside) % total).flatten(), total)
 
 
 @tensor_cache(8)
-def _tiles(total: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the sample that starts at 0; tiles are at least their length apart."""
-    tile = min(TILE, total)
-    count = size // tile
-    first = torch.arange(count, device=device) * total // count
-    return (first[:, None] + torch.arange(tile, device=device)).flatten()
+def _parts(total: int, parts: int, tile: int, device: torch.device):
+    begins = torch.arange(parts, device=device)[:, None] * total
+    return begins, torch.arange(tile, device=device)
 
 
-def draw_start(total: int, device: torch.device, group: Any = None) -> torch.Tensor:
-    """Draw a start from torch's generator of the device, whose state Megatron saves and resumes.
+def draw_sample(
+    total: int, share: float, device: torch.device, group: Any = None
+) -> QuerySample | None:
+    """Draw query tokens from torch's generator of the device, which Megatron saves and resumes.
 
     Args:
         total: query tokens.
+        share: of them to take; rounded to whole tiles, at least one.
         device: of the tokens.
         group: process group of ranks that take the same tokens, or ``None``.
+
+    Returns:
+        ``None`` if all tokens are taken.
     """
-    start = torch.randint(total, (), device=device)
+    size = sample_size(total, share)
+    if size is None:
+        return None
+    place = torch.randint(total, (), device=device)
     if group is not None:
-        torch.distributed.broadcast(start, group=group, group_src=0)
-    return start
+        torch.distributed.broadcast(place, group=group, group_src=0)
+    return sampled_tokens(total, size, place)

@@ -13,12 +13,7 @@ from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled, scaled_together
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss.api import query_gradient_dtype, selected_keys_loss
-from megatron_dsa.ops.indexer_loss.sample import (
-    QuerySample,
-    draw_start,
-    sample_size,
-    sampled_tokens,
-)
+from megatron_dsa.ops.indexer_loss.sample import QuerySample, draw_sample
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import rotate_index
@@ -178,10 +173,7 @@ class IndexerTraining:
 
     def sample(self, total: int, device: torch.device) -> QuerySample | None:
         """Draw the query tokens of a loss out of ``total``, ``None`` if all."""
-        size = sample_size(total, self.share)
-        if size is None:
-            return None
-        return sampled_tokens(total, size, draw_start(total, device, self.head_group))
+        return draw_sample(total, self.share, device, self.head_group)
 
     def gradients(
         self,

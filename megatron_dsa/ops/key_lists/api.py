@@ -6,14 +6,14 @@ workspace, in the forward and again in the backward, never stored.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import rows_in_budget
 from megatron_dsa.ops.common.checks import require_tensor
-from megatron_dsa.ops.dispatch import Policy, describe_call
+from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.key_lists.spec import KEY_LISTS, ListInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
@@ -103,18 +103,29 @@ class KeyLists:
 
         Rows of the key buffer, compact, ``-1`` padded.
         """
-        call = describe_call(
-            self.layout.start.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0
-        )
+        call = self._call()
         fused = KEY_LISTS.choose(call, policy).candidate.fused
         bytes_per_token = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
         at_once = rows_in_budget(policy.workspace_bytes, bytes_per_token)
         total = self.layout.num_queries
         for first in range(0, total, at_once):
             tokens = slice(first, min(total, first + at_once))
-            yield tokens, *KEY_LISTS.run(call, policy, self._inputs(tokens))
+            yield tokens, *KEY_LISTS.run(call, policy, self._inputs(tokens, self.width(tokens)))
 
-    def _inputs(self, tokens: slice) -> ListInputs:
+    def of_some(
+        self, tokens: torch.Tensor, selected: torch.Tensor, length, policy: Policy
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``indices`` and ``length`` of query tokens by index, given their selections."""
+        width = selected.shape[1] + min(self.window, self.layout.max_length)
+        inputs = self._inputs(tokens, width)
+        inputs = replace(inputs, selected=selected, selected_length=length)
+        return KEY_LISTS.run(self._call(), policy, inputs)
+
+    def _call(self) -> OpCall:
+        device = self.layout.start.device
+        return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
+
+    def _inputs(self, tokens: slice | torch.Tensor, width: int) -> ListInputs:
         groups = self.compressed if self.selected is None else None
         return ListInputs(
             start=self.layout.start[tokens],
@@ -126,5 +137,5 @@ class KeyLists:
             selected_length=None if self.selected_length is None else self.selected_length[tokens],
             group_start=None if groups is None else groups.layout.start[tokens],
             group_end=None if groups is None else groups.layout.end[tokens],
-            width=self.width(tokens),
+            width=width,
         )

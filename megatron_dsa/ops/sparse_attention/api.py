@@ -6,14 +6,14 @@ Both passes run once; with :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4
 tokens, whose lists are written in the forward and again in the backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, slices
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import (
     FLOATS,
@@ -98,6 +98,20 @@ class Settings:
             lists = replace(self.lists, selected=indices, selected_length=length)
             yield from lists.blocks(self.policy)
 
+    def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
+        """Yield ``some, indices, length`` of the tokens ``taken``, given their selections.
+
+        Lists and head sums of ``some`` take an eighth of the workspace.
+        """
+        width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
+        for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
+            of_some = None if length is None else length[some]
+            if self.lists is None:
+                yield some, indices[some], of_some
+            else:
+                selected = taken[some], indices[some], of_some
+                yield some, *self.lists.of_some(*selected, self.policy)
+
     def teacher_columns(self, p_sum, indices, tokens: slice) -> torch.Tensor:
         """Return the columns of ``p_sum`` that belong to selected keys, without the window."""
         if self.lists is None:
@@ -156,11 +170,7 @@ class _SparseAttention(torch.autograd.Function):
         dout = (torch.zeros_like(out) if dout is None else dout).contiguous()
         indexer = s.indexer if any(ctx.needs_input_grad[7:]) else None
         sample = None if indexer is None else indexer.sample(len(q), q.device)
-        # Lists of window and selection exist for a block of neighbours only.
-        alone = indexer is not None and (
-            indexer.selected_only or (sample is not None and s.lists is None)
-        )
-        wants_p_sum = indexer is not None and not alone
+        wants_p_sum = indexer is not None and sample is None and not indexer.selected_only
         dq = dsink = teacher = None
         dkv: Any = None
         for tokens, listed, count in s.blocks(indices, length):
@@ -180,30 +190,35 @@ class _SparseAttention(torch.autograd.Function):
                 )
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
-            taken: Tokens = slice(None) if sample is None else sample.tokens
-            of_length = None if length is None else length[taken]
-            some = q[taken], indices[taken], of_length
-            if teacher is not None:
-                teacher = teacher[taken]
-            elif indexer.selected_only:
-                teacher = _probabilities_among(s, kv, *some)
-            else:
-                inputs = s.inputs(some[0], kv, sink, *some[1:], True)
-                teacher = s.run(PROBABILITIES, inputs, lse[taken])
-            part = TeacherPart(taken, *some[1:], teacher)
-            index_grads = indexer.gradients(index_tensors, [part], s.policy, sample)
+            parts: Iterable[TeacherPart] = [TeacherPart(slice(None), indices, length, teacher)]
+            if teacher is None:
+                taken = slice(None) if sample is None else sample.tokens
+                parts = _teachers(s, indexer, taken, q, kv, sink, indices, length, lse)
+            index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
         return dq, to_kv, to_proxy, dsink, None, None, None, *index_grads
 
 
-def _probabilities_among(s: Settings, kv, q, indices, length) -> torch.Tensor:
-    """Return the head sum of a softmax over selected keys only: no window, no sink."""
-    s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False))
-    inputs = s.inputs(q, kv, None, indices, length, True)
-    _, lse, p_sum = s.run(FORWARD, inputs)
-    return s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
+def _teachers(
+    s: Settings, indexer: IndexerTraining, taken: Tokens, q, kv, sink, indices, length, lse
+) -> Iterator[TeacherPart]:
+    """Yield teachers of some tokens that the backward has not returned."""
+    q, indices, lse = q[taken], indices[taken], lse[taken]
+    length = None if length is None else length[taken]
+    if indexer.selected_only:  # a softmax without window and sink
+        s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False), lists=None)
+        inputs = s.inputs(q, kv, None, indices, length, True)
+        _, lse, p_sum = s.run(FORWARD, inputs)
+        teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
+        yield TeacherPart(taken, indices, length, teacher)
+        return
+    for some, listed, count in s.sampled_lists(taken, indices, length):
+        inputs = s.inputs(q[some], kv, sink, listed, count, True)
+        teacher = s.teacher_columns(s.run(PROBABILITIES, inputs, lse[some]), indices, some)
+        of_part = None if length is None else length[some]
+        yield TeacherPart(taken[some], indices[some], of_part, teacher)
 
 
 def sparse_attention(

@@ -13,13 +13,7 @@ from megatron_dsa.dsa_kernels import (
     masked_attention,
     sparse_attention,
 )
-from megatron_dsa.ops.indexer_loss import training
-from megatron_dsa.ops.indexer_loss.sample import (
-    TILE,
-    draw_start,
-    sample_size,
-    sampled_tokens,
-)
+from megatron_dsa.ops.indexer_loss.sample import TILE, draw_sample, sample_size, sampled_tokens
 from megatron_dsa.ops.layout.layout import bshd_layout
 from tests import helpers
 
@@ -42,16 +36,16 @@ def test_sizes_are_whole_tiles(total, share, size):
 @pytest.mark.parametrize(("total", "size"), [(150, 64), (150, 128), (129, 128), (1000, 512)])
 def test_every_token_is_equally_likely(total, size):
     counts = torch.zeros(total, dtype=torch.int64)
-    for start in range(total):
-        tokens, factor = sampled_tokens(total, size, torch.tensor(start))
-        assert len(tokens.unique()) == size and factor == total / size
-        counts += torch.bincount(tokens, minlength=total)
+    for place in range(total):
+        sample = sampled_tokens(total, size, torch.tensor(place))
+        assert len(sample.tokens.unique()) == size and sample.factor == total / size
+        counts += torch.bincount(sample.tokens, minlength=total)
     assert torch.equal(counts, torch.full_like(counts, size))
 
 
 def test_tiles_hold_neighbours():
     tokens = sampled_tokens(1000, 128, torch.tensor(990)).tokens
-    assert ((tokens.view(2, TILE).diff() % 1000) == 1).all()
+    assert ((tokens.view(2, TILE).diff() % 1000) == 1).all() and tokens[0] == 495
 
 
 def test_wrong_size_is_refused():
@@ -59,12 +53,13 @@ def test_wrong_size_is_refused():
         sampled_tokens(150, 63, torch.tensor(0))
 
 
-def test_starts_follow_the_generator():
+def test_tiles_follow_the_generator():
     """What Megatron saves and resumes."""
     state = torch.get_rng_state()
-    starts = [int(draw_start(1000, CPU)) for _ in range(5)]
+    starts = [draw_sample(1000, 0.3, CPU).tokens.tolist() for _ in range(5)]
     torch.set_rng_state(state)
-    assert [int(draw_start(1000, CPU)) for _ in range(5)] == starts and len(set(starts)) > 1
+    assert [draw_sample(1000, 0.3, CPU).tokens.tolist() for _ in range(5)] == starts
+    assert starts[0] != starts[1]
 
 
 def lists():
@@ -130,8 +125,8 @@ def test_mean_of_all_starts_is_the_whole_loss(name, selected_only, monkeypatch):
     settings = {"selected_only": selected_only}
     whole, others = gradients(name, 1.0, **settings)
     sums = [torch.zeros_like(x) for x in whole]
-    for start in range(KEYS):
-        monkeypatch.setattr(training, "draw_start", lambda *_, start=start: torch.tensor(start))
+    for place in range(KEYS):
+        monkeypatch.setattr(torch, "randint", lambda *_, place=place, **__: torch.tensor(place))
         some, same = gradients(name, 0.4, **settings)
         assert all(map(torch.equal, same, others))
         for total, x in zip(sums, some, strict=True):
@@ -142,7 +137,7 @@ def test_mean_of_all_starts_is_the_whole_loss(name, selected_only, monkeypatch):
 
 @pytest.mark.parametrize("name", ["sparse", "absorbed", "masked"])
 def test_tokens_that_are_not_taken_have_no_gradient(name, monkeypatch):
-    monkeypatch.setattr(training, "draw_start", lambda *_: torch.tensor(70))
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(70))
     (_, dq, _, dweights), _ = gradients(name, 0.4)
     taken = torch.zeros(KEYS, dtype=torch.bool)
     taken[70 : 70 + TILE] = True
