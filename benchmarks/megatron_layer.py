@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dsa.config.options import DSAOptions
+
 SEED = 0
 
 MODELS = {"v4-flash": "deepseek-v4-flash", "v4-pro": "deepseek-v4-pro"}
@@ -35,7 +37,6 @@ SETTINGS = {
     "gradient_accumulation_fusion": False,
     "params_dtype": torch.bfloat16,
     "bf16": True,
-    "dsa_indexer_loss_coeff": 1.0,
     "dsa_indexer_use_sparse_loss": True,
 }
 _TINY_CSA = {
@@ -83,7 +84,8 @@ class LayerSpec:
         layers: in a chain.
         tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.options.DSAOptions`.
         workspace_mib: budget of torch implementations, and of blocks of absorbed attention.
-        recompute: see :class:`megatron_dsa.config.options.DSAOptions`.
+        recompute, indexer_loss_queries: see :class:`megatron_dsa.config.options.DSAOptions`.
+        coefficient: of the indexer's loss; 0 freezes the indexer.
     """
 
     preset: str
@@ -100,11 +102,13 @@ class LayerSpec:
     tp_mode: str = "auto"
     workspace_mib: int = 256
     recompute: str = "nothing"
+    indexer_loss_queries: float = DSAOptions.indexer_loss_queries
+    coefficient: float = 1.0
 
 
 def layer_config(spec: LayerSpec, **more):
     """Return the configuration of a layer, with fields ``more``; Megatron has to be running."""
-    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
     from megatron_dsa.config.presets import preset
     from megatron_dsa.patches import cpu_host
 
@@ -112,6 +116,7 @@ def layer_config(spec: LayerSpec, **more):
         fused=spec.fused, workspace_bytes=spec.workspace_mib * 2**20, cp_layout=spec.cp_layout,
         tp_mode=spec.tp_mode, selected_attention=spec.selected_attention,
         sequence_length=spec.sequence_length, recompute=spec.recompute,
+        indexer_loss_queries=spec.indexer_loss_queries,
     )  # fmt: skip
     changes = SETTINGS | {
         "use_cpu_initialization": cpu_host.needed(),
@@ -119,6 +124,7 @@ def layer_config(spec: LayerSpec, **more):
         "tensor_model_parallel_size": spec.tp,
         "context_parallel_size": spec.cp,
         "sequence_parallel": spec.tp > 1,
+        "dsa_indexer_loss_coeff": spec.coefficient,
         **more,
     }
     tiny = spec.preset.startswith("tiny")

@@ -64,10 +64,11 @@ CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
 DSA_WAYS = (
-    "ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *rank.WAYS, GRAPH, "bundled",
+    "ours", "all-queries", "frozen", "sparse", "recomputed", "masked", "dense", "ours-dense",
+    *rank.WAYS, GRAPH, "bundled",
 )  # fmt: skip
 DENSE_WAYS = ("dense", "ours-dense")
-CSA_WAYS, CORE_WAYS = ("ours", "torch", GRAPH), ("torch",)
+CSA_WAYS, CORE_WAYS = ("ours", "all-queries", "frozen", "torch", GRAPH), ("torch",)
 #: Heads of a DSA layer of all tensor-parallel ranks together.
 ALL_HEADS = {"v3.2": 128, "tiny": 32}
 RATIOS = (0, 4, 128)

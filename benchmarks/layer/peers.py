@@ -4,6 +4,8 @@
   ``torch``: without fused kernels. ``graph``: the layer of ``ours``, for its step's CUDA graph.
 * ``sparse``, ``masked``: the same, by sparse attention or by masked dense attention as asked for.
   ``recomputed``: sparse attention with ``--dsa-recompute latent_output``.
+* ``all-queries``: ``ours`` with ``--dsa-indexer-loss-queries 1``. ``frozen``: with
+  ``--dsa-indexer-loss-coeff 0``, which trains no indexer.
 * ``bundled``: megatron-core's own DSA layer with its TileLang kernels. Its Hadamard rotation of
   index queries and keys, which changes no score, needs a package; where that is missing it goes
   without.
@@ -55,8 +57,12 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
         if device.type == "cuda":
             require_fused(layer.config, f"{attention}_attention")
         return layer, ""
-    layer = Layer(spec, device)
-    if way in ("ours", GRAPH):
+    losses: dict[str, dict[str, float]] = {
+        "all-queries": {"indexer_loss_queries": 1.0},
+        "frozen": {"coefficient": 0.0},
+    }
+    layer = Layer(dataclasses.replace(spec, **losses.get(way, {})), device)
+    if way in ("ours", GRAPH, *losses):
         return layer, ""
     makers = {"dense": dense_module, "ours-dense": own_dense_module, "bundled": bundled_module}
     module, remark = makers[way](layer.config, device)
