@@ -142,6 +142,13 @@ class DSAOptions:
         "every layer and microbatch. Loss and gradients are scaled, and the same in the mean; "
         "evaluation takes all. 1: all.",
     )
+    indexer_loss_heads: float = option(
+        1.0,
+        "--dsa-indexer-loss-heads",
+        "Share of the heads that teach a query token of --dsa-indexer-loss-queries below 1: 1/2, "
+        "1/4, ..., 1/64. Gradients are the same in the mean; the logged loss is larger. Ranks that "
+        "share the heads exchange no sums of them. 1: all.",
+    )
     csa_teacher: Literal["attention", "compressed"] = option(
         "attention",
         "--dsa-csa-teacher",
@@ -191,6 +198,11 @@ class DSAOptions:
         # Configuration files give lists back, and dispatch looks its choices up by these.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+
+    @property
+    def head_parts(self) -> int:
+        """Groups of heads of which one teaches a query token."""
+        return round(1 / self.indexer_loss_heads)
 
     @property
     def policy(self) -> Policy:

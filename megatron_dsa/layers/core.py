@@ -246,7 +246,7 @@ class CoreAttention(MegatronModule):
 
         return IndexerTraining(
             inputs, keys, weight, record, self.heads_group(), selected_only,
-            self.options.indexer_loss_queries,
+            self.options.indexer_loss_queries, self.options.head_parts,
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
@@ -258,7 +258,8 @@ class CoreAttention(MegatronModule):
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
         share, device = self.options.indexer_loss_queries, tokens.start.device
-        return draw_sample(tokens.num_queries, share, device, self.heads_group())
+        parts = self.options.head_parts
+        return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.

@@ -280,6 +280,38 @@ def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple
         )
 
 
+def _head_share_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
+    share, parts, flag = options.indexer_loss_heads, options.head_parts, "--dsa-indexer-loss-heads"
+    if share == 1:
+        return
+    yield (
+        share * parts == 1 and parts in (2, 4, 8, 16, 32, 64),
+        f"{flag} must be 1 or 1/2, 1/4, ..., 1/64, got {share:g}: a tile of 64 query tokens has "
+        "equally many for each group of heads; give one of these",
+    )
+    yield (
+        options.indexer_loss_queries < 1,
+        f"{flag} below 1 needs --dsa-indexer-loss-queries below 1, got 1: the heads of a query "
+        "token follow from its random position in a tile; drop one or give a share of both",
+    )
+    ranks, heads = config.tensor_model_parallel_size, config.num_attention_heads
+    for what, rest in (
+        (f"divide --num-attention-heads ({heads})", heads % parts),
+        (f"be a multiple of --tensor-model-parallel-size ({ranks})", parts % ranks),
+    ):
+        yield rest == 0, f"1 / {flag} must {what}, got {parts}: ranks and parts have whole heads"
+    yield (
+        (options.stage == "sparse" and config.dsa_indexer_use_sparse_loss) or ranks == 1,
+        f"{flag} must be 1 with a loss over all visible keys and --tensor-model-parallel-size "
+        f"{ranks}: a tile's teacher is summed over all ranks; drop it",
+    )
+    yield (
+        not uses_csa(config),
+        f"{flag} must be 1 with --csa-compress-ratios: the teacher of V4's layers is a ratio of "
+        "sums over all heads, which some heads do not estimate without bias; drop it",
+    )
+
+
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for the indexer's settings."""
     numbers = {}
@@ -312,6 +344,7 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "or pass --no-dsa-indexer-rotate-activation",
     )
     yield from numerics_rules(config, options)
+    yield from _head_share_rules(config, options)
     coefficient, trained = config.dsa_indexer_loss_coeff, options.stage == "warmup"
     yield (
         coefficient if trained else coefficient is not None,

@@ -115,7 +115,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     (Range(0, 1, "it is a share, and 0 would rotate nothing", open=True), "--rotary-percent"),
     (
         Range(0, 1, "it is a share, and none would train nothing", open=True),
-        "--dsa-indexer-loss-queries",
+        "--dsa-indexer-loss-queries --dsa-indexer-loss-heads",
     ),
     (Range(0, 1, "it is a probability"), "--attention-dropout --hidden-dropout"),
     (

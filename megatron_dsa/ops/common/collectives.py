@@ -1,7 +1,8 @@
-"""Asynchronous collectives along dim 0, outside of autograd; nothing is sent on one rank."""
+"""Collectives along dim 0, outside of autograd; nothing is sent on one rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,3 +55,32 @@ def reduce_scatter_async(x: torch.Tensor, group) -> Transfer:
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     work = torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=True)
     return Transfer(part, work)
+
+
+def exchange_parts(
+    tensors: Sequence[torch.Tensor], holders: int, parts: int, group: Any
+) -> list[torch.Tensor]:
+    """Bring head sums of some heads to the ranks whose tokens they are of.
+
+    Args:
+        tensors: ``[parts * holders * n, ...]`` of 32 or 64 bits: tokens of this rank's parts, in
+            each those of every holder.
+        holders: ranks of ``group`` with tokens of their own; 1: all have the same.
+        parts: of the tokens, taught by this rank's heads.
+        group: ranks with different heads.
+
+    Returns:
+        ``[parts of all ranks * n, ...]`` each: this rank's tokens.
+    """
+    sent = torch.cat([x.view(torch.int32).view(len(x), -1) for x in tensors], dim=1)
+    if holders == 1:
+        found = all_gather_async(sent, group).wait()
+    else:
+        of_holders = sent.unflatten(0, (parts, holders, -1)).transpose(0, 1).contiguous()
+        found = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(found, of_holders.flatten(0, 2), group=group)
+    sizes = [x.view(torch.int32)[:1].numel() for x in tensors]
+    return [
+        part.contiguous().view(x.dtype).view(len(found), *x.shape[1:])
+        for part, x in zip(found.split(sizes, dim=1), tensors, strict=True)
+    ]

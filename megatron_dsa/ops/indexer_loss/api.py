@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import (
     FLOATS,
@@ -18,7 +18,7 @@ from megatron_dsa.ops.common.checks import (
     require_tensor,
 )
 from megatron_dsa.ops.common.scaling import scaled_together
-from megatron_dsa.ops.dispatch import Policy, on_meta
+from megatron_dsa.ops.dispatch import OpCall, Policy, on_meta
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.spec import (
     DENSE_LOSS,
@@ -218,26 +218,68 @@ def dense_indexer_loss(
     dtype = torch.promote_types(call.dtype, q.dtype)
     call = replace(call, dtype=dtype, teacher_dim=q.shape[2])
     inputs = _without_fp16(inputs)
-    if sample is not None:
-        require(
-            sample.total == len(q),
-            f"sample must be of the {len(q)} query tokens, got one of {sample.total}: draw it with "
-            "this number of tokens",
-        )
-        taken = sample.tokens
-        inputs = IndexerInputs(inputs.q[taken], inputs.k, inputs.weights[taken], inputs.relu)
-        layout, q = sample.layout(layout), q[taken]
-        other_lse, lse = (x if x is None else x[taken] for x in (other_lse, lse))
     arguments = DenseLossInputs(
-        inputs.detach(), layout, q.detach(), k.detach(), softmax_scale, head_group,
-        policy.workspace_bytes, None if other_lse is None else other_lse.detach(),
-        None if lse is None else lse.detach(),
+        inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
+        None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
     )  # fmt: skip
-    value = _differentiable(
+    if sample is None:
+        return _dense_loss(arguments, call, policy)
+    _check_sample(sample, q, head_group)
+    heads = slices(q.shape[1], q.shape[1] // sample.parts)
+    values = [
+        _dense_loss(_of_part(arguments, part, some), call, policy)
+        for part, some in zip(sample.by_part(), heads, strict=True)
+    ]
+    return sum(values[1:], values[0]) * sample.factor
+
+
+def _dense_loss(arguments: DenseLossInputs, call: OpCall, policy: Policy) -> torch.Tensor:
+    inputs = arguments.indexer
+    arguments = replace(arguments, indexer=inputs.detach())
+    return _differentiable(
         inputs,
         lambda wanted: DENSE_LOSS.run(call, policy, replace(arguments, want_gradients=wanted)),
     )
-    return value if sample is None else value * sample.factor
+
+
+def _check_sample(sample: QuerySample, q: torch.Tensor, head_group: Any) -> None:
+    require(
+        sample.total == len(q),
+        f"sample must be of the {len(q)} query tokens, got one of {sample.total}: draw it with "
+        "this number of tokens",
+    )
+    require(
+        q.shape[1] % sample.parts == 0,
+        f"sample must have parts that divide the {q.shape[1]} heads, got {sample.parts}: draw it "
+        "with fewer",
+    )
+    require(
+        sample.parts == 1 or head_group is None,
+        f"sample must have one part with head_group, got {sample.parts}: a tile's teacher is "
+        "summed over all ranks",
+    )
+
+
+def _of_part(x: DenseLossInputs, part: QuerySample, heads: slice) -> DenseLossInputs:
+    """Return the inputs of a part's query tokens, with the heads that teach them."""
+    taken, indexer = part.tokens, x.indexer
+    some = IndexerInputs(
+        indexer.q.index_select(0, taken), indexer.k, indexer.weights.index_select(0, taken),
+        indexer.relu,
+    )  # fmt: skip
+    other_lse, lse = (y if y is None else y[taken][:, heads] for y in (x.other_lse, x.lse))
+    return replace(
+        x, indexer=some, layout=part.layout(x.layout), q=x.q[taken][:, heads],
+        k=_of_heads(x.k, heads), other_lse=other_lse, lse=lse,
+    )  # fmt: skip
+
+
+def _of_heads(k: TeacherKeys, heads: slice) -> TeacherKeys:
+    if isinstance(k, LatentKeys):
+        return replace(k, w_uk=k.w_uk[heads])
+    if isinstance(k, ExpandedKeys):
+        return replace(k, kv=k.kv[:, heads])
+    return k if k.shape[1] == 1 else k[:, heads]
 
 
 def _check_teacher_keys(q: torch.Tensor, k: TeacherKeys, layout: Layout) -> None:

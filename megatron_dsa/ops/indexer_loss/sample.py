@@ -1,11 +1,18 @@
 """A random share of the query tokens, on which the indexer's loss is estimated without bias.
 
-The loss is a sum over query tokens. They are cut into equal parts, and each part gives a tile of
-neighbours, at a random place that is the same in all parts. All tokens are equally likely to be
-taken: the sum over the taken ones, times how many tokens each of them stands for, is the whole loss
-in the mean over all places, and likewise its gradients. The number of tiles is fixed, and with it
-all shapes.
+The loss is a sum over query tokens. They are cut into equal stretches, and each stretch gives a
+tile of neighbours, at a random place that is the same in all stretches. All tokens are equally
+likely to be taken: the sum over the taken ones, times how many tokens each of them stands for, is
+the whole loss in the mean over all places, and likewise its gradients. The number of tiles is
+fixed, and with it all shapes.
+
+Each token may be taught by some of the heads only: by which, its position in its tile decides. A
+token that is taken is equally likely to be at each position, so the mean of its teachers is that of
+all heads. The loss's gradient is linear in the teacher, and without bias; its value is not linear,
+and larger than that of the mean of all heads.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,17 +35,27 @@ class QuerySample:
     """Query tokens of a loss.
 
     Attributes:
-        tokens: int64 ``[n]``, all different. Tiles ascend; the last one may go on at token 0.
+        tokens: int64 ``[n]``, all different, in ``parts`` parts of equal length. A part has the
+            same positions of every tile. Tiles ascend; the last one may go on at token 0.
         total: tokens that they are taken from.
+        parts: groups of heads; those of each group teach a part.
+        neighbours: tokens of a tile in a part.
     """
 
     tokens: torch.Tensor
     total: int
+    parts: int = 1
+    neighbours: int = TILE
 
     @property
     def factor(self) -> float:
         """Tokens that each of them stands for."""
         return self.total / len(self.tokens)
+
+    def by_part(self) -> Iterator[QuerySample]:
+        """Yield the parts, each a sample of its own."""
+        for tokens in self.tokens.chunk(self.parts):
+            yield QuerySample(tokens, self.total, 1, self.neighbours)
 
     def layout(self, whole: Layout) -> Layout:
         """Return the layout of these query tokens, with all keys of ``whole``.
@@ -59,17 +76,17 @@ class QuerySample:
         )
 
     def _ranges(self, whole: Layout) -> Iterator[QueryRange]:
-        """Yield ranges of taken tokens with the slots that any token of their parts sees."""
-        tile = min(TILE, self.total)
-        parts = len(self.tokens) // tile
-        for some in slices(len(self.tokens), _RANGE):
-            first = some.start // tile * self.total // parts
-            end = -(-some.stop // tile * self.total // parts) + tile - 1
+        """Yield ranges of a part's tokens with the slots that any token of their tiles sees."""
+        tiles = len(self.tokens) // self.neighbours
+        for some in slices(tiles, max(1, _RANGE // self.neighbours)):
+            first = some.start * self.total // tiles
+            end = -(-some.stop * self.total // tiles) + TILE - 1
             seen = [_seen(whole, first, end)]
             if end > self.total:
                 seen.append(_seen(whole, 0, end - self.total))
             low, high = min(lo for lo, _ in seen), max(hi for _, hi in seen)
-            yield QueryRange(some, low, 0, high - low, high, step=0, slack=high - low)
+            taken = slice(some.start * self.neighbours, some.stop * self.neighbours, 1)
+            yield QueryRange(taken, low, 0, high - low, high, step=0, slack=high - low)
 
 
 def _seen(layout: Layout, first: int, end: int) -> tuple[int, int]:
@@ -87,34 +104,37 @@ def _seen(layout: Layout, first: int, end: int) -> tuple[int, int]:
 
 def sample_size(total: int, share: float) -> int | None:
     """Return how many of ``total`` query tokens are taken, ``None`` if all."""
-    tile = min(TILE, total)
-    count = max(1, round(share * total / tile)) * tile if tile else 0
-    return None if share >= 1 or count >= total else count
+    size = max(1, round(share * total / TILE)) * TILE
+    return None if share >= 1 or size >= total else size
 
 
-def sampled_tokens(total: int, size: int, place: torch.Tensor) -> QuerySample:
+def sampled_tokens(total: int, size: int, place: torch.Tensor, parts: int = 1) -> QuerySample:
     """Return ``size`` of ``total`` tokens, whole tiles; ``place``: int64, from 0 to ``total - 1``.
 
+    ``parts``: see :class:`QuerySample`.
+
     Raises:
-        ValueError: ``size`` is not one of :func:`sample_size`.
+        ValueError: ``size`` is not one of :func:`sample_size`, or tiles have no equal parts.
     """
-    tile = min(TILE, total)
-    if not 0 < size < total or size % tile:
+    if not 0 < size < total or size % TILE:
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
-    parts = size // tile
-    # Part i begins at i * total / parts; all sums of its first token and a place differ.
-    begins, inside = _parts(total, parts, tile, place.device)
-    return QuerySample((((begins + place) // parts + inside) % total).flatten(), total)
+    if TILE % parts:
+        raise ValueError(f"parts must divide the {TILE} tokens of a tile, got {parts}")
+    tiles = size // TILE
+    # Stretch i begins at i * total / tiles.
+    begins, inside = _stretches(total, tiles, parts, place.device)
+    tokens = ((begins + place) // tiles + inside) % total
+    return QuerySample(tokens.flatten(), total, parts, TILE // parts)
 
 
 @tensor_cache(8)
-def _parts(total: int, parts: int, tile: int, device: torch.device):
-    begins = torch.arange(parts, device=device)[:, None] * total
-    return begins, torch.arange(tile, device=device)
+def _stretches(total: int, tiles: int, parts: int, device: torch.device):
+    begins = torch.arange(tiles, device=device)[:, None] * total
+    return begins, torch.arange(TILE, device=device).view(parts, 1, -1)
 
 
 def draw_sample(
-    total: int, share: float, device: torch.device, group: Any = None
+    total: int, share: float, device: torch.device, group: Any = None, parts: int = 1
 ) -> QuerySample | None:
     """Draw query tokens from torch's generator of the device, which Megatron saves and resumes.
 
@@ -123,6 +143,7 @@ def draw_sample(
         share: of them to take; rounded to whole tiles, at least one.
         device: of the tokens.
         group: process group of ranks that take the same tokens, or ``None``.
+        parts: groups of heads, see :class:`QuerySample`.
 
     Returns:
         ``None`` if all tokens are taken.
@@ -133,4 +154,4 @@ def draw_sample(
     place = torch.randint(total, (), device=device)
     if group is not None:
         torch.distributed.broadcast(place, group=group, group_src=0)
-    return sampled_tokens(total, size, place)
+    return sampled_tokens(total, size, place, parts)

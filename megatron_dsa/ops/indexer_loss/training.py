@@ -161,6 +161,8 @@ class IndexerTraining:
             sink of V4's attention.
         share: of the query tokens in the loss, drawn anew in every backward; loss and gradients are
             estimates without bias (:mod:`megatron_dsa.ops.indexer_loss.sample`).
+        head_parts: groups of heads, a multiple of the ranks that share them. Where the loss takes a
+            share of the query tokens, each is taught by one group: ranks exchange no sums of heads.
     """
 
     inputs: TrainedIndexer
@@ -170,10 +172,11 @@ class IndexerTraining:
     head_group: object | None = None
     selected_only: bool = False
     share: float = 1.0
+    head_parts: int = 1
 
     def sample(self, total: int, device: torch.device) -> QuerySample | None:
         """Draw the query tokens of a loss out of ``total``, ``None`` if all."""
-        return draw_sample(total, self.share, device, self.head_group)
+        return draw_sample(total, self.share, device, self.head_group, self.head_parts)
 
     def gradients(
         self,
@@ -193,7 +196,9 @@ class IndexerTraining:
             sample: the query tokens of ``parts``, if these are not all.
         """
         inputs, factor = self.inputs.with_tensors(tensors), Factor.of(self.weight())
+        group = self.head_group
         if sample is not None:
+            group = group if sample.parts == 1 else None
             factor = replace(factor, number=factor.number * sample.factor)
         queries: _KeptQueries | _RecomputedQueries
         if isinstance(inputs, IndexerInputs):
@@ -206,7 +211,7 @@ class IndexerTraining:
                 q, dq = queries.load(tokens)
                 block = IndexerInputs(q, inputs.k, inputs.weights[tokens], inputs.relu)
                 kl_sum, gradients = selected_keys_loss(
-                    block, self.layout, indices, length, teacher, policy, self.head_group,
+                    block, self.layout, indices, length, teacher, policy, group,
                     want_gradients=True, dq=dq,
                 )  # fmt: skip
                 assert gradients is not None

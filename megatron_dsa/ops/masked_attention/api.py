@@ -15,8 +15,13 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
-from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
+from megatron_dsa.ops.common.collectives import (
+    all_gather_async,
+    exchange_parts,
+    reduce_scatter_async,
+)
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.masked_attention.spec import (
@@ -141,18 +146,43 @@ class _Settings:
         return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
 
     def listed_sample(
-        self, inputs: MaskedAttentionInputs, lse, tokens: torch.Tensor, local: int
+        self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, local: int, head_group: Any
     ) -> ListedProbabilities:
-        """Return head sums and keys of some of this rank's ``local`` tokens, by index."""
+        """Return head sums and keys of sampled tokens among this rank's ``local`` ones.
+
+        With parts the sums are of all heads that teach a token, else of this rank's of
+        ``head_group``.
+        """
         assert self.call.topk is not None
-        of_all, some = tokens, slice(0, len(tokens))
+        tokens, some = sample.tokens, slice(0, len(sample.tokens))
         if self.group is not None:  # ranks have other tokens, and heads for those of all
             rank = self.group.rank()
-            of_all = gather_tokens(tokens + rank * local, self.group)
-            some = slice(rank * len(tokens), (rank + 1) * len(tokens))
-        inputs, lse = inputs.of_queries(of_all), lse[of_all]
+            tokens = gather_tokens(tokens + rank * local, self.group)
+            some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))
+        if sample.parts > 1:
+            return self._listed_parts(inputs, lse, sample, tokens, head_group)
+        inputs, lse = inputs.of_queries(tokens), lse[tokens]
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, self.call.topk, some)
         return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
+
+    def _listed_parts(
+        self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, tokens, head_group: Any
+    ) -> ListedProbabilities:
+        """As :meth:`listed_sample`; each part is of one group of heads, which one rank has."""
+        group, width = self.group or head_group, self.call.topk
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        parts = sample.parts // ranks
+        # [tokens of a rank, rank with the heads, its parts, tokens of a part]
+        tokens = tokens.view(-1, ranks, parts, len(sample.tokens) // sample.parts)
+        own = tokens[:, rank].transpose(0, 1).flatten()
+        heads = torch.arange(parts, device=own.device).repeat_interleave(len(own) // parts)
+        q, lse = (x.unflatten(1, (parts, -1))[own, heads] for x in (inputs.q, lse))
+        inputs = replace(inputs, q=q, bits=inputs.bits[own], part=len(own) // parts, kept={})
+        call = replace(self.call, heads=q.shape[1])
+        found = PROBABILITIES.run(call, self.policy, inputs, lse, width, slice(None))
+        if group is None:
+            return found
+        return ListedProbabilities(*exchange_parts(found, len(tokens), parts, group))
 
     def part_size(self, tokens: int) -> int:
         """Return the tokens of a part of the teacher.
@@ -211,7 +241,7 @@ class _MaskedAttention(torch.autograd.Function):
             if sample is None:
                 parts = s.teachers(inputs, lse, len(bits))
             else:
-                found = s.listed_sample(inputs, lse, sample.tokens, len(bits))
+                found = s.listed_sample(inputs, lse, sample, len(bits), indexer.head_group)
                 parts = [TeacherPart(sample.tokens, found.indices, found.length, found.p_sum)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
 

@@ -9,11 +9,13 @@ accumulator, so it reads one word per query. Bits of keys at or past ``Skv`` are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Candidate, Operation, Support
 from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
 from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
@@ -95,6 +97,8 @@ class MaskedAttentionInputs:
     """Inputs of one masked dense attention, with the bits of all ``q``; see ``api.py``.
 
     Attributes:
+        part: queries that have the same heads, for head sums; queries are in equal parts then, each
+            with the next ``q.shape[1]`` heads of ``kv``. ``None``: all have all heads.
         kept: results that an implementation keeps for the next operation on the same inputs.
     """
 
@@ -105,6 +109,7 @@ class MaskedAttentionInputs:
     v_dim: int
     softmax_scale: float
     workspace_bytes: int
+    part: int | None = None
     kept: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -113,6 +118,13 @@ class MaskedAttentionInputs:
 
     def of_queries(self, tokens: slice | torch.Tensor) -> MaskedAttentionInputs:
         return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
+
+    def by_part(self) -> Iterator[tuple[slice, MaskedAttentionInputs]]:
+        """Yield the queries of each part, and its inputs."""
+        part, heads = self.part or max(1, len(self.q)), self.q.shape[1]
+        for i, some in enumerate(slices(len(self.q), part)):
+            kv = self.kv[:, i * heads : (i + 1) * heads]
+            yield some, replace(self.of_queries(some), kv=kv, part=None)
 
     def head_parts(self) -> list[slice]:
         """Return equal parts of the heads, one at least, whose fp32 ``dq`` fits the workspace."""

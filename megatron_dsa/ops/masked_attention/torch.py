@@ -95,25 +95,35 @@ def probabilities(
     p_sum = inputs.q.new_zeros(queries, width, dtype=accumulation_dtype(inputs.q.dtype))
     indices = inputs.bits.new_full((queries, width), -1)
     length = inputs.bits.new_zeros(queries)
-    for tokens in _query_blocks(inputs):
-        # The last column takes what is not selected.
-        block = p_sum.new_zeros(len(lse[tokens]), width + 1)
-        listed_keys = indices.new_full(block.shape, -1)
-        count = torch.zeros_like(block[:, :1], dtype=torch.int64)
-        for keys in _key_blocks(inputs):
-            key, _ = _heads_first(inputs, keys)
-            probs = _probabilities(inputs, tokens, keys, key, lse).sum(0)
-            mask = _mask(inputs, tokens, keys)
-            place = mask.cumsum(1).add_(count)
-            count = place[:, -1:]
-            column = torch.where(mask, place - 1, width).clamp_max_(width)
-            block.scatter_(1, column, probs)
-            ids = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=mask.device)
-            listed_keys.scatter_(1, column, ids.expand_as(column))
-        p_sum[tokens], indices[tokens] = block[:, :width], listed_keys[:, :width]
-        length[tokens] = count[:, 0].int()
+    for some, part in inputs.by_part():
+        results = p_sum[some], indices[some], length[some]
+        for tokens in _query_blocks(part):
+            found = _probabilities_of_block(part, lse[some], tokens, width)
+            for result, block in zip(results, found, strict=True):
+                result[tokens] = block
     require_values({MORE_KEYS.format(width): (length <= width).all()}, MORE_KEYS.format(width))
     return ListedProbabilities(p_sum, indices[listed], length[listed])
+
+
+def _probabilities_of_block(
+    inputs: MaskedAttentionInputs, lse: torch.Tensor, tokens: slice, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return head sums and keys of some queries, and how many keys they have."""
+    # The last column takes what is not selected.
+    sums = lse.new_zeros(len(lse[tokens]), width + 1, dtype=accumulation_dtype(inputs.q.dtype))
+    listed = inputs.bits.new_full(sums.shape, -1)
+    count = torch.zeros_like(sums[:, :1], dtype=torch.int64)
+    for keys in _key_blocks(inputs):
+        key, _ = _heads_first(inputs, keys)
+        probs = _probabilities(inputs, tokens, keys, key, lse).sum(0)
+        mask = _mask(inputs, tokens, keys)
+        place = mask.cumsum(1).add_(count)
+        count = place[:, -1:]
+        column = torch.where(mask, place - 1, width).clamp_max_(width)
+        sums.scatter_(1, column, probs)
+        ids = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=mask.device)
+        listed.scatter_(1, column, ids.expand_as(column))
+    return sums[:, :width], listed[:, :width], count[:, 0].int()
 
 
 def backward(

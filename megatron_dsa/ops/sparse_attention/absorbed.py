@@ -26,10 +26,15 @@ from megatron_dsa.ops.common.arithmetic import (
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
-from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
+from megatron_dsa.ops.common.collectives import (
+    all_gather_async,
+    exchange_parts,
+    reduce_scatter_async,
+)
 from megatron_dsa.ops.common.head_products import write_head_products
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
     IndexerTraining,
     TeacherPart,
@@ -82,12 +87,16 @@ class _Blocks:
         """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
         return self.q.new_empty(self.longest, heads, dims)
 
-    def inputs(self, tokens: Tokens, want_p_sum: bool = False) -> SparseAttentionInputs:
+    def inputs(
+        self, tokens: Tokens, want_p_sum: bool = False, heads: slice = slice(None)
+    ) -> SparseAttentionInputs:
         """Return the inputs of a block; its absorbed queries stay until the next call."""
-        q = self.q[tokens]
+        q = self.q[tokens][:, heads]
         padded = self.absorbed[: len(q)]
+        if q.shape[1] < self.q.shape[1]:
+            padded = padded.flatten(0, 1)[: len(q) * q.shape[1]].unflatten(0, q.shape[:2])
         absorbed = padded[:, : q.shape[1]]
-        write_head_products(q[..., : self.nope], self.w_uk, absorbed[..., : self.rank])
+        write_head_products(q[..., : self.nope], self.w_uk[heads], absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.nope :]
         length = None if self.length is None else self.length[tokens]
         inputs = self.attention.inputs(
@@ -145,7 +154,9 @@ class _AbsorbedAttention(torch.autograd.Function):
             for tokens in p.blocks:
                 backward.run(tokens)
         if indexer is not None:
-            parts = backward.teachers() if sample is None else backward.sampled(sample.tokens)
+            parts = backward.teachers()
+            if sample is not None:
+                parts = backward.sampled(sample, indexer.head_group)
             policy = p.attention.policy
             index_grads = indexer.gradients(index_tensors, parts, policy, sample)
         travel, dweights = None, None
@@ -192,15 +203,40 @@ class _Backward:
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
             del teacher  # before the next part takes memory
 
-    def sampled(self, tokens: torch.Tensor) -> Iterator[TeacherPart]:
-        """Yield teachers of some tokens by index, whose gradients are summed already."""
-        blocks = self.blocks
-        for some in slices(len(tokens), blocks.longest):
-            part = tokens[some]
-            inputs = blocks.inputs(part)
-            teacher = self.plan.attention.run(PROBABILITIES, inputs, self.lse[part])
-            yield TeacherPart(part, inputs.indices, inputs.topk_length, teacher)
-            del inputs, teacher  # before the next part takes memory
+    def sampled(self, sample: QuerySample, head_group: Any) -> Iterator[TeacherPart]:
+        """Yield teachers of sampled tokens, whose gradients are summed already.
+
+        With parts they are of all heads that teach a token, else of this rank's of ``head_group``.
+        """
+        group = head_group if sample.parts > 1 else None
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        parts, indices, length = sample.parts // ranks, self.blocks.indices, self.blocks.length
+        own = [part.tokens for part in sample.by_part()][rank * parts : (rank + 1) * parts]
+        teachers = self._teachers_of(own)
+        if group is None:
+            for tokens, teacher in teachers:
+                of_part = None if length is None else length[tokens]
+                yield TeacherPart(tokens, indices[tokens], of_part, teacher)
+                del teacher  # before the next part takes memory
+            return
+        (teacher,) = exchange_parts([torch.cat([x for _, x in teachers])], 1, parts, group)
+        tokens, of_all = sample.tokens, None if length is None else length[sample.tokens]
+        yield TeacherPart(tokens, indices[tokens], of_all, teacher)
+
+    def _teachers_of(
+        self, parts: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield some tokens of a part at a time, and their teacher: each part has its heads."""
+        blocks, attention = self.blocks, self.plan.attention
+        count = blocks.q.shape[1] // len(parts)
+        attention = replace(attention, call=replace(attention.call, heads=count))
+        for i, tokens in enumerate(parts):
+            heads = slice(i * count, (i + 1) * count)
+            for some in slices(len(tokens), blocks.longest):
+                taken = tokens[some]
+                inputs = blocks.inputs(taken, heads=heads)
+                yield taken, attention.run(PROBABILITIES, inputs, self.lse[taken][:, heads])
+                del inputs  # before the next block takes memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
         """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""

@@ -190,10 +190,15 @@ class _SparseAttention(torch.autograd.Function):
                 )
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
-            parts: Iterable[TeacherPart] = [TeacherPart(slice(None), indices, length, teacher)]
-            if teacher is None:
-                taken = slice(None) if sample is None else sample.tokens
-                parts = _teachers(s, indexer, taken, q, kv, sink, indices, length, lse)
+            parts: Iterable[TeacherPart]
+            if indexer.selected_only:
+                taken: Tokens = slice(None) if sample is None else sample.tokens
+                parts = [_teacher_among(s, taken, q, kv, indices, length)]
+            elif sample is not None:
+                parts = _sampled_teachers(s, sample.tokens, q, kv, sink, indices, length, lse)
+            else:
+                assert teacher is not None
+                parts = [TeacherPart(slice(None), indices, length, teacher)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
@@ -201,19 +206,21 @@ class _SparseAttention(torch.autograd.Function):
         return dq, to_kv, to_proxy, dsink, None, None, None, *index_grads
 
 
-def _teachers(
-    s: Settings, indexer: IndexerTraining, taken: Tokens, q, kv, sink, indices, length, lse
+def _teacher_among(s: Settings, taken: Tokens, q, kv, indices, length) -> TeacherPart:
+    """Return the head sum of a softmax over selected keys only: no window, no sink."""
+    q, indices, length = q[taken], indices[taken], None if length is None else length[taken]
+    s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False))
+    inputs = s.inputs(q, kv, None, indices, length, True)
+    _, lse, p_sum = s.run(FORWARD, inputs)
+    teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
+    return TeacherPart(taken, indices, length, teacher)
+
+
+def _sampled_teachers(
+    s: Settings, taken: torch.Tensor, q, kv, sink, indices, length, lse
 ) -> Iterator[TeacherPart]:
-    """Yield teachers of some tokens that the backward has not returned."""
     q, indices, lse = q[taken], indices[taken], lse[taken]
     length = None if length is None else length[taken]
-    if indexer.selected_only:  # a softmax without window and sink
-        s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False), lists=None)
-        inputs = s.inputs(q, kv, None, indices, length, True)
-        _, lse, p_sum = s.run(FORWARD, inputs)
-        teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
-        yield TeacherPart(taken, indices, length, teacher)
-        return
     for some, listed, count in s.sampled_lists(taken, indices, length):
         inputs = s.inputs(q[some], kv, sink, listed, count, True)
         teacher = s.teacher_columns(s.run(PROBABILITIES, inputs, lse[some]), indices, some)

@@ -25,8 +25,8 @@ KEYS, TOPK, HEADS = 150, 9, 3
 @pytest.mark.parametrize(
     ("total", "share", "size"),
     [
-        (8192, 1 / 8, 1024), (8192, 1.0, None), (150, 1.0, None), (150, 1 / 2, 64), (150, 1e-3, 64), (64, 0.5, None),
-        (5, 0.1, None), (0, 0.5, None), (129, 0.99, 128),
+        (8192, 1 / 8, 1024), (8192, 1.0, None), (150, 1.0, None), (150, 1 / 2, 64),
+        (150, 1e-3, 64), (64, 0.5, None), (5, 0.1, None), (0, 0.5, None), (129, 0.99, 128),
     ],
 )  # fmt: skip
 def test_sizes_are_whole_tiles(total, share, size):

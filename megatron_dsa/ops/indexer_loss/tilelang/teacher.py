@@ -125,7 +125,9 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
                 "dsa_heads_to_add", some.data, T.address_of(Start[0]), T.address_of(End[0]),
                 place[0], rows, place[1], KEYS,
             )  # fmt: skip
-            at = SimpleNamespace(first=place[0], key=place[1], head=first, heads=some[0])
+            at = SimpleNamespace(
+                first=place[0], key=place[1], head=first, key_head=0, heads=some[0]
+            )
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:

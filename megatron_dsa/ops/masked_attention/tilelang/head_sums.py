@@ -74,13 +74,16 @@ def produce_heads(Q, K, Lse, m, done, at, dims):
     """Fetch queries, keys and lse of each head."""
     last, end = at.first + QUERIES, at.key + KEYS
     for h in T.serial(at.heads):
-        slot, own = h % STAGES, at.head + h
+        slot, own, key_head = h % STAGES, at.head + h, at.key_head + h
         T.barrier_wait(done.free[slot], (h // STAGES & 1) ^ 1)
         fetch(Q[at.first : last, own, 0 : dims.nope], m.q_nope[slot, :, :], done.full[slot])
         fetch(Q[at.first : last, own, dims.nope : dims.qk], m.q_rope[slot, :, :], done.full[slot])
-        fetch(K[at.key : end, h, 0 : dims.nope], m.k_nope[slot, :, :], done.full[slot])
+        fetch(K[at.key : end, key_head, 0 : dims.nope], m.k_nope[slot, :, :], done.full[slot])
         if m.rope_per_head:
-            fetch(K[at.key : end, h, dims.nope : dims.qk], m.k_rope[slot, :, :], done.full[slot])
+            fetch(
+                K[at.key : end, key_head, dims.nope : dims.qk], m.k_rope[slot, :, :],
+                done.full[slot],
+            )  # fmt: skip
         fetch(Lse[own, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
         T.barrier_arrive(done.full[slot])
 
@@ -101,7 +104,7 @@ def produce_slabs(Q, K, Lse, m, done, at, dims):
             done.full[slot],
         )  # fmt: skip
         if column < (dims.qk if m.rope_per_head else dims.nope):
-            keys = K[at.key : at.key + KEYS, h, column : column + SLAB]
+            keys = K[at.key : at.key + KEYS, at.key_head + h, column : column + SLAB]
             fetch(keys, m.k[slot, :, :], done.full[slot])
         if column == 0:
             fetch(Lse[at.head + h, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
@@ -112,7 +115,7 @@ def produce_slabs(Q, K, Lse, m, done, at, dims):
 def produce(Q, K, Kpe, Lse, m, done, at, dims):
     """PRODUCE: the rope key of all heads, then queries, keys and lse of each head.
 
-    Heads are ``at.heads`` of K, from the first on, and of Q and Lse from ``at.head`` on.
+    Heads are ``at.heads`` of K from ``at.key_head`` on, and of Q and Lse from ``at.head`` on.
     """
     if not m.rope_per_head:
         fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])

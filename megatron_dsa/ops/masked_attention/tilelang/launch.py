@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.masked_attention.spec import GROUP, ListedProbabilities, MaskedAttentionInputs
@@ -89,20 +90,30 @@ def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
     """A query with more than ``width`` keys ends the launch with an error."""
-    call = _Call.of(inputs)
-    queries = len(call.q)
-    p_sum = call.q.new_zeros(queries, width, dtype=torch.float32)
+    queries, heads = inputs.q.shape[:2]
+    p_sum = inputs.q.new_zeros(queries, width, dtype=torch.float32)
     bits = inputs.bits.contiguous()
     before, length = keys_before(bits)
-    if p_sum.numel() > 0 and len(call.kv) > 0:
-        tiles = _tiles(inputs, with_queries=False)
-        probabilities_program.compiled(*call.dims)(
-            call.q, call.kv, call.k_pe, _lse(inputs, lse), bits, before,
-            tiles.key_groups, tiles.key_group_count, p_sum, inputs.softmax_scale,
-        )  # fmt: skip
+    if p_sum.numel() > 0 and len(inputs.kv) > 0:
+        part = inputs.part or queries
+        if part % GROUP == 0 or part == queries:
+            _add_probabilities(inputs, lse, before, p_sum, 0, part)
+        else:  # a tile of queries would belong to two parts
+            for i, some in enumerate(slices(queries, part)):
+                of_part = inputs.of_queries(some)
+                _add_probabilities(of_part, lse[some], before[some], p_sum[some], i * heads, part)
     length = length[listed]
     indices = listed_keys(bits[listed], before[listed], length, width)
     return ListedProbabilities(p_sum, indices, length)
+
+
+def _add_probabilities(inputs: MaskedAttentionInputs, lse, before, p_sum, key_head: int, part: int):
+    """Write head sums; the first ``part`` queries have the heads of ``kv`` from ``key_head`` on."""
+    call, tiles = _Call.of(inputs), _tiles(inputs, with_queries=False)
+    probabilities_program.compiled(*call.dims)(
+        call.q, call.kv, call.k_pe, _lse(inputs, lse), inputs.bits.contiguous(), before,
+        tiles.key_groups, tiles.key_group_count, p_sum, key_head, part, inputs.softmax_scale,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

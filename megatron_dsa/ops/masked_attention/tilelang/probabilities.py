@@ -80,17 +80,19 @@ def build(nope: int, rope: int, v: int):
 
     All arguments are contiguous, see :func:`.forward.build`; of Numbers the lse in base 2 is read
     (``inf`` for queries without keys and past the last one); Before: selected keys of earlier
-    groups; of PSum only entries of selected keys are written.
+    groups; of PSum only entries of selected keys are written. Q has the heads of KV from
+    ``key_head`` on, and as many later ones after every ``part`` queries, which are whole tiles.
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     queries, keys, heads, count = T.dynamic("queries, keys, heads, count")
+    key_heads = T.dynamic("key_heads")
     groups, blocks, width, wanted = T.dynamic("groups, blocks, width, wanted")
 
     @T.prim_func
     def masked_attention_probabilities(
         Q: T.Tensor([queries, heads, nope + rope], bf16),
-        KV: T.Tensor([keys, heads, nope + v], bf16),
+        KV: T.Tensor([keys, key_heads, nope + v], bf16),
         Kpe: T.Tensor([keys, rope], bf16),
         Numbers: T.Tensor([heads, 2, count], fp32),
         Bits: T.Tensor([queries, groups, 4], int32),
@@ -98,6 +100,8 @@ def build(nope: int, rope: int, v: int):
         Tiles: T.Tensor([blocks, width], int32),
         Count: T.Tensor([blocks], int32),
         PSum: T.Tensor([queries, wanted], fp32),
+        key_head: T.int32,
+        part: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(blocks * width, threads=THREADS) as number:
@@ -105,13 +109,14 @@ def build(nope: int, rope: int, v: int):
             m, done = head_sums.shared(dims), head_sums.barriers(dims)
             tx = T.get_thread_binding()
             # Tiles of a block of queries come one after the other: the L2 cache holds these.
-            place = T.alloc_local([2], "int32")
+            place = T.alloc_local([3], "int32")
             place[0] = number // width
+            place[2] = key_head + place[0] * QUERIES // part * heads
             if number % width < Count[place[0]]:
                 place[1] = Tiles[place[0], number % width]
                 at = SimpleNamespace(
                     first=place[0] * QUERIES, group=place[1], key=place[1] * KEYS, head=0,
-                    heads=heads,
+                    key_head=place[2], heads=heads,
                 )  # fmt: skip
                 if tx >= 2 * GROUP:
                     T.set_max_nreg(REGISTERS[1], 0)
