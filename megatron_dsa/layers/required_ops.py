@@ -163,9 +163,12 @@ def _masked_ops(calls: LayerCalls, indexer: bool, visible: Keys, selected: Keys)
         return
     teachers = []
     if loss_is_sparse(config):
-        trained = indexer_is_trained(config)
         name = "masked_attention_probabilities"
-        teachers.append(RequiredOp(name, call, (visible,), trained, _share(config)))
+        if indexer_is_trained(config):
+            teaching = _teaching(config, call)
+            teachers.append(RequiredOp(name, teaching, (visible,), share=_share(config)))
+        if options_of(config).evaluate_indexer:
+            teachers.append(RequiredOp(name, call, (visible,), in_training=False))
     yield from _loss(calls, visible, selected, teachers, call.qk_dim)
 
 
@@ -254,7 +257,8 @@ def _teachers(config: Any, attention: OpCall, keys: Keys) -> list[RequiredOp]:
     name, teachers = "sparse_attention_probabilities", []
     if indexer_is_trained(config):
         every = BACKWARD if _all_are_taught(config) else None
-        teachers.append(RequiredOp(name, attention, (keys,), True, _share(config), every))
+        call = _teaching(config, attention)
+        teachers.append(RequiredOp(name, call, (keys,), True, _share(config), every))
     if options_of(config).evaluate_indexer:
         teachers.append(RequiredOp(name, attention, (keys,), False, unless_from=FORWARD))
     return teachers
@@ -263,6 +267,13 @@ def _teachers(config: Any, attention: OpCall, keys: Keys) -> list[RequiredOp]:
 def _all_are_taught(config: Any) -> bool:
     """Return whether attention's backward forms the teacher: a sparse loss of all query tokens."""
     return indexer_is_trained(config) and loss_is_sparse(config) and _share(config) == 1
+
+
+def _teaching(config: Any, attention: OpCall) -> OpCall:
+    """Return a call of attention with the heads on a rank that teach a query token."""
+    parts = options_of(config).head_parts
+    heads = attention.heads if parts == 1 else config.num_attention_heads // parts
+    return replace(attention, heads=heads)
 
 
 def _share(config: Any) -> float:

@@ -49,7 +49,33 @@ SETTINGS = {
         {"stage": "warmup", "freeze_main": False, "sequence_length": 140},
         {"dsa_indexer_use_sparse_loss": False},
     ),
+    "sparse, half of the queries": ({"indexer_loss_queries": 0.5}, {}),
+    "sparse, half of queries and heads, evaluated": (
+        {"indexer_loss_queries": 0.5, "indexer_loss_heads": 0.5, "evaluate_indexer": True},
+        {},
+    ),
+    "warm-up, half of queries and heads": (
+        {"stage": "warmup", "indexer_loss_queries": 0.5, "indexer_loss_heads": 0.5},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
+    "sparse, teacher alone, half of the queries": (
+        {"csa_teacher": "compressed", "indexer_loss_queries": 0.5},
+        {},
+    ),
     "masked": ({"selected_attention": "masked"}, {}),
+    "masked, half of the queries": (
+        {"selected_attention": "masked", "indexer_loss_queries": 0.5},
+        {},
+    ),
+    "masked, half of queries and heads, evaluated": (
+        {
+            "selected_attention": "masked",
+            "indexer_loss_queries": 0.5,
+            "indexer_loss_heads": 0.5,
+            "evaluate_indexer": True,
+        },
+        {},
+    ),
     "masked, dense loss": (
         {"selected_attention": "masked"},
         {"dsa_indexer_use_sparse_loss": False},
@@ -88,7 +114,7 @@ def test_what_runs_is_what_is_declared(name, setting, add):
 
     if "teacher alone" in setting and not name.startswith("deepseek-v4"):
         pytest.skip("an option of V4")
-    if "masked" in setting and name.startswith("deepseek-v4"):
+    if ("masked" in setting or "heads" in setting) and name.startswith("deepseek-v4"):
         pytest.skip("refused for V4")
     if setting.startswith("visible"):
         if name.startswith("deepseek-v4"):

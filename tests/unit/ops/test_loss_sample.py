@@ -6,20 +6,26 @@ import pytest
 import torch
 
 from megatron_dsa.dsa_kernels import (
+    ExpandedKeys,
     IndexerInputs,
     IndexerTraining,
+    LatentKeys,
     absorbed_attention,
+    dense_indexer_loss,
     key_bits,
     masked_attention,
     sparse_attention,
 )
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.indexer_loss.sample import TILE, draw_sample, sample_size, sampled_tokens
-from megatron_dsa.ops.layout.layout import bshd_layout
+from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from tests import helpers
 
 leaf = functools.partial(helpers.leaf, dtype=torch.float64)
 CPU = torch.device("cpu")
-KEYS, TOPK, HEADS = 150, 9, 3
+KEYS, TOPK, HEADS = 150, 9, 4
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,15 @@ def lists():
     return indices
 
 
+def v4_lists():
+    """Lists of a window of 5 and selected keys among those of 4 positions each."""
+    layout = bshd_layout(KEYS, 1, CPU)
+    keys = compressed_keys(layout, 4, True)
+    selected = keys.layout.end[:, None] - 1 - 2 * torch.arange(TOPK, dtype=torch.int32)
+    selected.masked_fill_(selected < 0, -1)
+    return KeyLists(layout, 5, keys, selected, (selected >= 0).sum(1).int())
+
+
 def attentions():
     """The attention of each kind, as ``name -> (run(indexer), its leaves)``."""
     q = leaf(KEYS, HEADS, 24, seed=1)
@@ -78,7 +93,8 @@ def attentions():
     weights = leaf(HEADS, 16 + 12, 16, seed=3)
     wide = leaf(KEYS, HEADS, 24, seed=4)
     per_head, k_pe = leaf(KEYS, HEADS, 16 + 12, seed=5), leaf(KEYS, 8, seed=6)
-    indices = lists()
+    indices, v4, sink = lists(), v4_lists(), leaf(HEADS, seed=7)
+    of_v4 = leaf(v4.offset + KEYS, 16 + 8, seed=8)
     bits = key_bits(indices, None, KEYS)
     return {
         "sparse": (
@@ -86,6 +102,12 @@ def attentions():
                 wide, kv, indices, softmax_scale=0.3, v_dim=16, indexer=indexer
             ),
             (wide, kv),
+        ),
+        "lists": (
+            lambda indexer: sparse_attention(
+                wide, of_v4, v4, softmax_scale=0.3, v_dim=16, attn_sink=sink, indexer=indexer
+            ),
+            (wide, of_v4, sink),
         ),
         "absorbed": (
             lambda indexer: absorbed_attention(
@@ -105,37 +127,63 @@ def attentions():
 def gradients(name, share, **settings):
     """Return the loss, the gradients of the indexer, and those of the attention."""
     run, leaves = attentions()[name]
-    index = leaf(KEYS, 4, 16, seed=11), leaf(KEYS, 16, seed=12), leaf(KEYS, 4, seed=13)
+    layout = v4_lists().compressed.layout if name == "lists" else bshd_layout(KEYS, 1, CPU)
+    rows = layout.num_keys
+    index = leaf(KEYS, 4, 16, seed=11), leaf(rows, 16, seed=12), leaf(KEYS, 4, seed=13)
     losses = []
     indexer = IndexerTraining(
-        IndexerInputs(*index), bshd_layout(KEYS, 1, CPU), lambda: 0.5, losses.append, share=share,
-        **settings,
-    )  # fmt: skip
+        IndexerInputs(*index), layout, lambda: 0.5, losses.append, share=share, **settings
+    )
     out = run(indexer).out
     found = torch.autograd.grad(out, (*index, *leaves), torch.ones_like(out))
     return [losses[0], *found[:3]], found[3:]
 
 
-@pytest.mark.parametrize("selected_only", [False, True])
-@pytest.mark.parametrize("name", ["sparse", "absorbed", "masked"])
-def test_mean_of_all_starts_is_the_whole_loss(name, selected_only, monkeypatch):
-    """Loss and gradients of the indexer; attention's own gradients do not change."""
-    if selected_only and name != "sparse":
-        pytest.skip("V4's attention only")
-    settings = {"selected_only": selected_only}
-    whole, others = gradients(name, 1.0, **settings)
-    sums = [torch.zeros_like(x) for x in whole]
+def means(run, monkeypatch):
+    """Return the means of the results of ``run`` over all places of the sample."""
+    sums = None
     for place in range(KEYS):
         monkeypatch.setattr(torch, "randint", lambda *_, place=place, **__: torch.tensor(place))
-        some, same = gradients(name, 0.4, **settings)
-        assert all(map(torch.equal, same, others))
-        for total, x in zip(sums, some, strict=True):
-            total += x
-    for total, want in zip(sums, whole, strict=True):
-        torch.testing.assert_close(total / KEYS, want, rtol=1e-11, atol=1e-13)
+        found = run()
+        sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+    return [x / KEYS for x in sums]
 
 
-@pytest.mark.parametrize("name", ["sparse", "absorbed", "masked"])
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("sparse", {}), ("sparse", {"selected_only": True}), ("lists", {}), ("absorbed", {}),
+        ("masked", {}),
+    ],
+)  # fmt: skip
+def test_mean_of_all_places_is_the_whole_loss(name, settings, monkeypatch):
+    """Loss and gradients of the indexer; attention's own gradients do not change."""
+    whole, others = gradients(name, 1.0, **settings)
+
+    def some():
+        found, own = gradients(name, 0.4, **settings)
+        assert all(map(torch.equal, own, others))
+        return found
+
+    same(means(some, monkeypatch), whole)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("name", ["absorbed", "masked"])
+def test_mean_of_the_gradients_taught_by_some_heads(name, parts, monkeypatch):
+    """Gradients are those of all heads and tokens; the loss is larger, as it is convex."""
+    whole, _ = gradients(name, 1.0)
+    found = means(lambda: gradients(name, 0.4, head_parts=parts)[0], monkeypatch)
+    same(found[1:], whole[1:])
+    assert found[0] > 1.001 * whole[0]
+
+
+@pytest.mark.parametrize("name", ["sparse", "lists", "absorbed", "masked"])
 def test_tokens_that_are_not_taken_have_no_gradient(name, monkeypatch):
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(70))
     (_, dq, _, dweights), _ = gradients(name, 0.4)
@@ -143,3 +191,91 @@ def test_tokens_that_are_not_taken_have_no_gradient(name, monkeypatch):
     taken[70 : 70 + TILE] = True
     for x in (dq.flatten(1), dweights):
         assert (x[taken] != 0).any(1).all() and not x[~taken].any()
+
+
+def dense_teachers():
+    """Queries and keys of each kind of teacher."""
+    q, latents, w_uk = (
+        leaf(KEYS, HEADS, 24, seed=31),
+        leaf(KEYS, 16 + 8, seed=32),
+        leaf(HEADS, 16, 16, seed=33),
+    )
+    return {
+        "latent": (q, LatentKeys(latents, w_uk)),
+        "expanded": (
+            q,
+            ExpandedKeys(leaf(KEYS, HEADS, 16 + 12, seed=34), leaf(KEYS, 8, seed=35), 12),
+        ),
+        "every head": (q, leaf(KEYS, HEADS, 24, seed=36)),
+        "one head": (q, leaf(KEYS, 1, 24, seed=37)),
+    }
+
+
+#: Layouts of as many query tokens: one sequence, three that alternate, packed with padding, and
+#: compressed keys.
+LAYOUTS = {
+    "one": lambda: bshd_layout(KEYS, 1, CPU),
+    "three": lambda: bshd_layout(KEYS // 3, 3, CPU),
+    "packed": lambda: packed_layout(
+        torch.tensor([0, 3, 60, 131], dtype=torch.int32), KEYS, 71,
+        torch.tensor([0, 8, 66, 140], dtype=torch.int32),
+    ),
+    "compressed": lambda: compressed_keys(bshd_layout(KEYS, 1, CPU), 4, True).layout,
+}  # fmt: skip
+
+
+def dense_gradients(layout, q, k, share, parts, **settings):
+    rows = layout.num_keys
+    index = leaf(KEYS, 4, 16, seed=11), leaf(rows, 16, seed=12), leaf(KEYS, 4, seed=13)
+    loss = dense_indexer_loss(
+        IndexerInputs(*index), q, k, layout, softmax_scale=0.3,
+        sample=draw_sample(KEYS, share, CPU, parts=parts), **settings,
+    )  # fmt: skip
+    return [loss.detach(), *torch.autograd.grad(loss, index)]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("layout", ["one", "three", "packed"])
+def test_mean_of_the_dense_loss_in_every_layout(layout, parts, monkeypatch):
+    q, k = dense_teachers()["every head"]
+    layout = LAYOUTS[layout]()
+    whole = dense_gradients(layout, q, k, 1.0, 1)
+    found = means(lambda: dense_gradients(layout, q, k, 0.4, parts), monkeypatch)
+    same(found[parts > 1 :], whole[parts > 1 :])
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("keys", ["latent", "expanded", "one head"])
+def test_mean_of_the_dense_loss_of_every_teacher(keys, parts, monkeypatch):
+    q, k = dense_teachers()[keys]
+    layout = LAYOUTS["one"]()
+    whole = dense_gradients(layout, q, k, 1.0, 1)
+    found = means(lambda: dense_gradients(layout, q, k, 0.4, parts), monkeypatch)
+    same(found[parts > 1 :], whole[parts > 1 :])
+
+
+def test_mean_of_the_dense_loss_beside_other_keys(monkeypatch):
+    """V4's: compressed keys, beside the mass of window and sink."""
+    layout = LAYOUTS["compressed"]()
+    q, k = leaf(KEYS, HEADS, 24, seed=38), leaf(layout.num_keys, 1, 24, seed=39)
+    other = leaf(KEYS, HEADS, seed=9).detach()
+    whole = dense_gradients(layout, q, k, 1.0, 1, other_lse=other)
+    found = means(lambda: dense_gradients(layout, q, k, 0.4, 1, other_lse=other), monkeypatch)
+    same(found, whole)
+
+
+@pytest.mark.parametrize(
+    ("total", "parts", "heads", "wrong"),
+    [
+        (140, 1, HEADS, "sample must be of the 150 query tokens, got one of 140"),
+        (150, 8, HEADS, "sample must have parts that divide the 4 heads, got 8"),
+    ],
+)
+def test_wrong_samples_of_the_dense_loss(total, parts, heads, wrong):
+    q, k = dense_teachers()["every head"]
+    index = leaf(KEYS, 4, 16, seed=40), leaf(KEYS, 16, seed=41), leaf(KEYS, 4, seed=42)
+    sample = draw_sample(total, 0.4, CPU, parts=parts)
+    with pytest.raises(ConfigError, match=wrong):
+        dense_indexer_loss(
+            IndexerInputs(*index), q, k, LAYOUTS["one"](), softmax_scale=0.3, sample=sample
+        )
