@@ -5,10 +5,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
 
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from tests.helpers import relative_error
 from tests.processes import run_ranks
 
@@ -25,6 +27,8 @@ class Case:
             with padding.
         cp_layout: how context-parallel ranks divide the rows.
         fused: operations whose torch implementation counts as fused.
+        sampled_parts: the indexer is trained on a third of the rows, the same on any number of
+            ranks, in so many parts by heads; 0: on all.
     """
 
     config: str
@@ -38,6 +42,7 @@ class Case:
     padded: tuple[int, ...] | None = None
     cp_layout: str = "zigzag"
     fused: tuple[str, ...] = ()
+    sampled_parts: int = 0
 
     def part(self, name: str, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
         """Return what a tensor-parallel rank holds of a full weight or gradient."""
@@ -72,6 +77,20 @@ class Case:
         """Return the rows of a rank's tensor-parallel group and its own, for every rank."""
         groups = [torch.tensor(held) for held in self.global_positions(cp)]
         return [(tokens, tokens.chunk(tp)[rank]) for tokens in groups for rank in range(tp)]
+
+    def sample(self, total: int, rank: int, tp: int, cp: int) -> Any:
+        """Return the sample of a rank with ``total`` query tokens."""
+        rows = next(x for x in self.held_by(tp, cp)[rank] if len(x) * self.batch == total)
+        tokens = torch.arange(total).view(-1, self.batch)
+        parts = [
+            tokens[(rows % 3 == 1) & (rows // 3 % self.sampled_parts == part)].flatten()
+            for part in range(self.sampled_parts)
+        ]
+        return _Third(torch.cat(parts), total, self.sampled_parts, len(parts[0]))
+
+
+class _Third(QuerySample):
+    factor = 3.0
 
 
 def run(
@@ -210,8 +229,10 @@ def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str,
 
 
 def _run_case(case: Case, tp: int, cp: int) -> dict:
+    from megatron_dsa.layers import core
     from megatron_dsa.layers.core import CoreAttention
     from megatron_dsa.ops.dispatch import report, reset_report
+    from megatron_dsa.ops.indexer_loss import training
     from tests.cases.log import empty_log, logged_of_first
 
     seen, original = [], CoreAttention.topk
@@ -221,7 +242,15 @@ def _run_case(case: Case, tp: int, cp: int) -> dict:
         seen.append(_slots(indices, layout if compressed is None else compressed.layout))
         return indices, length
 
-    with _fused(case.fused), mock.patch.object(CoreAttention, "topk", recorded):
+    def sample(total, *_, **__):
+        return case.sample(total, torch.distributed.get_rank(), tp, cp)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_fused(case.fused))
+        patches.enter_context(mock.patch.object(CoreAttention, "topk", recorded))
+        if case.sampled_parts:
+            for module in (core, training):
+                patches.enter_context(mock.patch.object(module, "draw_sample", sample))
         module, x, packing = build(case, tp, cp)
         empty_log(1, x.device)
         reset_report()

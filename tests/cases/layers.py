@@ -31,6 +31,8 @@ RECOMPUTED = {
     "recompute_granularity": "selective",
     "recompute_modules": ["core_attn", "mla_up_proj"],
 }
+SAMPLED = {"indexer_loss_queries": 1 / 3}
+BY_HEADS = SAMPLED | {"indexer_loss_heads": 1 / 2}
 MASKED = {"selected_attention": "masked"}
 VISIBLE = {
     "stage": "warmup", "freeze_main": False, "sequence_length": 96,
@@ -65,6 +67,21 @@ LAYERS = {
     "HCA of long groups": (HYBRID, (20,), {}),
     "DSA recomputed": (DSA, (), RECOMPUTED),
     "CSA recomputed": (HYBRID, (4,), RECOMPUTED),
+    "DSA sampled": (DSA, (), SAMPLED),
+    "DSA sampled by heads": (DSA, (), BY_HEADS),
+    "DSA masked sampled": (DSA, (), MASKED | SAMPLED),
+    "DSA masked sampled by heads": (DSA, (), MASKED | BY_HEADS),
+    "dense MLA, warm-up sampled": (
+        DSA,
+        (),
+        {"stage": "warmup", "dsa_indexer_use_sparse_loss": False} | SAMPLED,
+    ),
+    "CSA sampled": (HYBRID, (4,), SAMPLED),
+    "CSA warm-up sampled": (
+        HYBRID,
+        (4,),
+        {"stage": "warmup", "dsa_indexer_use_sparse_loss": False} | SAMPLED,
+    ),
     "DSA fp32": (DSA, (), {"dtype": torch.float32}),
     "CSA fp32": (HYBRID, (4,), {"dtype": torch.float32}),
     "HCA fp32": (HYBRID, (6,), {"dtype": torch.float32}),
@@ -74,6 +91,10 @@ ROWS = {
     "two": {"batch": 2},
     "packed": PACKED,
 }
+
+
+def _parts(options):
+    return options.head_parts if options.indexer_loss_queries < 1 else 0
 
 
 def in_small_blocks(options):
@@ -97,5 +118,6 @@ def case(layer, rows, mode=""):
         options = in_small_blocks(options)
     return dataclasses.replace(
         base, arguments=arguments, changes=base.changes | changes | {"options": options},
-        cp_layout=cp_layout, fused=OF_VISIBLE if "visible" in layer else (), **ROWS[rows],
+        cp_layout=cp_layout, sampled_parts=_parts(options),
+        fused=OF_VISIBLE if "visible" in layer else (), **ROWS[rows],
     )  # fmt: skip

@@ -32,10 +32,13 @@ def exists(layer, rows, mode, ranks):
     words = set(mode.split())
     if "visible" in layer:
         return words == {"heads"} and rows != "two"
+    if layer.endswith("by heads") and rows == "packed":
+        return False  # its chunks have no equal parts
     if mode == "contiguous heads":
         return layer in ("DSA", "CSA") and rows == "one"
     if "select" in words:
-        return layer.startswith("DSA masked") and "dense loss" not in layer
+        by_heads = layer.endswith("by heads") and words == {"select"} and ranks == 4
+        return layer.startswith("DSA masked") and "dense loss" not in layer and not by_heads
     if layer.startswith("DSA masked") and ("sequence" in words or words == {"heads"}):
         return "sequence" not in words
     other = bool({"contiguous", "zigzag_rows"} & words)
