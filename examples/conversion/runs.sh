@@ -10,24 +10,41 @@ for topk in "${topks[@]:1}"; do default_runs+=("sparse_$topk"); done
 default_runs+=(sparse_without_warmup)
 if [[ -z ${GPU30:-} ]]; then default_runs+=(scratch); fi
 
+no_run() {
+  echo "no run is called $1: dense, dense_on, dense_on_again, warmup, sparse, sparse_without_warmup, scratch," \
+    "v4, warmup with a share of the indexer's loss behind it (q8: 1/8 of the query tokens; q8h4: and 1/4" \
+    "of the heads), or sparse with a number of keys, a variant (again, absorbed, masked, fp8_scores, frozen," \
+    "or such a share) or both, such as sparse_512, sparse_q8 and sparse_512_masked" >&2
+}
+
+loss_on() { # qN or qNhM: adds the flags
+  if [[ ! $1 =~ ^q([1-9][0-9]*)(h([1-9][0-9]*))?$ ]]; then
+    no_run "..._$1"
+    return 2
+  fi
+  flags+=(--dsa-indexer-loss-queries "$(awk "BEGIN {print 1 / ${BASH_REMATCH[1]}}")")
+  if [[ -n ${BASH_REMATCH[3]} ]]; then
+    flags+=(--dsa-indexer-loss-heads "$(awk "BEGIN {print 1 / ${BASH_REMATCH[3]}}")")
+  fi
+}
+
 describe() { # run: sets from, stage, until, rates, flags
   from=dense stage=sparse until=$((dense_steps + on_steps)) flags=()
   read -ra rates <<<"$(constant "$last")"
   case $1 in
     dense) from='' stage=dense until=$dense_steps rates=("${falling[@]}") ;;
     dense_on | dense_on_again) stage=dense ;; # two equal runs: what differs is noise
-    warmup)
+    warmup | warmup_*)
       stage=warmup until=$((dense_steps + warmup_steps))
       read -ra rates <<<"$(constant "$warmup_rate")"
+      if [[ $1 == warmup_* ]]; then loss_on "${1#warmup_}" || return; fi
       ;;
     sparse_without_warmup) ;;
     scratch) from='' rates=("${falling[@]}") ;;
     v4) from='' rates=("${falling[@]}") flags=("${v4[@]}") ;;
     *) # sparse, sparse_TOPK, sparse_VARIANT, sparse_TOPK_VARIANT
-      if [[ ! $1 =~ ^sparse(_([1-9][0-9]*))?(_(again|absorbed|masked|fp8_scores))?$ ]]; then
-        echo "no run is called $1: dense, dense_on, dense_on_again, warmup, sparse, sparse_without_warmup," \
-          "scratch, v4, or sparse with a number of keys, a variant (again, absorbed, masked," \
-          "fp8_scores) or both behind it, such as sparse_512 and sparse_512_masked" >&2
+      if [[ ! $1 =~ ^sparse(_([1-9][0-9]*))?(_(again|absorbed|masked|fp8_scores|frozen|[qh].*))?$ ]]; then
+        no_run "$1"
         return 2
       fi
       from=warmup flags=(--dsa-indexer-topk "${BASH_REMATCH[2]:-${topks[0]}}")
@@ -35,6 +52,8 @@ describe() { # run: sets from, stage, until, rates, flags
         absorbed) flags+=(--dsa-selected-attention sparse) ;;
         masked) flags+=(--dsa-selected-attention masked) ;;
         fp8_scores) flags+=(--dsa-indexer-numerics deepgemm-fp8) ;;
+        frozen) flags+=(--dsa-indexer-loss-coeff 0) ;;
+        q* | h*) loss_on "${BASH_REMATCH[4]}" || return ;;
       esac
       ;;
   esac

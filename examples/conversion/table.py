@@ -35,7 +35,9 @@ RUNS = (
 )
 REFERENCE = "dense_on"
 #: Runs after a warm-up: another number of selected keys than the first, and what else is different.
-WARMED = re.compile(r"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores))?")
+WARMED = re.compile(
+    r"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores|frozen|q\d+(?:h\d+)?))?"
+)
 LINE = re.compile(
     r"validation-held_out loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+) \|"
 )

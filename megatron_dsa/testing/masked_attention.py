@@ -1,10 +1,12 @@
 """Masked dense attention: inputs of a call, its float64 results, and the comparison with them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.masked_attention.spec import (
     ListedProbabilities,
@@ -112,6 +114,30 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
             dkv[:, part] = kv.grad
             dk_pe += k_pe.grad
     return ExpectedMasked(out, lse, p_sum, dq, dkv, dk_pe)
+
+
+def check_parts(
+    found: Comparison, case: MaskedCase, parts: int, probabilities: Callable, width: int
+) -> None:
+    """Compare head sums where each of equal parts of the queries has its own part of the heads."""
+    count, some = len(case.q) // parts, case.q.shape[1] // parts
+    cases = []
+    for i in range(parts):
+        tokens, heads = (slice(i * n, (i + 1) * n) for n in (count, some))
+        cases.append(
+            replace(
+                case, q=case.q[tokens, heads], kv=case.kv[:, heads], lists=case.lists.take(tokens),
+                dout=case.dout[tokens, heads],
+            )
+        )  # fmt: skip
+    references = [MaskedReference(each) for each in cases]
+    q = torch.cat([each.q for each in cases])
+    lse = torch.cat([each.expected.lse for each in references])
+    inputs = replace(case.inputs(), q=q, part=count)
+    sums = probabilities(inputs, lse.to(accumulation_dtype(q.dtype)), width, slice(None))
+    for i, reference in enumerate(references):
+        of_part = (x[i * count : (i + 1) * count] for x in sums)
+        reference.listed_keys(found, ListedProbabilities(*of_part))
 
 
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:

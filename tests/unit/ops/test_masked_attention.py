@@ -28,7 +28,12 @@ from megatron_dsa.ops.masked_attention.spec import (
 )
 from megatron_dsa.testing.cases import Lists
 from megatron_dsa.testing.comparison import Comparison
-from megatron_dsa.testing.masked_attention import MaskedReference, masked_case
+from megatron_dsa.testing.masked_attention import (
+    MaskedDims,
+    MaskedReference,
+    check_parts,
+    masked_case,
+)
 from tests.cases.masked_attention import (
     DIMS,
     SMALL,
@@ -100,6 +105,14 @@ def test_probabilities_in_ascending_order_of_the_keys():
         for some in (slice(0, 40), slice(7, 9)):
             sums = unfused.probabilities(inputs, reference.expected.lse, 50, some)
             reference.listed_keys(found, sums, some)
+    assert not found.wrong()
+
+
+def test_parts_of_the_queries_with_a_part_of_the_heads_each():
+    case = masked_case(MaskedDims(4, 8, 4, 6), mixed_lists(40, 300, 30), torch.float64)
+    found = Comparison(1e-12)
+    for parts in (1, 2, 4):
+        check_parts(found, case, parts, unfused.probabilities, 50)
     assert not found.wrong()
 
 

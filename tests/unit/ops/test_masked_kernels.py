@@ -30,7 +30,12 @@ from megatron_dsa.ops.masked_attention.spec import (
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
 from megatron_dsa.testing.cases import Lists, visible_keys
 from megatron_dsa.testing.comparison import SPARSE_ATTENTION, Comparison, by_figure
-from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
+from megatron_dsa.testing.masked_attention import (
+    MaskedDims,
+    MaskedReference,
+    check_parts,
+    masked_case,
+)
 from tests.helpers import (
     deterministic,
     needs_compiler,
@@ -207,6 +212,17 @@ LISTS = {
 def test_against_float64(dims, name):
     heads, lists = LISTS[name]
     check(masked_case(MaskedDims(heads, *dims), lists()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "parts", "heads"), [(512, 4, 16), (300, 3, 6), (256, 2, 128)])
+@both_dims
+def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts, heads):
+    """Parts of whole tiles take one launch, others one each."""
+    case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100))
+    found = Comparison(TOLERANCE, by_figure(TOLERANCE))
+    check_parts(found, case, parts, kernels(dims)[2], 100)
+    assert not found.wrong(), found.errors
 
 
 @pytest.mark.gpu
