@@ -35,8 +35,9 @@ RUNS = (
 )
 REFERENCE = "dense_on"
 #: Runs after a warm-up: another number of selected keys than the first, and what else is different.
+SHARE = r"q\d+(?:h\d+)?"
 WARMED = re.compile(
-    r"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores|frozen|q\d+(?:h\d+)?))?"
+    rf"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores|frozen|{SHARE}))?"
 )
 LINE = re.compile(
     r"validation-held_out loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+) \|"
@@ -70,9 +71,14 @@ def runs_of(folder: Path) -> list[str]:
     """Return the runs that have a log, in the order of the table."""
     found = {file.parent.name for file in folder.glob("*/train.log")}
     others = [name for name in found if name not in RUNS and WARMED.fullmatch(name)]
-    at = RUNS.index("sparse") + 1
     others.sort(key=warmed)
-    return [name for name in (*RUNS[:at], *others, *RUNS[at:]) if name in found]
+    warmups = sorted(name for name in found if re.fullmatch(f"warmup_{SHARE}", name))
+    at, end = RUNS.index("warmup") + 1, RUNS.index("sparse") + 1
+    return [
+        name
+        for name in (*RUNS[:at], *warmups, *RUNS[at:end], *others, *RUNS[end:])
+        if name in found
+    ]
 
 
 def warmed(name: str) -> tuple[float, str]:

@@ -136,7 +136,7 @@ class DSAOptions:
         parse=parse_named,
     )
     indexer_loss_queries: float = option(
-        1.0,
+        1 / 8,
         "--dsa-indexer-loss-queries",
         "Share of the query tokens on which the indexer is trained: tiles of 64, drawn anew for "
         "every layer and microbatch. Loss and gradients are scaled, and the same in the mean; "
@@ -203,6 +203,14 @@ class DSAOptions:
     def head_parts(self) -> int:
         """Groups of heads of which one teaches a query token."""
         return round(1 / self.indexer_loss_heads)
+
+    def describe_loss(self) -> str:
+        """Say on what an indexer is trained."""
+        queries, heads = (
+            "all" if share == 1 else f"1/{round(1 / share)}" if 1 / share % 1 == 0 else f"{share:g}"
+            for share in (self.indexer_loss_queries, self.indexer_loss_heads)
+        )
+        return f"indexer loss: {queries} of the query tokens, teacher of {heads} of the heads"
 
     @property
     def policy(self) -> Policy:

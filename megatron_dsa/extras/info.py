@@ -137,8 +137,7 @@ _REMARKS = {
     "indexer_engine_scores": "with --dsa-indexer-numerics deepgemm-fp8",
     **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
     "visible_bits": "with masked dense attention in stages dense and warmup",
-    "sparse_attention_backward": "where it trains the indexer",
-    "sparse_attention_probabilities": "where the backward does not give them",
+    "sparse_attention_probabilities": "the teacher of the indexer's loss",
 }
 
 

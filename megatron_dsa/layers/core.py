@@ -25,7 +25,7 @@ from megatron_dsa.metrics.log import (
     IndexerLog,
     attach_loss,
     install_loss_scale,
-    say_if_frozen,
+    say_how_trained,
 )
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.common.scaling import Factor, Scaled
@@ -144,7 +144,7 @@ class CoreAttention(MegatronModule):
         # Once per iteration, which a replayed graph of a layer cannot know.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
-            say_if_frozen(config)
+            say_how_trained(config)
 
     def selecting_numbers(self) -> list[int]:
         """Return the numbers of the decoder layers that select keys."""

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.utils import log_single_rank
 
-from megatron_dsa.config.model import has_indexers, indexer_is_trained
+from megatron_dsa.config.model import has_indexers, indexer_is_trained, options_of
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
 from megatron_dsa.ops.common.autograd import once_differentiable
@@ -262,12 +262,16 @@ def install_logging(config, device, training_module: ModuleType | None = None) -
         training.training_log = TrainingLog(training.training_log)
 
 
-def say_if_frozen(config) -> None:
-    """Log, once per process, that the indexers of a model are not trained."""
-    if has_indexers(config) and not indexer_is_trained(config):
-        _warn_once("megatron_dsa indexer frozen: --dsa-indexer-loss-coeff 0")
+def say_how_trained(config) -> None:
+    """Log, once per process, on what the indexers of a model are trained, or that they are not."""
+    if not has_indexers(config):
+        return
+    if indexer_is_trained(config):
+        _log_once(logging.INFO, f"megatron_dsa {options_of(config).describe_loss()}")
+    else:
+        _log_once(logging.WARNING, "megatron_dsa indexer frozen: --dsa-indexer-loss-coeff 0")
 
 
 @functools.cache
-def _warn_once(line: str) -> None:
-    log_single_rank(logger, logging.WARNING, line)
+def _log_once(level: int, line: str) -> None:
+    log_single_rank(logger, level, line)

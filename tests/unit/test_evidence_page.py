@@ -261,6 +261,37 @@ def test_the_page_has_the_figures_of_the_variants(studies):
     assert "`sparse_absorbed` takes {} s against {} s".format(*times) in text
 
 
+def test_the_page_has_the_figures_of_shares_of_the_queries():
+    """The default is the smallest share that does no harm; both stages, cells and sentences."""
+    study, cells = OnGPU("gpu30_shares"), 0
+    for lines in tables(section("A share of the queries")):
+        for expected, written in study.table(lines):
+            if "to" in written and not written["to"]:
+                expected |= {"difference": "", "± seeds": ""}
+            assert written == expected
+            cells += 1
+    assert cells == 14
+    end, text = study.end, " ".join(section("A share of the queries").split())
+    kl = {run: mean_mass(study, run, "indexer KL") for run in ("sparse", "sparse_q8")}
+    assert f"its KL is {kl['sparse_q8'] / kl['sparse'] - 1:.1%} higher".replace("%", " %") in text
+    warm = [numpy.mean(study.layers(f"warmup{x}", 900, "indexer KL")) for x in ("", "_q8")]
+    assert f"and {warm[1] / warm[0] - 1:.1%} after".replace("%", " %") in text
+    gap = study.gap("sparse_q8", end, "sparse", end)
+    frozen = study.gap("sparse_frozen", end, "sparse", end)
+    assert f"{gap.value:.5f} ± {gap.over_documents:.5f} above" in text
+    assert f"frozen indexer costs {frozen.value:.5f}" in text and gap.value < frozen.value / 10
+    equal = [
+        abs(study.losses[s, "sparse_again", step] - study.losses[s, "sparse", step])
+        for s in "12"
+        for step in (960, end)
+    ]
+    assert f"equal runs differ by up to {max(equal):.5f}" in text
+    for measure in ("mass", "recall"):
+        for run in ("q4", "q8", "q8h4"):
+            other = mean_mass(study, f"sparse_{run}", measure)
+            assert abs(mean_mass(study, "sparse", measure) - other) < 1e-3
+
+
 @pytest.mark.parametrize("title", SECTIONS)
 def test_runs_on_a_gpu_have_the_whole_held_out_set(studies, title):
     """Losses of documents are of 148 sequences, and are those that Megatron logged."""

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from megatron_dsa.config.model import options_of
+from megatron_dsa.config.model import has_indexers, indexer_is_trained, options_of
 from megatron_dsa.extras.planner.chunks import Layer
 from megatron_dsa.extras.planner.plan import Plan
 from megatron_dsa.metrics.throughput import peak_tflops, shares
@@ -130,6 +130,8 @@ def _choices(plan: Plan) -> Iterator[str]:
             yield f"    not {name}: {reason}"
     if plan.attention.masked_up_to is not None:  # where there are two ways
         yield f"  {plan.attention.describe()}"
+    if has_indexers(plan.config) and indexer_is_trained(plan.config):
+        yield f"  {options_of(plan.config).describe_loss()}"
 
 
 def _work(plan: Plan) -> Iterator[str]:

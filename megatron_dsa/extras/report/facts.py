@@ -143,7 +143,10 @@ def attention(log: RunLog) -> str:
     stages = log.stages()
     began = ", ".join(f"{name} from step {step}" for step, name in stages)
     began = f" ({began})" if len(stages) > 1 else ""
-    return f"{kind}, stage {stage}{selects}{began}" if stage else ""
+    share = _argument(log, "dsa_indexer_loss_queries")
+    trained = stage in ("warmup", "sparse") and _argument(log, "dsa_indexer_loss_coeff")
+    loss = f", indexer trained on {float(share):g} of the query tokens" if share and trained else ""
+    return f"{kind}, stage {stage}{selects}{loss}{began}" if stage else ""
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:

@@ -165,7 +165,7 @@ def test_a_frozen_indexer_is_evaluated_and_announced_once(training_log, capsys, 
     from megatron_dsa.metrics import log as losses
     from megatron_dsa.metrics.log import EVALUATION
 
-    losses._warn_once.cache_clear()
+    losses._log_once.cache_clear()
     values = []
     for coefficient in (0.0, 0.5, 0.0):
         options = DSAOptions(evaluate_indexer=True)
