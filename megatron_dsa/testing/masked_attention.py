@@ -135,9 +135,9 @@ def check_parts(
     lse = torch.cat([each.expected.lse for each in references])
     inputs = replace(case.inputs(), q=q, part=count)
     sums = probabilities(inputs, lse.to(accumulation_dtype(q.dtype)), width, slice(None))
-    for i, reference in enumerate(references):
+    for i, expected in enumerate(references):
         of_part = (x[i * count : (i + 1) * count] for x in sums)
-        reference.listed_keys(found, ListedProbabilities(*of_part))
+        expected.listed_keys(found, ListedProbabilities(*of_part))
 
 
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
