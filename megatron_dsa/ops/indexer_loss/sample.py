@@ -15,6 +15,8 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.common.capture import tensor_cache
+from megatron_dsa.ops.common.scaling import has_triton
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: Neighbours that are taken together: kernels read the keys of a tile of queries at once.
@@ -46,12 +48,13 @@ class QuerySample:
         Their positions are on the device: the host knows bounds of what many see together.
         """
         tokens = self.tokens
+        start, end, position = select_tokens(tokens, whole.start, whole.end, whole.position)
         return Layout(
             num_queries=len(tokens),
             num_keys=whole.num_keys,
-            start=whole.start[tokens],
-            end=whole.end[tokens],
-            position=whole.position[tokens],
+            start=start,
+            end=end,
+            position=position,
             key_rows=whole.key_rows,
             real=None if whole.real is None else whole.real[tokens],
             query_ranges=tuple(self._ranges(whole)),
@@ -102,6 +105,10 @@ def sampled_tokens(total: int, size: int, place: torch.Tensor) -> QuerySample:
     if not 0 < size < total or size % tile:
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
     parts = size // tile
+    if place.is_cuda and has_triton():
+        from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles  # needs Triton
+
+        return QuerySample(place_tiles(place, total, size, tile), total)
     # Part i begins at i * total / parts; all sums of its first token and a place differ.
     begins, inside = _parts(total, parts, tile, place.device)
     return QuerySample((((begins + place) // parts + inside) % total).flatten(), total)

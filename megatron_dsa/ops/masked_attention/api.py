@@ -16,6 +16,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budge
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.layout.layout import Layout
@@ -150,7 +151,8 @@ class _Settings:
             rank = self.group.rank()
             of_all = gather_tokens(tokens + rank * local, self.group)
             some = slice(rank * len(tokens), (rank + 1) * len(tokens))
-        inputs, lse = inputs.of_queries(of_all), lse[of_all]
+        q, bits, lse = select_tokens(of_all, inputs.q, inputs.bits, lse)
+        inputs = replace(inputs, q=q, bits=bits, kept={})
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, self.call.topk, some)
         return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
 
@@ -212,7 +214,8 @@ class _MaskedAttention(torch.autograd.Function):
                 parts = s.teachers(inputs, lse, len(bits))
             else:
                 found = s.listed_sample(inputs, lse, sample.tokens, len(bits))
-                parts = [TeacherPart(sample.tokens, found.indices, found.length, found.p_sum)]
+                all_taken = slice(0, len(sample.tokens))
+                parts = [TeacherPart(all_taken, found.indices, found.length, found.p_sum)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
 
         # Several parts reuse nothing of the backward, so they run before dq and dkv take memory.

@@ -28,12 +28,12 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.ops.common.collectives import all_gather_async, reduce_scatter_async
 from megatron_dsa.ops.common.head_products import write_head_products
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
 from megatron_dsa.ops.indexer_loss.training import (
     IndexerTraining,
     TeacherPart,
-    Tokens,
     separate_tensors,
 )
 from megatron_dsa.ops.sparse_attention.api import (
@@ -82,17 +82,18 @@ class _Blocks:
         """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
         return self.q.new_empty(self.longest, heads, dims)
 
-    def inputs(self, tokens: Tokens, want_p_sum: bool = False) -> SparseAttentionInputs:
+    def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
         """Return the inputs of a block; its absorbed queries stay until the next call."""
-        q = self.q[tokens]
+        length = None if self.length is None else self.length[tokens]
+        return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
+
+    def inputs_of(self, q, indices, length, want_p_sum: bool = False) -> SparseAttentionInputs:
+        """Return the inputs of some tokens, at most as many as a block has."""
         padded = self.absorbed[: len(q)]
         absorbed = padded[:, : q.shape[1]]
         write_head_products(q[..., : self.nope], self.w_uk, absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.nope :]
-        length = None if self.length is None else self.length[tokens]
-        inputs = self.attention.inputs(
-            absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
-        )
+        inputs = self.attention.inputs(absorbed, self.kv, None, indices, length, want_p_sum)
         return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
 
 
@@ -196,11 +197,13 @@ class _Backward:
         """Yield teachers of some tokens by index, whose gradients are summed already."""
         blocks = self.blocks
         for some in slices(len(tokens), blocks.longest):
-            part = tokens[some]
-            inputs = blocks.inputs(part)
-            teacher = self.plan.attention.run(PROBABILITIES, inputs, self.lse[part])
-            yield TeacherPart(part, inputs.indices, inputs.topk_length, teacher)
-            del inputs, teacher  # before the next part takes memory
+            *given, lse = select_tokens(
+                tokens[some], blocks.q, blocks.indices, blocks.length, self.lse
+            )
+            inputs = blocks.inputs_of(*given)
+            teacher = self.plan.attention.run(PROBABILITIES, inputs, lse)
+            yield TeacherPart(some, inputs.indices, inputs.topk_length, teacher)
+            del given, inputs, teacher  # before the next part takes memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
         """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""

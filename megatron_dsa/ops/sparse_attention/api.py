@@ -23,13 +23,14 @@ from megatron_dsa.ops.common.checks import (
     require_tensor,
     require_values,
 )
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
     IndexerTraining,
     TeacherPart,
-    Tokens,
     separate_tensors,
 )
 from megatron_dsa.ops.key_lists.api import KeyLists
@@ -120,6 +121,10 @@ class Settings:
         valid = indices[tokens] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
+    def loss_teacher(self, p_sum, indices) -> torch.Tensor:
+        """As :meth:`teacher_columns` for the loss, which reads no entry without a key."""
+        return p_sum if self.lists is None else p_sum[:, : indices.shape[1]].contiguous()
+
 
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
     """Write ``part`` to the ``tokens`` of ``whole``; a part with all tokens is returned itself.
@@ -185,15 +190,14 @@ class _SparseAttention(torch.autograd.Function):
             if wants_p_sum:
                 if p_sum is None:
                     p_sum = s.run(PROBABILITIES, inputs, lse[tokens])
-                teacher = _put(
-                    teacher, s.teacher_columns(p_sum, indices, tokens), tokens, q.shape[0]
-                )
+                teacher = _put(teacher, s.loss_teacher(p_sum, indices), tokens, q.shape[0])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
-            parts: Iterable[TeacherPart] = [TeacherPart(slice(None), indices, length, teacher)]
+            parts: Iterable[TeacherPart]
             if teacher is None:
-                taken = slice(None) if sample is None else sample.tokens
-                parts = _teachers(s, indexer, taken, q, kv, sink, indices, length, lse)
+                parts = _teachers(s, indexer, sample, q, kv, sink, indices, length, lse)
+            else:
+                parts = [TeacherPart(slice(None), indices, length, teacher)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
@@ -202,23 +206,25 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def _teachers(
-    s: Settings, indexer: IndexerTraining, taken: Tokens, q, kv, sink, indices, length, lse
-) -> Iterator[TeacherPart]:
-    """Yield teachers of some tokens that the backward has not returned."""
-    q, indices, lse = q[taken], indices[taken], lse[taken]
-    length = None if length is None else length[taken]
+    s: Settings, indexer: IndexerTraining, sample: QuerySample | None, q, kv, sink, indices, length,
+    lse,
+) -> Iterator[TeacherPart]:  # fmt: skip
+    """Yield teachers that the backward has not returned, of all tokens or of a sample."""
+    if sample is not None:
+        q, indices, length, lse = select_tokens(sample.tokens, q, indices, length, lse)
     if indexer.selected_only:  # a softmax without window and sink
         s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False), lists=None)
         inputs = s.inputs(q, kv, None, indices, length, True)
         _, lse, p_sum = s.run(FORWARD, inputs)
         teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
-        yield TeacherPart(taken, indices, length, teacher)
+        yield TeacherPart(slice(0, q.shape[0]), indices, length, teacher)
         return
-    for some, listed, count in s.sampled_lists(taken, indices, length):
+    assert sample is not None
+    for some, listed, count in s.sampled_lists(sample.tokens, indices, length):
         inputs = s.inputs(q[some], kv, sink, listed, count, True)
-        teacher = s.teacher_columns(s.run(PROBABILITIES, inputs, lse[some]), indices, some)
+        teacher = s.loss_teacher(s.run(PROBABILITIES, inputs, lse[some]), indices)
         of_part = None if length is None else length[some]
-        yield TeacherPart(taken[some], indices[some], of_part, teacher)
+        yield TeacherPart(some, indices[some], of_part, teacher)
 
 
 def sparse_attention(

@@ -16,6 +16,7 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.ops.indexer_loss.sample import TILE, draw_sample, sample_size, sampled_tokens
 from megatron_dsa.ops.layout.layout import bshd_layout
 from tests import helpers
+from tests.cases.triton_kernels import interpret
 
 leaf = functools.partial(helpers.leaf, dtype=torch.float64)
 CPU = torch.device("cpu")
@@ -25,8 +26,8 @@ KEYS, TOPK, HEADS = 150, 9, 3
 @pytest.mark.parametrize(
     ("total", "share", "size"),
     [
-        (8192, 1 / 8, 1024), (8192, 1.0, None), (150, 1.0, None), (150, 1 / 2, 64), (150, 1e-3, 64), (64, 0.5, None),
-        (5, 0.1, None), (0, 0.5, None), (129, 0.99, 128),
+        (8192, 1 / 8, 1024), (8192, 1.0, None), (150, 1.0, None), (150, 1 / 2, 64),
+        (150, 1e-3, 64), (64, 0.5, None), (5, 0.1, None), (0, 0.5, None), (129, 0.99, 128),
     ],
 )  # fmt: skip
 def test_sizes_are_whole_tiles(total, share, size):
@@ -143,3 +144,30 @@ def test_tokens_that_are_not_taken_have_no_gradient(name, monkeypatch):
     taken[70 : 70 + TILE] = True
     for x in (dq.flatten(1), dweights):
         assert (x[taken] != 0).any(1).all() and not x[~taken].any()
+
+
+def test_triton_interpreted():
+    interpret(__file__)
+
+
+def main():
+    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles
+
+    for total, size in ((150, 64), (150, 128), (129, 128), (1000, 512)):
+        for place in {*range(0, total, 37), total - 1}:
+            place = torch.tensor(place)
+            want = sampled_tokens(total, size, place).tokens
+            assert torch.equal(place_tiles(place, total, size, TILE), want)
+
+
+@pytest.mark.gpu
+def test_places_on_a_gpu():
+    for total, size in ((150, 64), (1000, 512), (2**20, 2**17)):
+        for place in (0, 70, total - 1):
+            place = torch.tensor(place)
+            got = sampled_tokens(total, size, place.cuda()).tokens
+            assert torch.equal(got.cpu(), sampled_tokens(total, size, place).tokens)
+
+
+if __name__ == "__main__":
+    main()
