@@ -42,6 +42,7 @@ LATE = {
     "ops/dense_attention/ring/combine.py": "Triton",
     "ops/common/scaling.py": "Triton",
     "ops/common/tokens.py": "Triton",
+    "ops/hopper/sums.py": "Triton",
     "ops/indexer_loss/sample.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/fp8.py": "Triton",

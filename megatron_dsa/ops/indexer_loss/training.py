@@ -106,8 +106,11 @@ class LatentIndexerInputs:
     def with_tensors(self, tensors: Sequence[Any]) -> LatentIndexerInputs:
         """Return the same with other :meth:`tensors`."""
         weight, k, weights, latent, cos, sin = tensors
-        queries = replace(self.queries, weight=weight, latent=latent, cos=cos, sin=sin)
-        return replace(self, queries=queries, k=k, weights=weights)
+        x = self.queries  # constructors take half of the time of ``replace``
+        queries = LatentQueries(
+            latent, weight, cos, sin, x.heads, x.neighbours, x.transform, x.policy, x.rounded
+        )
+        return LatentIndexerInputs(queries, k, weights, self.relu, self.fp32_weights)
 
 
 #: Inputs that an indexer is trained on.

@@ -41,6 +41,8 @@ class KeyLists:
         selected_length: int32 ``[Sq]``, number of valid entries.
         held: int64 ``[slots]``, where the key of a position lies behind the compressed keys;
             ``None``: where the layout says (all ranks' keys).
+        checked: entries of ``selected`` are below the number of compressed keys, as from
+            ``indexer_topk``; otherwise their largest one is looked at.
 
     Raises:
         ConfigError: the tensors do not fit the layout, or each other.
@@ -52,6 +54,7 @@ class KeyLists:
     selected: torch.Tensor | None = None
     selected_length: torch.Tensor | None = None
     held: torch.Tensor | None = None
+    checked: bool = False
 
     def __post_init__(self):
         queries, start = self.layout.num_queries, self.layout.start

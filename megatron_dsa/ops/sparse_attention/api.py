@@ -213,7 +213,8 @@ def _teachers(
     if sample is not None:
         q, indices, length, lse = select_tokens(sample.tokens, q, indices, length, lse)
     if indexer.selected_only:  # a softmax without window and sink
-        s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False), lists=None)
+        call = replace(s.call, topk=indices.shape[1], sink=False)
+        s = replace(s, call=call, lists=None, length_in_range=False)
         inputs = s.inputs(q, kv, None, indices, length, True)
         _, lse, p_sum = s.run(FORWARD, inputs)
         teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
@@ -286,7 +287,10 @@ def sparse_attention(
     require_kv_grad(kv_grad, kv)
     call = describe_attention(q, v_dim, width, attn_sink)
     indexer, trained = separate_tensors(indexer, q=q)
-    settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
+    settings = Settings(
+        v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order,
+        length_in_range=lists is not None,
+    )  # fmt: skip
     tensors = (q, kv, kv_grad, attn_sink, selected, topk_length)
     return SparseAttentionOutput(*_SparseAttention.apply(*tensors, settings, *trained))
 
@@ -335,7 +339,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         not wants_teacher or lists.selected is not None,
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
-    if lists.selected is not None and lists.selected.numel() > 0:
+    if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
         # A larger slot would select a key of a position.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
