@@ -71,4 +71,5 @@ class Compressor(Fp32Parameters, MegatronModule):
         pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=self.policy)
         pooled = self.norm(pooled)
         tables = rope.of_groups(keys, pooled.dtype)
-        return rotate(pooled[:, None], *tables, policy=self.policy)[:, 0]
+        # The gradient of ``[:, 0]`` would be a copy into zeros.
+        return rotate(pooled[:, None], *tables, policy=self.policy).squeeze(1)

@@ -165,12 +165,13 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
     ) -> KeyLists:
         """Return lists of compressed keys: ``given``, or the indexer's selection."""
         assert lists.compressed is not None
+        checked = given is None
         if given is None:
             assert inputs is not None
             given = self.topk(inputs, lists.layout, ranks, lists.compressed)
         indices, length = given
         self.note_selection(indices, lists.compressed.layout)
-        return dataclasses.replace(lists, selected=indices, selected_length=length)
+        return dataclasses.replace(lists, selected=indices, selected_length=length, checked=checked)
 
     def _sinks(self, ranks: Ranks) -> torch.Tensor:
         if not ranks.by_sequence:

@@ -88,4 +88,4 @@ class CSAIndexer(Indexer):
             return hadamard(k)
         # Rounded once, as engines do; without columns in the tables nothing is rotated.
         none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
-        return rotate_index(k[:, None], none, none, policy=self.policy)[:, 0]
+        return rotate_index(k[:, None], none, none, policy=self.policy).squeeze(1)

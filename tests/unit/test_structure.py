@@ -41,6 +41,9 @@ LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
     "ops/dense_attention/ring/combine.py": "Triton",
     "ops/common/scaling.py": "Triton",
+    "ops/common/tokens.py": "Triton",
+    "ops/hopper/sums.py": "Triton",
+    "ops/indexer_loss/sample.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/fp8.py": "Triton",
     "ops/indexer_topk/torch.py": "Triton",

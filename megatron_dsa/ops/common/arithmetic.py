@@ -1,4 +1,4 @@
-"""Accumulation dtype, products, chunks within a budget, validity of list entries."""
+"""Integers, accumulation dtype, products, chunks within a budget, validity of list entries."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,25 @@ from megatron_dsa.versions import parse_version
 _BMM_WIDENS = parse_version(torch.__version__) >= (2, 8)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """Return ``a / b`` rounded up; Triton's own function takes a microsecond on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is not below ``n``, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+_ACCUMULATION = {
+    x: torch.promote_types(x, torch.float32)
+    for x in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for the 16-bit types, the type itself otherwise (fp64 stays fp64)."""
-    return torch.promote_types(dtype, torch.float32)
+    return _ACCUMULATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

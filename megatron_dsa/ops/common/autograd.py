@@ -27,6 +27,11 @@ def once_differentiable(backward: Callable) -> Callable:
     return once
 
 
+def differentiable(*tensors: torch.Tensor) -> bool:
+    """Return whether autograd records operations on one of ``tensors``."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def in_backward() -> bool:
     """Return whether this code runs inside a backward pass, as a recomputed layer does.
 

@@ -56,10 +56,13 @@ class CachedFunction[**Arguments, Result]:
         self._function, self._cache = function, TensorCache(size)
         functools.update_wrapper(self, function)
 
-    @torch.inference_mode(False)  # tensors of an evaluation also serve training
     def __call__(self, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-        key = (*arguments, *sorted(named.items()))
-        return self._cache.get(key, lambda: self._function(*arguments, **named))
+        def make() -> Result:
+            with torch.inference_mode(False):  # tensors of an evaluation also serve training
+                return self._function(*arguments, **named)
+
+        key = (*arguments, *sorted(named.items())) if named else arguments
+        return self._cache.get(key, make)
 
     def cache_clear(self) -> None:
         """Drop results as :meth:`TensorCache.clear`."""

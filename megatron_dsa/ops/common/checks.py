@@ -56,9 +56,12 @@ def require_tensor(
 
 def _has_shape(x: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
     given = x.shape
-    return len(given) == len(shape) and all(
-        size == found or isinstance(size, str) for size, found in zip(shape, given, strict=True)
-    )
+    if len(given) != len(shape):
+        return False
+    for size, found in zip(shape, given, strict=True):
+        if size != found and not isinstance(size, str):
+            return False
+    return True
 
 
 def require_scale(softmax_scale: float) -> None:

@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div
+from megatron_dsa.ops.common.launch import launch
+
 #: Elements of a program.
 BLOCK = 4096
 
@@ -73,10 +76,10 @@ def scale(
     some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]
     if not some:
         return
-    programs = sum(triton.cdiv(x.numel(), BLOCK) for x, _ in some)
+    programs = sum(ceil_div(x.numel(), BLOCK) for x, _ in some)
     tensors = [y for x, out in some for y in (x, out, x.numel())]
     tensors += [None, None, 0] * (3 - len(some))
-    _scale[(programs,)](*tensors, number, times, over, BLOCK=BLOCK, num_warps=8)
+    launch(_scale, (programs,), *tensors, number, times, over, BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -88,4 +91,4 @@ def _add_scaled(sums, counts, value, number, times, over):
 
 def add_scaled(sums, counts, value, number: float, times, over) -> None:
     """Add ``value * number * times / over`` to ``sums`` and 1 to ``counts``, fp32 scalars."""
-    _add_scaled[(1,)](sums, counts, value, number, times, over, num_warps=1)
+    launch(_add_scaled, (1,), sums, counts, value, number, times, over, num_warps=1)

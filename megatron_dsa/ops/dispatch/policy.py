@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.ops.common.hashing import HashedOnce
 
 #: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.
 VARIABLE = "MEGATRON_DSA_IMPL"
@@ -20,7 +21,7 @@ DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(HashedOnce):
     """Choices of the user; out of range they raise a :class:`ConfigError`.
 
     Attributes:
@@ -50,6 +51,8 @@ class Policy:
             f"Policy: indexer_numerics must be {EXACT} or {DEEPGEMM_FP8}, got "
             f"{self.indexer_numerics!r}",
         )
+
+    __hash__ = HashedOnce.__hash__
 
     def named_for(self, operation: str) -> str | None:
         """Return the implementation that the policy, else ``VARIABLE``, names, or ``None``."""

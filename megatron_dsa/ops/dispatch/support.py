@@ -3,6 +3,7 @@
 Dispatch, error messages, ``info``, ``doctor`` and the skips of the tests read the declaration.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.ops.common.hashing import HashedOnce
 from megatron_dsa.ops.dispatch.packages import Package, Reason
 
 HALF = (torch.bfloat16, torch.float16)
@@ -18,7 +20,7 @@ ATOMIC_SUMS: dict[str, Any] = {"deterministic": False, "deterministic_mode": Tru
 
 
 @dataclass(frozen=True)
-class OpCall:
+class OpCall(HashedOnce):
     """The properties of a call that decide which implementation can take it.
 
     Attributes:
@@ -51,6 +53,8 @@ class OpCall:
     deterministic: bool = False
     teacher: bool = False
     teacher_dim: int | None = None
+
+    __hash__ = HashedOnce.__hash__
 
     def on(self) -> str:
         """Return the device in words."""
@@ -190,10 +194,13 @@ class Candidate:
         return found() if isinstance(found, type) else found
 
 
+_module = functools.cache(importlib.import_module)
+
+
 def import_attribute(path: str) -> Any:
     """Import ``"module:attribute"``."""
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(_module(module), attribute)
 
 
 def short_dtype(dtype: torch.dtype) -> str:

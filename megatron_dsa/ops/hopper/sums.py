@@ -2,6 +2,8 @@
 
 import torch
 
+from megatron_dsa.ops.common.scaling import has_triton
+
 
 def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
     """Return ``[keys, dim]`` in column order, as Hopper kernels, ours and cuDNN's, add to it.
@@ -9,6 +11,10 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
     16 columns of a fragment lie as ``[4 threads, 2 halves, 2]`` instead of ``[2 halves, 4 threads,
     2]``: a thread adds four neighbours at a time.
     """
+    if _takes_kernel(accumulator):
+        from megatron_dsa.ops.hopper.sums_triton import reorder  # needs Triton
+
+        return reorder(accumulator, accumulator.shape[1], transposed=False)
     fragments = accumulator.unflatten(1, (-1, 4, 2, 2))
     return fragments.transpose(2, 3).reshape(accumulator.shape)
 
@@ -19,6 +25,10 @@ def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.T
     128 value columns lie as ``[4 warps, 8 lines, 2 fragments, 2 halves]`` instead of ``[2
     fragments, 4 warps, 2 halves, 8 lines]``; 64 columns past the values as one fragment.
     """
+    if _takes_kernel(accumulator):
+        from megatron_dsa.ops.hopper.sums_triton import reorder  # needs Triton
+
+        return reorder(accumulator, v_dim, transposed=True)
     values, tail = accumulator[:, :v_dim], accumulator[:, v_dim:]
     ordered = torch.empty_like(accumulator, memory_format=torch.contiguous_format)
     in_order = ordered[:, :v_dim].unflatten(1, (-1, 2, 4, 2, 8))
@@ -27,6 +37,10 @@ def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.T
         in_order = ordered[:, v_dim:].unflatten(1, (-1, 4, 2, 8))
         in_order.copy_(tail.unflatten(1, (-1, 4, 8, 2)).transpose(3, 4))
     return ordered
+
+
+def _takes_kernel(accumulator: torch.Tensor) -> bool:
+    return accumulator.is_cuda and accumulator.is_contiguous() and has_triton()
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:

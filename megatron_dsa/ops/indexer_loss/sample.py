@@ -22,6 +22,8 @@ import torch
 
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.common.capture import tensor_cache
+from megatron_dsa.ops.common.scaling import has_triton
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: Neighbours that are taken together: kernels read the keys of a tile of queries at once.
@@ -63,12 +65,13 @@ class QuerySample:
         Their positions are on the device: the host knows bounds of what many see together.
         """
         tokens = self.tokens
+        start, end, position = select_tokens(tokens, whole.start, whole.end, whole.position)
         return Layout(
             num_queries=len(tokens),
             num_keys=whole.num_keys,
-            start=whole.start[tokens],
-            end=whole.end[tokens],
-            position=whole.position[tokens],
+            start=start,
+            end=end,
+            position=position,
             key_rows=whole.key_rows,
             real=None if whole.real is None else whole.real[tokens],
             query_ranges=tuple(self._ranges(whole)),
@@ -120,11 +123,16 @@ def sampled_tokens(total: int, size: int, place: torch.Tensor, parts: int = 1) -
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
     if TILE % parts:
         raise ValueError(f"parts must divide the {TILE} tokens of a tile, got {parts}")
-    tiles = size // TILE
-    # Stretch i begins at i * total / tiles.
-    begins, inside = _stretches(total, tiles, parts, place.device)
-    tokens = ((begins + place) // tiles + inside) % total
-    return QuerySample(tokens.flatten(), total, parts, TILE // parts)
+    if place.is_cuda and has_triton():
+        from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles  # needs Triton
+
+        tokens = place_tiles(place, total, size, TILE, parts)
+    else:
+        tiles = size // TILE
+        # Stretch i begins at i * total / tiles.
+        begins, inside = _stretches(total, tiles, parts, place.device)
+        tokens = (((begins + place) // tiles + inside) % total).flatten()
+    return QuerySample(tokens, total, parts, TILE // parts)
 
 
 @tensor_cache(8)

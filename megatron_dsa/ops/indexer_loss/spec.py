@@ -45,8 +45,8 @@ class SparseLossInputs:
         indices: int32 ``[Sq, K]``, rows of ``indexer.k``; -1 (or out of range) selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
         teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
-            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten** with
-            anything.
+            ranks), not yet normalised; entries that select nothing may hold any number. Rows that
+            sum to 0 contribute nothing. **Overwritten** with anything.
         workspace_bytes: budget for temporary memory.
         want_gradients: whether the gradients are wanted.
         dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``: takes the

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.layout.layout import Seen
 
 #: Elements that a program quantizes, and the largest e4m3.
@@ -51,7 +53,8 @@ def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.T
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     vectors = max(ELEMENTS // dim, 1)
     if x.numel():
-        _quantize[(triton.cdiv(scales.numel(), vectors),)](
+        launch(
+            _quantize, (ceil_div(scales.numel(), vectors),),
             x, out, scales, scales.numel(), DIM=dim, VECTORS=vectors, LEAST=least,
             num_warps=8,
         )  # fmt: skip
@@ -86,8 +89,18 @@ def put(
     (tokens, topk), block = out.shape, 1024
     if out.numel():
         columns = None if columns is None else columns.contiguous()
-        _put[(tokens, triton.cdiv(topk, block))](
-            out, columns, seen.start, seen.end, key_rows, first, topk, out.stride(0), BLOCK=block
+        launch(
+            _put,
+            (tokens, ceil_div(topk, block)),
+            out,
+            columns,
+            seen.start,
+            seen.end,
+            key_rows,
+            first,
+            topk,
+            out.stride(0),
+            BLOCK=block,
         )
 
 
@@ -142,9 +155,10 @@ def sums_fit(
     largest = q.new_empty(3, _PROGRAMS, dtype=torch.int32)
     holds = q.new_empty((), dtype=torch.bool)
     widths = (x.numel() // len(x) for x in (q, k, weights))
-    _magnitudes[(_PROGRAMS,)](
+    launch(
+        _magnitudes, (_PROGRAMS,),
         q, k, weights, unseen[0], unseen[1], largest, *widths, q.numel(), k.numel(),
         weights.numel(), BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
-    _fit[(1,)](largest, holds, limit, PROGRAMS=_PROGRAMS, num_warps=4)
+    launch(_fit, (1,), largest, holds, limit, PROGRAMS=_PROGRAMS, num_warps=4)
     return holds

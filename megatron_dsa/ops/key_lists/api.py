@@ -6,13 +6,14 @@ workspace, in the forward and again in the backward, never stored.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import rows_in_budget
 from megatron_dsa.ops.common.checks import require_tensor
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.key_lists.spec import KEY_LISTS, ListInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys
@@ -40,6 +41,8 @@ class KeyLists:
         selected_length: int32 ``[Sq]``, number of valid entries.
         held: int64 ``[slots]``, where the key of a position lies behind the compressed keys;
             ``None``: where the layout says (all ranks' keys).
+        checked: entries of ``selected`` are below the number of compressed keys, as from
+            ``indexer_topk``; otherwise their largest one is looked at.
 
     Raises:
         ConfigError: the tensors do not fit the layout, or each other.
@@ -51,6 +54,7 @@ class KeyLists:
     selected: torch.Tensor | None = None
     selected_length: torch.Tensor | None = None
     held: torch.Tensor | None = None
+    checked: bool = False
 
     def __post_init__(self):
         queries, start = self.layout.num_queries, self.layout.start
@@ -116,22 +120,36 @@ class KeyLists:
         self, tokens: torch.Tensor, selected: torch.Tensor, length, policy: Policy
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``indices`` and ``length`` of query tokens by index, given their selections."""
-        width = selected.shape[1] + min(self.window, self.layout.max_length)
-        inputs = self._inputs(tokens, width)
-        inputs = replace(inputs, selected=selected, selected_length=length)
+        start, end = select_tokens(tokens, self.layout.start, self.layout.end)
+        inputs = ListInputs(
+            start=start,
+            end=end,
+            window=self.window,
+            key_rows=self._key_rows,
+            offset=self.offset,
+            selected=selected,
+            selected_length=length,
+            group_start=None,
+            group_end=None,
+            width=selected.shape[1] + min(self.window, self.layout.max_length),
+        )
         return KEY_LISTS.run(self._call(), policy, inputs)
+
+    @property
+    def _key_rows(self) -> torch.Tensor | None:
+        return self.layout.key_rows if self.held is None else self.held
 
     def _call(self) -> OpCall:
         device = self.layout.start.device
         return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
 
-    def _inputs(self, tokens: slice | torch.Tensor, width: int) -> ListInputs:
+    def _inputs(self, tokens: slice, width: int) -> ListInputs:
         groups = self.compressed if self.selected is None else None
         return ListInputs(
             start=self.layout.start[tokens],
             end=self.layout.end[tokens],
             window=self.window,
-            key_rows=self.layout.key_rows if self.held is None else self.held,
+            key_rows=self._key_rows,
             offset=self.offset,
             selected=None if self.selected is None else self.selected[tokens],
             selected_length=None if self.selected_length is None else self.selected_length[tokens],

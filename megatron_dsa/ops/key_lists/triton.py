@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.key_lists.spec import ListInputs
 
 # All that follows the batch, and slices of rows with any alignment, must not compile it again.
@@ -76,7 +78,8 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     topk, stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
     # 16 rows at a time: the shortest lists, of a window only, have 128 entries.
     if rows > 0:
-        _build[(triton.cdiv(rows, 16),)](
+        launch(
+            _build, (ceil_div(rows, 16),),
             _dense(inputs.start), _dense(inputs.end), _dense(inputs.key_rows), selected,
             _dense(inputs.selected_length), _dense(inputs.group_start),
             _dense(inputs.group_end), indices, length, rows, inputs.window, inputs.offset, topk,

@@ -258,6 +258,8 @@ class Layout:
 
         Layouts of unpacked batches are cached for ever, and large tensors would be with them.
         """
+        if key in self.derived and _recent and _recent[-1]() is self and not capturing():
+            return self.derived[key]
         others = [x for ref in _recent if (x := ref()) is not None and x is not self]
         for layout in others[:-1]:
             for old in layout.large:

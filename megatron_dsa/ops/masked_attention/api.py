@@ -20,6 +20,7 @@ from megatron_dsa.ops.common.collectives import (
     exchange_parts,
     reduce_scatter_async,
 )
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
@@ -161,7 +162,8 @@ class _Settings:
             some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))
         if sample.parts > 1:
             return self._listed_parts(inputs, lse, sample, tokens, head_group)
-        inputs, lse = inputs.of_queries(tokens), lse[tokens]
+        q, bits, lse = select_tokens(tokens, inputs.q, inputs.bits, lse)
+        inputs = replace(inputs, q=q, bits=bits, kept={})
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, self.call.topk, some)
         return found._replace(p_sum=reduce_scatter_async(found.p_sum, self.group).wait())
 
@@ -242,7 +244,8 @@ class _MaskedAttention(torch.autograd.Function):
                 parts = s.teachers(inputs, lse, len(bits))
             else:
                 found = s.listed_sample(inputs, lse, sample, len(bits), indexer.head_group)
-                parts = [TeacherPart(sample.tokens, found.indices, found.length, found.p_sum)]
+                all_taken = slice(0, len(sample.tokens))
+                parts = [TeacherPart(all_taken, found.indices, found.length, found.p_sum)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
 
         # Several parts reuse nothing of the backward, so they run before dq and dkv take memory.

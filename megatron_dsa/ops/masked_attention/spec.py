@@ -116,7 +116,7 @@ class MaskedAttentionInputs:
     def nope_dim(self) -> int:
         return self.kv.shape[2] - self.v_dim
 
-    def of_queries(self, tokens: slice | torch.Tensor) -> MaskedAttentionInputs:
+    def of_queries(self, tokens: slice) -> MaskedAttentionInputs:
         return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
 
     def by_part(self) -> Iterator[tuple[slice, MaskedAttentionInputs]]:

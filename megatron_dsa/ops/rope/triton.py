@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2
+from megatron_dsa.ops.common.autograd import differentiable, once_differentiable
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
 #: Heads of a program of index heads.
@@ -261,16 +263,16 @@ def _index_backward(
 
 def _blocks(x: torch.Tensor) -> dict[str, int]:
     """About 4096 elements per program, 32 per thread: 8 KB in flight, in a few registers."""
-    dims = triton.next_power_of_2(x.shape[2])
-    heads = max(1, min(triton.next_power_of_2(x.shape[1]), 4096 // dims))
+    dims = next_power_of_2(x.shape[2])
+    heads = max(1, min(next_power_of_2(x.shape[1]), 4096 // dims))
     return {"BLOCK_H": heads, "BLOCK_D": dims, "num_warps": max(1, min(8, heads * dims // 1024))}
 
 
 def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
     blocks = _blocks(x)
-    programs = x.shape[0] * triton.cdiv(x.shape[1], blocks["BLOCK_H"])
+    programs = x.shape[0] * ceil_div(x.shape[1], blocks["BLOCK_H"])
     if programs > 0 and x.shape[2] > 0:
-        kernel[(programs,)](*args, H=x.shape[1], D=x.shape[2], **constants, **blocks)
+        launch(kernel, (programs,), *args, H=x.shape[1], D=x.shape[2], **constants, **blocks)
 
 
 def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
@@ -302,8 +304,9 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        arguments = _dense(dy), *ctx.saved_tensors, not ctx.inverse
         # Through apply, so that the gradient can be differentiated again.
-        dx = _Rotate.apply(_dense(dy), *ctx.saved_tensors, not ctx.inverse)
+        dx = _Rotate.apply(*arguments) if torch.is_grad_enabled() else _rotated(*arguments)
         return dx, None, None, None
 
 
@@ -334,7 +337,7 @@ class _NormRope(torch.autograd.Function):
 
 
 def _block(columns: int) -> int:
-    return max(16, triton.next_power_of_2(columns))  # 16 for the matrix units
+    return max(16, next_power_of_2(columns))  # 16 for the matrix units
 
 
 def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, bool]) -> torch.Tensor:
@@ -349,7 +352,8 @@ def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, boo
     if count > 0 and dim > 0:
         # Without a transform nothing is read from the matrix.
         signs = hadamard_signs(dim, torch.bfloat16, x.device) if transform else x
-        kernel[(triton.cdiv(count, _HEADS),)](
+        launch(
+            kernel, (ceil_div(count, _HEADS),),
             x, out, cos, sin, signs, heads, count, x.stride(0), x.stride(1), cos.stride(0),
             dim**-0.5, D=dim, START=0 if first else rest, HALF=half, REST=rest,
             NEIGHBOURS=neighbours, JOINED=neighbours and not first, TRANSFORM=transform,
@@ -380,7 +384,7 @@ def norm_rope(x, cos, sin, eps, inplace=False, workspace_bytes=None) -> torch.Te
 def rotate(x, cos, sin, inverse, workspace_bytes=None) -> torch.Tensor:
     """See :func:`.api.rotate`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x, cos, sin)
-    return _Rotate.apply(x, cos, sin, inverse)
+    return (_Rotate.apply if differentiable(x) else _rotated)(x, cos, sin, inverse)
 
 
 def rotate_index(
@@ -392,4 +396,6 @@ def rotate_index(
     kind = first, neighbours, transform
     if transposed:
         return _launch_index(_index_backward, x.detach(), cos, sin, kind)
+    if not differentiable(x):
+        return _launch_index(_index_forward, x, cos, sin, kind)
     return _RotateIndex.apply(x, cos, sin, kind)

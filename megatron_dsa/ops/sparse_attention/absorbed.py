@@ -32,13 +32,13 @@ from megatron_dsa.ops.common.collectives import (
     reduce_scatter_async,
 )
 from megatron_dsa.ops.common.head_products import write_head_products
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
     IndexerTraining,
     TeacherPart,
-    Tokens,
     separate_tensors,
 )
 from megatron_dsa.ops.sparse_attention.api import (
@@ -87,21 +87,22 @@ class _Blocks:
         """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
         return self.q.new_empty(self.longest, heads, dims)
 
-    def inputs(
-        self, tokens: Tokens, want_p_sum: bool = False, heads: slice = slice(None)
-    ) -> SparseAttentionInputs:
+    def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
         """Return the inputs of a block; its absorbed queries stay until the next call."""
-        q = self.q[tokens][:, heads]
+        length = None if self.length is None else self.length[tokens]
+        return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
+
+    def inputs_of(
+        self, q, indices, length, want_p_sum: bool = False, heads: slice = slice(None)
+    ) -> SparseAttentionInputs:
+        """Return the inputs of some tokens, at most as many as a block has, with some heads."""
         padded = self.absorbed[: len(q)]
         if q.shape[1] < self.q.shape[1]:
             padded = padded.flatten(0, 1)[: len(q) * q.shape[1]].unflatten(0, q.shape[:2])
         absorbed = padded[:, : q.shape[1]]
         write_head_products(q[..., : self.nope], self.w_uk[heads], absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.nope :]
-        length = None if self.length is None else self.length[tokens]
-        inputs = self.attention.inputs(
-            absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
-        )
+        inputs = self.attention.inputs(absorbed, self.kv, None, indices, length, want_p_sum)
         return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
 
 
@@ -211,32 +212,32 @@ class _Backward:
         group = head_group if sample.parts > 1 else None
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts, indices, length = sample.parts // ranks, self.blocks.indices, self.blocks.length
-        own = [part.tokens for part in sample.by_part()][rank * parts : (rank + 1) * parts]
-        teachers = self._teachers_of(own)
+        own = slice(rank * parts, (rank + 1) * parts)
+        teachers = self._teachers_of(list(sample.by_part())[own])
         if group is None:
-            for tokens, teacher in teachers:
-                of_part = None if length is None else length[tokens]
-                yield TeacherPart(tokens, indices[tokens], of_part, teacher)
-                del teacher  # before the next part takes memory
+            yield from teachers
             return
-        (teacher,) = exchange_parts([torch.cat([x for _, x in teachers])], 1, parts, group)
-        tokens, of_all = sample.tokens, None if length is None else length[sample.tokens]
-        yield TeacherPart(tokens, indices[tokens], of_all, teacher)
+        (teacher,) = exchange_parts([torch.cat([x.teacher for x in teachers])], 1, parts, group)
+        indices, length = select_tokens(sample.tokens, indices, length)
+        yield TeacherPart(slice(0, len(sample.tokens)), indices, length, teacher)
 
-    def _teachers_of(
-        self, parts: list[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield some tokens of a part at a time, and their teacher: each part has its heads."""
+    def _teachers_of(self, parts: list[QuerySample]) -> Iterator[TeacherPart]:
+        """Yield teachers of some tokens at a time: each part has its heads."""
         blocks, attention = self.blocks, self.plan.attention
         count = blocks.q.shape[1] // len(parts)
-        attention = replace(attention, call=replace(attention.call, heads=count))
-        for i, tokens in enumerate(parts):
-            heads = slice(i * count, (i + 1) * count)
-            for some in slices(len(tokens), blocks.longest):
-                taken = tokens[some]
-                inputs = blocks.inputs(taken, heads=heads)
-                yield taken, attention.run(PROBABILITIES, inputs, self.lse[taken][:, heads])
-                del inputs  # before the next block takes memory
+        if len(parts) > 1:
+            attention = replace(attention, call=replace(attention.call, heads=count))
+        for i, part in enumerate(parts):
+            heads, first = slice(i * count, (i + 1) * count), i * len(part.tokens)
+            for some in slices(len(part.tokens), blocks.longest):
+                q, indices, length, lse = select_tokens(
+                    part.tokens[some], blocks.q, blocks.indices, blocks.length, self.lse
+                )
+                inputs = blocks.inputs_of(q[:, heads], indices, length, heads=heads)
+                teacher = attention.run(PROBABILITIES, inputs, lse[:, heads])
+                taken = slice(first + some.start, first + some.stop)
+                yield TeacherPart(taken, indices, length, teacher)
+                del q, lse, inputs, teacher  # before the next block takes memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
         """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""

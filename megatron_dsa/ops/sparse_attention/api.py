@@ -23,13 +23,14 @@ from megatron_dsa.ops.common.checks import (
     require_tensor,
     require_values,
 )
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
     IndexerTraining,
     TeacherPart,
-    Tokens,
     separate_tensors,
 )
 from megatron_dsa.ops.key_lists.api import KeyLists
@@ -120,6 +121,10 @@ class Settings:
         valid = indices[tokens] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
+    def loss_teacher(self, p_sum, indices) -> torch.Tensor:
+        """As :meth:`teacher_columns` for the loss, which reads no entry without a key."""
+        return p_sum if self.lists is None else p_sum[:, : indices.shape[1]].contiguous()
+
 
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
     """Write ``part`` to the ``tokens`` of ``whole``; a part with all tokens is returned itself.
@@ -185,17 +190,14 @@ class _SparseAttention(torch.autograd.Function):
             if wants_p_sum:
                 if p_sum is None:
                     p_sum = s.run(PROBABILITIES, inputs, lse[tokens])
-                teacher = _put(
-                    teacher, s.teacher_columns(p_sum, indices, tokens), tokens, q.shape[0]
-                )
+                teacher = _put(teacher, s.loss_teacher(p_sum, indices), tokens, q.shape[0])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if indexer is not None:
             parts: Iterable[TeacherPart]
             if indexer.selected_only:
-                taken: Tokens = slice(None) if sample is None else sample.tokens
-                parts = [_teacher_among(s, taken, q, kv, indices, length)]
+                parts = [_teacher_among(s, sample, q, kv, indices, length)]
             elif sample is not None:
-                parts = _sampled_teachers(s, sample.tokens, q, kv, sink, indices, length, lse)
+                parts = _sampled_teachers(s, sample, q, kv, sink, indices, length, lse)
             else:
                 assert teacher is not None
                 parts = [TeacherPart(slice(None), indices, length, teacher)]
@@ -206,26 +208,27 @@ class _SparseAttention(torch.autograd.Function):
         return dq, to_kv, to_proxy, dsink, None, None, None, *index_grads
 
 
-def _teacher_among(s: Settings, taken: Tokens, q, kv, indices, length) -> TeacherPart:
+def _teacher_among(s: Settings, sample: QuerySample | None, q, kv, indices, length) -> TeacherPart:
     """Return the head sum of a softmax over selected keys only: no window, no sink."""
-    q, indices, length = q[taken], indices[taken], None if length is None else length[taken]
-    s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False))
+    if sample is not None:
+        q, indices, length = select_tokens(sample.tokens, q, indices, length)
+    call = replace(s.call, topk=indices.shape[1], sink=False)
+    s = replace(s, call=call, length_in_range=False)
     inputs = s.inputs(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run(FORWARD, inputs)
     teacher = s.run(PROBABILITIES, inputs, lse) if p_sum is None else p_sum
-    return TeacherPart(taken, indices, length, teacher)
+    return TeacherPart(slice(0, q.shape[0]), indices, length, teacher)
 
 
 def _sampled_teachers(
-    s: Settings, taken: torch.Tensor, q, kv, sink, indices, length, lse
+    s: Settings, sample: QuerySample, q, kv, sink, indices, length, lse
 ) -> Iterator[TeacherPart]:
-    q, indices, lse = q[taken], indices[taken], lse[taken]
-    length = None if length is None else length[taken]
-    for some, listed, count in s.sampled_lists(taken, indices, length):
+    q, indices, length, lse = select_tokens(sample.tokens, q, indices, length, lse)
+    for some, listed, count in s.sampled_lists(sample.tokens, indices, length):
         inputs = s.inputs(q[some], kv, sink, listed, count, True)
-        teacher = s.teacher_columns(s.run(PROBABILITIES, inputs, lse[some]), indices, some)
+        teacher = s.loss_teacher(s.run(PROBABILITIES, inputs, lse[some]), indices)
         of_part = None if length is None else length[some]
-        yield TeacherPart(taken[some], indices[some], of_part, teacher)
+        yield TeacherPart(some, indices[some], of_part, teacher)
 
 
 def sparse_attention(
@@ -287,7 +290,10 @@ def sparse_attention(
     require_kv_grad(kv_grad, kv)
     call = describe_attention(q, v_dim, width, attn_sink)
     indexer, trained = separate_tensors(indexer, q=q)
-    settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
+    settings = Settings(
+        v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order,
+        length_in_range=lists is not None,
+    )  # fmt: skip
     tensors = (q, kv, kv_grad, attn_sink, selected, topk_length)
     return SparseAttentionOutput(*_SparseAttention.apply(*tensors, settings, *trained))
 
@@ -336,7 +342,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         not wants_teacher or lists.selected is not None,
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
-    if lists.selected is not None and lists.selected.numel() > 0:
+    if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
         # A larger slot would select a key of a position.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset

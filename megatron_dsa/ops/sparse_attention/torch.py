@@ -81,7 +81,12 @@ def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tenso
     """Log of the softmax denominator, sink included; 0 for tokens without any mass."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
-    return torch.where(lse == float("-inf"), 0.0, lse)
+    return replace_negative_infinity(lse, 0.0)
+
+
+def replace_negative_infinity(x: torch.Tensor, value: float) -> torch.Tensor:
+    """Return ``x`` with ``value`` in place of ``-inf``; one launch."""
+    return torch.nan_to_num(x, nan=float("nan"), posinf=float("inf"), neginf=value)
 
 
 def backward(

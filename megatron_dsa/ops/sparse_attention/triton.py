@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
@@ -65,12 +67,13 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
     p_sum = torch.empty(queries, width, dtype=torch.float32, device=q.device)
     if p_sum.numel() == 0:
         return p_sum
-    block_h = min(MOST_HEADS, max(LEAST_HEADS, triton.next_power_of_2(heads)))
-    head_sums[(queries, triton.cdiv(width, ENTRIES))](
+    block_h = min(MOST_HEADS, max(LEAST_HEADS, next_power_of_2(heads)))
+    launch(
+        head_sums, (queries, ceil_div(width, ENTRIES)),
         q, kv, indices, length, denominator(inputs, lse).contiguous(), p_sum, kv.shape[0], width,
         q.stride(0), q.stride(1), kv.stride(0), inputs.softmax_scale,
         HEADS=heads, DIM=dim, BLOCK_H=block_h, BLOCK_K=ENTRIES,
-        BLOCK_D=min(DIMS, max(16, triton.next_power_of_2(dim))),
+        BLOCK_D=min(DIMS, max(16, next_power_of_2(dim))),
         num_warps=8 if block_h == MOST_HEADS else 4, num_stages=3,
     )  # fmt: skip
     return p_sum

@@ -23,6 +23,7 @@ from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from tests import helpers
+from tests.cases.triton_kernels import interpret
 
 leaf = functools.partial(helpers.leaf, dtype=torch.float64)
 CPU = torch.device("cpu")
@@ -347,3 +348,32 @@ def test_fused_kernels_train_on_a_sample(kind, parts, monkeypatch):
     want = trained_on_gpu(kind, torch.float64, Policy(fused=False), parts)
     for name, a, b in zip(("loss", "q", "k", "weights"), got, want, strict=True):
         assert helpers.relative_error(a, b) < 1.5e-2, name
+
+
+def test_triton_interpreted():
+    interpret(__file__)
+
+
+def main():
+    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles
+
+    for total, size in ((150, 64), (150, 128), (129, 128), (1000, 512)):
+        for place in {*range(0, total, 37), total - 1}:
+            for parts in (1, 4):
+                want = sampled_tokens(total, size, torch.tensor(place), parts).tokens
+                got = place_tiles(torch.tensor(place), total, size, TILE, parts)
+                assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_places_on_a_gpu():
+    for total, size in ((150, 64), (1000, 512), (2**20, 2**17)):
+        for place in (0, 70, total - 1):
+            for parts in (1, 4):
+                want = sampled_tokens(total, size, torch.tensor(place), parts).tokens
+                got = sampled_tokens(total, size, torch.tensor(place, device="cuda"), parts).tokens
+                assert torch.equal(got.cpu(), want)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,10 +4,11 @@ Bound by memory: each multiprocessor needs 40 kB and more in flight, which regis
 """
 
 import torch
-import triton
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2
 from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.compressor.spec import CompressorInputs
 from megatron_dsa.ops.compressor.triton import kernels
 from megatron_dsa.ops.dispatch.gpus import processors
@@ -24,11 +25,11 @@ def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
     keep more bytes in flight than few large ones. Many positions share a warp, 4 channels (8 bytes
     of a token) per thread.
     """
-    positions = triton.next_power_of_2(inputs.ratio)
+    positions = next_power_of_2(inputs.ratio)
     vector = channels // 32
     if inputs.ratio > _FEW_POSITIONS:
         channels, vector = 32, 4
-    channels = min(triton.next_power_of_2(inputs.dim), channels)
+    channels = min(next_power_of_2(inputs.dim), channels)
     groups = max(1, 512 // (positions * channels))
     return {"BLOCK_P": positions, "BLOCK_G": groups, "BLOCK_D": channels, "VEC": vector}
 
@@ -51,10 +52,11 @@ def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, dim = out.shape
     tile = _tile(inputs, 128)
-    parts = triton.cdiv(dim, tile["BLOCK_D"])
-    blocks = triton.cdiv(slots, tile["BLOCK_G"])
+    parts = ceil_div(dim, tile["BLOCK_D"])
+    blocks = ceil_div(slots, tile["BLOCK_G"])
     if slots > 0:
-        kernels.pool[(blocks * parts,)](
+        launch(
+            kernels.pool, (blocks * parts,),
             values, scores, inputs.ape, groups.first_row, groups.position, out,
             slots, groups.row_step, values.stride(0), scores.stride(0), parts,
             **_sizes(inputs), **tile, num_warps=_warps(inputs, tile, 32),
@@ -69,14 +71,15 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
         return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
     tile = _tile(inputs, 64)
     warps = _warps(inputs, tile, 16)  # fewer elements per thread: gradients take registers
-    parts = triton.cdiv(inputs.dim, tile["BLOCK_D"])
-    blocks = triton.cdiv(slots, tile["BLOCK_G"])
+    parts = ceil_div(inputs.dim, tile["BLOCK_D"])
+    blocks = ceil_div(slots, tile["BLOCK_G"])
     # As many programs as run at the same time, 16 warps of 128 registers per thread on a
     # multiprocessor: more would only make more partial sums (2 MB for ratio 4, 4 MB for ratio 128).
     at_once = 16 // warps * (processors(values.device) if values.is_cuda else 2)
     programs = min(blocks, max(1, at_once // parts))
     partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)
-    kernels.pool_backward[(programs * parts,)](
+    launch(
+        kernels.pool_backward, (programs * parts,),
         values, scores, inputs.ape, groups.first_row, groups.position, dout,
         dvalues, dscores, partial,
         slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
@@ -90,9 +93,10 @@ def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
     rows, width = dvalues.shape
     dape = torch.empty_like(inputs.ape)
     # Few columns per program where there are few, so that many programs share the work.
-    columns = min(128, max(8, triton.next_power_of_2(dape.numel() // 128)))
-    blocks = triton.cdiv(dape.numel(), columns) + triton.cdiv(rows, 64)
-    kernels.finish_gradients[(blocks,)](
+    columns = min(128, max(8, next_power_of_2(dape.numel() // 128)))
+    blocks = ceil_div(dape.numel(), columns) + ceil_div(rows, 64)
+    launch(
+        kernels.finish_gradients, (blocks,),
         partial, dape, dvalues, dscores, inputs.groups.first_row, partial.shape[0], rows,
         inputs.groups.first_row.shape[0], inputs.groups.row_step,
         RATIO=inputs.ratio, WIDTH=width,

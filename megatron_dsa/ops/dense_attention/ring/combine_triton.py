@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2
+from megatron_dsa.ops.common.launch import launch
+
 
 @triton.jit(do_not_specialize=["first", "count"])
 def _merge(
@@ -51,9 +54,10 @@ def merge(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Te
         mine = slice(first, first + count)
         sums, lse, written, first = sums[mine], lse[mine], result[mine], 0
     rows, heads, dim = sums.shape
-    block_d = triton.next_power_of_2(dim)
-    block_h = min(triton.next_power_of_2(heads), max(1, 4096 // block_d))
-    _merge[(rows * triton.cdiv(heads, block_h),)](
+    block_d = next_power_of_2(dim)
+    block_h = min(next_power_of_2(heads), max(1, 4096 // block_d))
+    launch(
+        _merge, (rows * ceil_div(heads, block_h),),
         sums, lse, part, part_lse, written, first, count,
         sums.stride(0), sums.stride(1), part.stride(0), part.stride(1), *part_lse.stride(),
         H=heads, D=dim, BLOCK_H=block_h, BLOCK_D=block_d,

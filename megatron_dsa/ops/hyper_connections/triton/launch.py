@@ -11,9 +11,10 @@ are added in a fixed order.
 """
 
 import torch
-import triton
 
+from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2
 from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
 from megatron_dsa.ops.hyper_connections.triton import streams as kernels
@@ -70,11 +71,13 @@ def _weigh(x, fn, base, scale, settings):
     )
     sums = m.new_empty(parts, tokens, outputs)
     squares = m.new_empty(parts, tokens)
-    weights.project[(triton.cdiv(tokens, tile["BLOCK_T"]), parts)](
+    launch(
+        weights.project, (ceil_div(tokens, tile["BLOCK_T"]), parts),
         x, fn, sums, squares, tokens, steps,
         WIDTH=n * channels, OUT=outputs, SPLIT=x.dtype == torch.bfloat16, **tile,
     )  # fmt: skip
-    weights.weigh[(triton.cdiv(tokens, TOKENS),)](
+    launch(
+        weights.weigh, (ceil_div(tokens, TOKENS),),
         sums, squares, base, scale, m, rstd, pre, post, comb, tokens, parts, eps, norm_eps,
         WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
         num_warps=WEIGHT_WARPS,
@@ -89,11 +92,12 @@ def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
     n = dpre.shape[1]
     is_head = outputs == n
     eps, _norm_eps, iterations = settings
-    programs = triton.cdiv(tokens, TOKENS)
+    programs = ceil_div(tokens, TOKENS)
     projected, shrink = torch.empty_like(m), torch.empty_like(rstd)
     partial = m.new_empty(programs, outputs + 3)
     divisors = None if is_head else m.new_empty(programs, 2 * iterations - 1, TOKENS, n)
-    weights.weigh_backward[(programs,)](
+    launch(
+        weights.weigh_backward, (programs,),
         m, rstd, base, scale, dpre, dpost, dcomb, projected, shrink, partial, divisors, tokens,
         eps, WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
         num_warps=WEIGHT_WARPS,
@@ -105,9 +109,10 @@ def _mixed(x, pre, weight, settings):
     tokens, n, channels = x.shape
     normed, rstd = x.new_empty(tokens, channels), pre.new_empty(tokens)
     if tokens:
-        kernels.mix[(tokens,)](
+        launch(
+            kernels.mix, (tokens,),
             x, pre, weight, normed, rstd, settings[1],
-            C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels),
+            C=channels, N=n, BLOCK_C=next_power_of_2(channels),
             num_warps=row_warps(channels),
         )  # fmt: skip
     return normed, rstd
@@ -119,9 +124,10 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
     programs = weight_parts(tokens, _processors(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
     partial = pre.new_empty(programs, channels)
-    kernels.mix_backward[(programs,)](
+    launch(
+        kernels.mix_backward, (programs,),
         x, pre, weight, rstd, dnormed, du, dpre, partial, tokens,
-        C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), maxnreg=128,
+        C=channels, N=n, BLOCK_C=next_power_of_2(channels), maxnreg=128,
         STAGES=mix_backward_stages(channels, n, x.element_size()), num_warps=row_warps(channels),
     )  # fmt: skip
     return du, dpre, partial
@@ -131,12 +137,13 @@ def _added(fn, weight, of_fn, of_weight, of_rest):
     """Return the gradients of ``fn`` and ``weight``, and all others in one, from their parts."""
     dfn = of_fn[0] if len(of_fn) == 1 else torch.empty_like(fn)
     dweight, rest = torch.empty_like(weight), of_rest.new_empty(of_rest.shape[1])
-    fn_programs = 0 if len(of_fn) == 1 else triton.cdiv(fn.numel(), SUMMED_COLUMNS[0])
-    weights.add_parts[(fn_programs + triton.cdiv(len(weight), SUMMED_COLUMNS[1]) + 1,)](
+    fn_programs = 0 if len(of_fn) == 1 else ceil_div(fn.numel(), SUMMED_COLUMNS[0])
+    launch(
+        weights.add_parts, (fn_programs + ceil_div(len(weight), SUMMED_COLUMNS[1]) + 1,),
         of_fn, dfn, of_weight, dweight, of_rest, rest,
         len(of_fn), len(of_weight), len(of_rest), fn_programs,
         FN=fn.numel(), C=len(weight), REST=len(rest), FN_COLUMNS=SUMMED_COLUMNS[0],
-        C_COLUMNS=SUMMED_COLUMNS[1], REST_COLUMNS=triton.next_power_of_2(len(rest)),
+        C_COLUMNS=SUMMED_COLUMNS[1], REST_COLUMNS=next_power_of_2(len(rest)),
     )  # fmt: skip
     return dfn, dweight, rest
 
@@ -183,7 +190,8 @@ def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
     tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, _processors(x))
     dx = torch.empty_like(x)
     of_fn = fn.new_empty(parts, *fn.shape)
-    kernels.read_backward[(n * triton.cdiv(channels, tile["BLOCK_C"]), parts)](
+    launch(
+        kernels.read_backward, (n * ceil_div(channels, tile["BLOCK_C"]), parts),
         x, du, pre, fn, projected, shrink, dstreams, dx, of_fn, tokens, steps,
         C=channels, N=n, OUT=outputs, SPLIT=x.dtype == torch.bfloat16, **tile,
     )  # fmt: skip
@@ -196,9 +204,10 @@ class _Write(torch.autograd.Function):
     def forward(ctx, output, x, post, comb):
         tokens, n, channels = x.shape
         out = torch.empty_like(x)
-        block = min(1024, triton.next_power_of_2(channels))
+        block = min(1024, next_power_of_2(channels))
         if tokens:
-            kernels.write[(tokens * triton.cdiv(channels, block),)](
+            launch(
+                kernels.write, (tokens * ceil_div(channels, block),),
                 output, x, post, comb, out, C=channels, N=n, BLOCK_C=block,
                 num_warps=max(1, block // 256),
             )  # fmt: skip
@@ -211,9 +220,10 @@ class _Write(torch.autograd.Function):
         output, x, post, comb = ctx.saved_tensors
         tokens, n, channels = x.shape
         found = [torch.empty_like(tensor) for tensor in (output, x, post, comb)]
-        block = min(1024, triton.next_power_of_2(channels))
+        block = min(1024, next_power_of_2(channels))
         if tokens:
-            kernels.write_backward[(tokens,)](
+            launch(
+                kernels.write_backward, (tokens,),
                 output, x, post, comb, dout.contiguous(), *found,
                 C=channels, N=n, BLOCK_C=block, VEC=min(8, block), num_warps=max(1, block // 256),
             )  # fmt: skip

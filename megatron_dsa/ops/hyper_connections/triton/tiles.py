@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 
+from megatron_dsa.ops.common.arithmetic import ceil_div
+
 #: Tokens and warps of a program that computes weights, and of its backward.
 TOKENS, WEIGHT_WARPS = 16, 1
 #: Columns of a program that adds partial sums: of the projection's weights, and of the norm's.
 SUMMED_COLUMNS = 1024, 64
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _power_of_2(n: int) -> int:
@@ -42,14 +40,14 @@ def project_tiles(
     Two programs per multiprocessor run at the same time, each with at least eight blocks.
     """
     block_t, block_k = max(16, min(64, _power_of_2(tokens))), 256 // itemsize
-    blocks = _cdiv(width, block_k)
-    wanted = max(1, 2 * processors // _cdiv(tokens, block_t))
-    steps = max(min(8, blocks), _cdiv(blocks, wanted))
+    blocks = ceil_div(width, block_k)
+    wanted = max(1, 2 * processors // ceil_div(tokens, block_t))
+    steps = max(min(8, blocks), ceil_div(blocks, wanted))
     tile = {
         "BLOCK_T": block_t, "BLOCK_K": block_k, "num_warps": max(1, min(4, block_t // 16)),
         "BLOCK_O": max(16, _power_of_2(outputs)), "num_stages": 3,
     }  # fmt: skip
-    return tile, _cdiv(blocks, steps), steps
+    return tile, ceil_div(blocks, steps), steps
 
 
 @dataclass(frozen=True)
@@ -83,18 +81,18 @@ def read_backward_tiles(
     """
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
-    blocks = _cdiv(tokens, kind.tokens)
-    columns, slots = streams * _cdiv(channels, block_c), kind.at_once * processors
+    blocks = ceil_div(tokens, kind.tokens)
+    columns, slots = streams * ceil_div(channels, block_c), kind.at_once * processors
 
     def idle(parts: int) -> float:
         programs = columns * parts
-        return 1 - programs / (_cdiv(programs, slots) * slots)
+        return 1 - programs / (ceil_div(programs, slots) * slots)
 
     some = range(1, min(blocks, max(MOST_PARTS, slots // columns)) + 1)
     parts = next((n for n in some if idle(n) <= kind.idle), min(some, key=idle, default=1))
-    steps = _cdiv(blocks, parts)
+    steps = ceil_div(blocks, parts)
     tile = {
         "BLOCK_T": kind.tokens, "BLOCK_C": block_c, "num_warps": 4, "num_stages": kind.stages,
         "BLOCK_O": max(16, _power_of_2(outputs)),
     }  # fmt: skip
-    return tile, _cdiv(blocks, max(1, steps)), steps
+    return tile, ceil_div(blocks, max(1, steps)), steps

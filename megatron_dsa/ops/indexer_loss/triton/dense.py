@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
-from megatron_dsa.ops.common.arithmetic import slices
+from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2, slices
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.indexer_loss.dense import TileBytes, dense_loss, gathered_bytes, take
 from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
@@ -57,7 +57,7 @@ class Launch:
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
         """Return how many programs cover so many pairs, each way."""
-        return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
+        return ceil_div(rows, self.rows), ceil_div(columns, self.columns)
 
 
 #: Launches of all kernels by the shared memory that they need. The first that fits is taken.
@@ -124,7 +124,8 @@ class TritonTiles:
         launch = self._launches["student_lse"]
         blocks, parts = launch.blocks(rows, width)
         parts = x.q.new_empty(parts, rows, dtype=torch.float32)
-        student.student_lse[(blocks * parts.shape[0],)](
+        launch(
+            student.student_lse, (blocks * parts.shape[0],),
             x.q, x.k, x.weights, parts, seen.start, seen.end, rows, width, parts.stride(0),
             x.q.stride(0), x.weights.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -137,7 +138,8 @@ class TritonTiles:
         launch = self._launches["head_lse"]
         for some, own, shared, strides in self._key_parts(keys, heads):
             count, width = some.stop - some.start, own.shape[0]
-            teacher.head_lse[(launch.blocks(rows, width)[0] * count,)](
+            launch(
+                teacher.head_lse, (launch.blocks(rows, width)[0] * count,),
                 q[:, some], own, shared, lse[some], seen.start, seen.end, rows, width, count, rows,
                 q.stride(0), dim, *strides, self._scale,
                 DIM=dim, OWN_DIM=own.shape[2], CHUNK_D=_chunk(dim), **launch.options(),
@@ -155,7 +157,8 @@ class TritonTiles:
             if first:
                 out = whole_blocks(q, rows, width, torch.float32)
             blocks, columns = launch.blocks(*out.shape)
-            teacher.head_sums[(blocks * columns,)](
+            launch(
+                teacher.head_sums, (blocks * columns,),
                 q[:, some], own, shared, lse[some], out, seen.start, seen.end, rows, width,
                 some.stop - some.start, lse.stride(0), out.stride(0),
                 q.stride(0), dim, *strides, self._scale,
@@ -174,7 +177,8 @@ class TritonTiles:
         blocks, parts = launch.blocks(*teacher.shape)
         parts = x.q.new_empty(parts, rows, dtype=torch.float32)
         dscores = whole_blocks(x.q, rows, width, x.q.dtype) if gradient else None
-        student.student_loss[(blocks * parts.shape[0],)](
+        launch(
+            student.student_loss, (blocks * parts.shape[0],),
             x.q, x.k, x.weights, teacher, lse, parts, dscores, seen.start, seen.end, rows, width,
             parts.stride(0), teacher.stride(0), x.q.stride(0), x.weights.stride(0),
             **_sizes(x), **launch.options(),
@@ -189,7 +193,8 @@ class TritonTiles:
         x = _dense_inputs(x)
         (rows, heads, dim), width = x.q.shape, x.k.shape[0]
         launch = self._launches["query_gradient"]
-        gradients.query_gradient[(launch.blocks(rows, width)[0] * heads,)](
+        launch(
+            gradients.query_gradient, (launch.blocks(rows, width)[0] * heads,),
             x.q, x.k, dscores, dq, seen.start, seen.end, rows, width, dscores.stride(0),
             x.q.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -198,7 +203,8 @@ class TritonTiles:
         weights = dq.new_zeros(heads, dscores.shape[0])
         weights[:, :rows] = torch.where(seen.start < seen.end, x.weights.t(), 0.0)
         dk = dq.new_empty(blocks, width, dim)
-        gradients.key_gradient[(blocks * columns,)](
+        launch(
+            gradients.key_gradient, (blocks * columns,),
             x.q, x.k, weights, dscores, dk, seen.start, seen.end, rows, width, dscores.stride(0),
             x.q.stride(0), weights.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -211,10 +217,11 @@ class TritonTiles:
         """The gradient of a weight is the product of its query and their common sum over keys."""
         x = _dense_inputs(x)
         rows, heads, dim = x.q.shape
-        gradients.finish_rows[(rows,)](
+        launch(
+            gradients.finish_rows, (rows,),
             x.q, x.weights, dq, out, dweights, seen.start.contiguous(), seen.end.contiguous(),
             rows, x.q.stride(0), x.weights.stride(0), out.stride(0), dweights.stride(0),
-            HEADS=heads, DIM=dim, BLOCK_H=triton.next_power_of_2(heads),
+            HEADS=heads, DIM=dim, BLOCK_H=next_power_of_2(heads),
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
@@ -299,12 +306,12 @@ def _sizes(x: IndexerInputs) -> dict:
 
 
 def _chunk(dim: int) -> int:
-    return min(teacher.CHUNK, max(16, triton.next_power_of_2(dim)))
+    return min(teacher.CHUNK, max(16, next_power_of_2(dim)))
 
 
 def whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an empty tensor of so many pairs, in multiples of :data:`BLOCK`."""
-    rows, width = (triton.cdiv(n, BLOCK) * BLOCK for n in (rows, width))
+    rows, width = (ceil_div(n, BLOCK) * BLOCK for n in (rows, width))
     return like.new_empty(rows, width, dtype=dtype)
 
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.masked_attention.spec import (
     WORDS,
     KeyBitsInputs,
@@ -42,7 +44,8 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
     bits = indices.new_zeros(queries, groups(inputs.num_keys), WORDS)
     if bits.numel() > 0 and width > 0:
         length = None if inputs.topk_length is None else inputs.topk_length.contiguous()
-        _set_bits[(queries, triton.cdiv(width, _ENTRIES))](
+        launch(
+            _set_bits, (queries, ceil_div(width, _ENTRIES)),
             indices, length, bits, inputs.num_keys, width, indices.stride(0),
             bits.shape[1] * WORDS, BLOCK=_ENTRIES,
         )  # fmt: skip
@@ -72,7 +75,15 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
     bits = start.new_empty(len(start), groups(inputs.num_keys), WORDS)
     words = bits.shape[1] * WORDS
     if bits.numel() > 0:
-        _visible_bits[(len(start), triton.cdiv(words, _WORDS))](
-            start, end, inputs.slots, bits, inputs.num_keys, words, BLOCK=_WORDS
+        launch(
+            _visible_bits,
+            (len(start), ceil_div(words, _WORDS)),
+            start,
+            end,
+            inputs.slots,
+            bits,
+            inputs.num_keys,
+            words,
+            BLOCK=_WORDS,
         )
     return bits

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.arithmetic import ceil_div
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.masked_attention.spec import GROUP, groups
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -25,8 +27,18 @@ def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | No
     result = lse.new_empty(heads, 2, count)
     if result.numel() > 0:
         dims = 0 if out is None else out.shape[2]
-        _numbers[(count // _BLOCK, heads)](
-            lse, out, dout, result, queries, heads, count, DIMS=dims, BLOCK=_BLOCK
+        launch(
+            _numbers,
+            (count // _BLOCK, heads),
+            lse,
+            out,
+            dout,
+            result,
+            queries,
+            heads,
+            count,
+            DIMS=dims,
+            BLOCK=_BLOCK,
         )
     return result
 
@@ -57,7 +69,7 @@ def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
     if queries > 0:
-        _keys_before[(queries,)](bits.contiguous(), before, total, key_groups, BLOCK=128)
+        launch(_keys_before, (queries,), bits.contiguous(), before, total, key_groups, BLOCK=128)
     return before, total
 
 
@@ -94,9 +106,18 @@ def listed_keys(
         return bits.new_full((queries, width), -1)
     indices = bits.new_empty(queries, width)
     if queries > 0 and width > 0:
-        grid = (queries, triton.cdiv(key_groups, _GROUPS))
-        _list_keys[grid](
-            bits, before, length, indices, key_groups, width, GROUPS=_GROUPS, BLOCK=256
+        grid = (queries, ceil_div(key_groups, _GROUPS))
+        launch(
+            _list_keys,
+            grid,
+            bits,
+            before,
+            length,
+            indices,
+            key_groups,
+            width,
+            GROUPS=_GROUPS,
+            BLOCK=256,
         )
     return indices
 
@@ -137,8 +158,8 @@ def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: floa
     """
     queries, part, dims = sums.shape
     if sums.numel() > 0:
-        grid = (queries, triton.cdiv(part * dims, 1024))
-        _round[grid](dq, sums, first * dims, dq.stride(0), part * dims, scale, BLOCK=1024)
+        grid = (queries, ceil_div(part * dims, 1024))
+        launch(_round, grid, dq, sums, first * dims, dq.stride(0), part * dims, scale, BLOCK=1024)
 
 
 @triton.jit(do_not_specialize=["first", "stride", "columns"])

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 
@@ -60,8 +61,15 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
     bits_t = bits.new_empty(groups(num_keys) * GROUP, query_groups, WORDS)
     flags = bits.new_empty(2 * query_groups, key_groups, dtype=torch.uint8)
     if flags.numel() > 0:
-        _transpose[(key_groups * query_groups,)](
-            bits, bits_t, flags, queries, key_groups, query_groups
+        launch(
+            _transpose,
+            (key_groups * query_groups,),
+            bits,
+            bits_t,
+            flags,
+            queries,
+            key_groups,
+            query_groups,
         )
     return bits_t, flags
 
@@ -72,8 +80,15 @@ def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
     query_groups = blocks // 2
     of_queries, of_keys = _lists(flags, query_groups, key_groups), _lists(flags, key_groups, blocks)
     if query_groups + key_groups > 0:
-        _list_tiles[(query_groups + key_groups,)](
-            flags, *of_queries, *of_keys, query_groups, key_groups, BLOCK=512
+        launch(
+            _list_tiles,
+            (query_groups + key_groups,),
+            flags,
+            *of_queries,
+            *of_keys,
+            query_groups,
+            key_groups,
+            BLOCK=512,
         )
     return *of_queries, *of_keys
 
@@ -88,7 +103,7 @@ def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     queries, key_groups = bits.shape[:2]
     ids, count = _lists(bits, groups(queries), key_groups)
     if count.numel() > 0:
-        _list_key_groups[(len(count),)](bits, ids, count, queries, key_groups, BLOCK=16)
+        launch(_list_key_groups, (len(count),), bits, ids, count, queries, key_groups, BLOCK=16)
     return ids, count
 
 

@@ -19,6 +19,7 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, Way, kernels_for
 from megatron_dsa.ops.sparse_attention.tilelang.order import to_callers_lists
+from megatron_dsa.ops.sparse_attention.torch import replace_negative_infinity
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
@@ -88,7 +89,7 @@ def backward(
     dsink = None
     if sink is not None:
         # A head without keys and with a sink of -inf has no probability: 0, not NaN.
-        total = torch.where(total == float("-inf"), float("inf"), total)
+        total = replace_negative_infinity(total, float("inf"))
         dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
     return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum
 

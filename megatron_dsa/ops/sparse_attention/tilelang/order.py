@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, valid_entries
+from megatron_dsa.ops.common.arithmetic import ceil_div, rows_in_budget, valid_entries
+from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.common.scaling import has_triton
 
 
@@ -34,7 +35,8 @@ def to_callers_lists(
     if out.is_cuda and has_triton():
         if out.numel():
             block = 1024
-            _order[(queries, triton.cdiv(width, block))](
+            launch(
+                _order, (queries, ceil_div(width, block)),
                 out, sums, None if places is None else places.contiguous(), indices.contiguous(),
                 None if length is None else length.contiguous(), keys, width, sums.shape[1],
                 BLOCK=block,

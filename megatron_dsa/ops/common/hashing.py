@@ -1,0 +1,22 @@
+"""Frozen dataclasses that compute their hash once."""
+
+import dataclasses
+from typing import Any
+
+
+class HashedOnce:
+    """Base of frozen dataclasses that are keys of caches in every call of an operation.
+
+    Subclasses write ``__hash__ = HashedOnce.__hash__``, or ``dataclass`` would replace it.
+    """
+
+    def __hash__(self) -> int:
+        kept = self.__dict__
+        if "_hash" not in kept:
+            fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+            kept["_hash"] = hash(tuple(kept[field.name] for field in fields))
+        return kept["_hash"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process hashes strings differently.
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}

@@ -1,0 +1,32 @@
+"""Entries of some tokens, taken from several tensors at once."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_dsa.ops.common.scaling import has_triton
+
+
+def select_tokens(tokens: torch.Tensor, *tensors: torch.Tensor | None) -> list:
+    """Return ``x[tokens]`` of every tensor, without gradient; one launch on a GPU.
+
+    Args:
+        tokens: int64 ``[n]``, all in range.
+        tensors: ``[tokens, ...]``, of numbers; ``None`` is returned as it is.
+    """
+    given = [x for x in tensors if x is not None]
+    found = iter(_selected(tokens, given))
+    return [None if x is None else next(found) for x in tensors]
+
+
+def _selected(tokens: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if tokens.is_cuda and has_triton() and all(x.is_contiguous() for x in tensors):
+        from megatron_dsa.ops.common.tokens_triton import select  # needs Triton
+
+        return select(tokens, tensors)
+    return [x.detach()[tokens] for x in tensors]
+
+
+def spread_tokens(x: torch.Tensor, tokens: torch.Tensor, total: int) -> torch.Tensor:
+    """Return ``[total, ...]`` with ``x [n, ...]`` at ``tokens``, all different, and 0 elsewhere."""
+    return x.new_zeros(total, *x.shape[1:]).index_copy_(0, tokens, x)
