@@ -1,5 +1,6 @@
 """A one-process Megatron for module tests, and small DSA configurations."""
 
+import dataclasses
 import functools
 import os
 import sys
@@ -66,6 +67,16 @@ def _small_settings(dtype):
     }
 
 
+def of_all_queries(options):
+    """Return options whose indexers are trained on all query tokens, as references are.
+
+    Another share than the default stays.
+    """
+    if options.indexer_loss_queries != type(options).indexer_loss_queries:
+        return options
+    return dataclasses.replace(options, indexer_loss_queries=1.0)
+
+
 def small_config(*, dtype=torch.float64, options=None, **changes):
     """A DSA configuration of a few thousand parameters."""
     start()
@@ -76,7 +87,7 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
         "v_head_dim": 10,
         "dsa_indexer_topk": 12,
     }
-    config = DSATransformerConfig(**settings | changes, dsa=options or DSAOptions())
+    config = DSATransformerConfig(**settings | changes, dsa=of_all_queries(options or DSAOptions()))
     config.finalize_model_grads_func = None
     return config
 
@@ -98,7 +109,7 @@ def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
         "dsa_indexer_topk": 5,
         "dsa_indexer_rope_interleaved": True,
     }
-    config = CSATransformerConfig(**settings | changes, dsa=options or DSAOptions())
+    config = CSATransformerConfig(**settings | changes, dsa=of_all_queries(options or DSAOptions()))
     config.finalize_model_grads_func = None
     return config
 

@@ -43,6 +43,7 @@ TINY = {
     "--dsa-indexer-head-dim": 16,
     "--dsa-indexer-topk": 16,
     "--dsa-indexer-loss-coeff": 1.0,
+    "--dsa-indexer-loss-queries": 1.0,
     "--dsa-indexer-use-sparse-loss": True,
     "--seq-length": 96,
     "--max-position-embeddings": 96,

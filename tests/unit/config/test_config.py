@@ -17,7 +17,7 @@ from megatron_dsa.errors import ConfigError, VersionError
 from megatron_dsa.ops.layout.sharding import CP_LAYOUTS
 from megatron_dsa.training.flag_rules import ROWS
 from tests.cases.released_models import CONFIGS
-from tests.host import attention_module, hidden_like, small_config, start
+from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 #: With transformer-engine, whose FP8 takes weights of so many rows only.
 FP8 = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
@@ -32,6 +32,11 @@ def test_fp8_is_taken(recipe):
         small_config(**FP8_INDEXER, fp8_recipe=recipe, fp8_param=parameters)
 
 
+def of_heads(share, **options):
+    options = {"indexer_loss_queries": 0.5, "indexer_loss_heads": share} | options
+    return {"options": DSAOptions(**options)}
+
+
 def test_supported_configuration_passes():
     assert small_config().dsa.stage == "sparse"
 
@@ -39,7 +44,7 @@ def test_supported_configuration_passes():
 @pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
 @pytest.mark.parametrize("stage", ["dense", "warmup", "sparse"])
 def test_every_stage_takes_every_layout(stage, cp_layout):
-    options = DSAOptions(stage=stage, cp_layout=cp_layout)
+    options = DSAOptions(stage=stage, cp_layout=cp_layout, indexer_loss_queries=1.0)
     changes = {"dsa_indexer_use_sparse_loss": False} if stage == "warmup" else {}
     assert small_config(context_parallel_size=2, options=options, **changes).dsa == options
 
@@ -57,6 +62,22 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
             "--dsa-cp-layout must not be contiguous with --mtp-num-layers",
         ),
         ({"tensor_model_parallel_size": 2}, "--sequence-parallel is required"),
+        (of_heads(0.3), "--dsa-indexer-loss-heads must be 1 or 1/2, 1/4, ..., 1/64, got 0.3"),
+        (of_heads(0.5, indexer_loss_queries=1.0), "below 1 needs --dsa-indexer-loss-queries below"),
+        (of_heads(1 / 8), r"must divide --num-attention-heads \(4\), got 8"),
+        (
+            of_heads(0.5) | {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            r"must be a multiple of --tensor-model-parallel-size \(4\), got 2",
+        ),
+        (
+            of_heads(0.5)
+            | {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "dsa_indexer_use_sparse_loss": False,
+            },
+            "--dsa-indexer-loss-heads must be 1 with a loss over all visible keys",
+        ),
         ({"attention_dropout": 0.1}, "--attention-dropout must be 0"),
         ({"qk_layernorm": False}, "--qk-layernorm is required"),
         ({"dsa_indexer_topk": None}, "--dsa-indexer-topk is required in"),
@@ -145,6 +166,11 @@ def test_unsupported_values_are_named(changes, message):
         small_config(**changes)
 
 
+def test_a_share_of_the_heads_is_not_for_v4():
+    with pytest.raises(ConfigError, match="must be 1 with --csa-compress-ratios"):
+        small_csa_config(4, **of_heads(0.5))
+
+
 def all_rows():
     """Return every row of the tables of rules."""
     found = []
@@ -220,7 +246,7 @@ def test_unknown_choices_are_named(name):
 
 def test_the_dense_stage_needs_no_loss_coefficient():
     options = DSAOptions(stage="dense")
-    assert small_config(dsa_indexer_loss_coeff=None, options=options).dsa == options
+    assert small_config(dsa_indexer_loss_coeff=None, options=options).dsa.stage == "dense"
 
 
 def test_flags_that_messages_name_exist():
