@@ -80,11 +80,6 @@ _OVERLAP = (
     Must("hc_mult", 1, f"{_SCHEDULE} adds experts to one residual"),
     Must("cuda_graph_impl", "none", "the two were not run together"),
 )
-_SELECTS_ALONE = Must(
-    "dsa_indexer_topk_freq", 1,
-    f"{_SCHEDULE} hands only hidden states from layer to layer, and layers that reuse a selection "
-    "need it",
-)  # fmt: skip
 #: With ``--dsa-selected-attention masked``.
 _MASKED = (
     Must(
@@ -219,8 +214,7 @@ def _overlap_rules(config: Any, options: Any):
     if not config.overlap_moe_expert_parallel_comm:
         return
     flag = "--overlap-moe-expert-parallel-comm"
-    rows = (*_OVERLAP, _SELECTS_ALONE) if options.stage == "sparse" else _OVERLAP
-    yield from check_rows(rows, config, case=f"with {flag}")
+    yield from check_rows(_OVERLAP, config, case=f"with {flag}")
     yield (
         options.stage != "warmup" or not options.freeze_main,
         f"{flag} must not be used in a frozen warm-up: {_SCHEDULE} starts the backward pass from "
