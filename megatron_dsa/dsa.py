@@ -260,25 +260,29 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def _run(self, core_forward, tensors, layout, index_inputs) -> torch.Tensor:
         """Run a method of the core on tensors, as arguments that recompute may save.
 
-        In stage sparse it also gets and returns a selection, which is handed on if it is shared.
+        In stage sparse it also gets a selection, and returns its own if that is handed on.
         """
         count, selects = len(tensors), self.options.stage == "sparse"
-        more: tuple = ()
-        if selects:  # of this microbatch, also when recomputed later
-            more = self._given_selection(layout), self.ranks
+        of_indexer = () if index_inputs is None else index_inputs.tensors()
+        # Read now: a later recompute of the core is of this microbatch as well.
+        given = self._given_selection(layout) if selects else None
+        shared = () if given is None or given.packed is None else (given.packed,)
+        hands_on = self.hands_on_selection and self.core_attention.computes_topk
 
         def core(*tensors):
-            inputs = None if index_inputs is None else index_inputs.with_tensors(tensors[count:])
-            out = core_forward(*tensors[:count], layout, inputs, *more)
-            return (out[0], *out[1]) if selects else out
+            inputs = index_inputs
+            if inputs is not None:
+                inputs = inputs.with_tensors(tensors[count : count + len(of_indexer)])
+            if not selects:
+                return core_forward(*tensors[:count], layout, inputs)
+            used = TopKIndices.unpack(tensors[-1]) if shared else given
+            out, selection = core_forward(*tensors[:count], layout, inputs, used, self.ranks)
+            return (out, *selection.tensors()) if hands_on else out
 
-        of_indexer = () if index_inputs is None else index_inputs.tensors()
-        out = self.run_core(core, *tensors, *of_indexer)
-        if not selects:
-            return out
-        out, *selection = out
-        if self.hands_on_selection:
-            self.used_selection = TopKIndices(*selection)
+        out = self.run_core(core, *tensors, *of_indexer, *shared)
+        if selects and hands_on:
+            out, *selection = out
+            self.used_selection = TopKIndices.of_tensors(selection)
         return out
 
     def _given_selection(self, layout) -> TopKIndices | None:

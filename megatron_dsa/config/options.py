@@ -142,6 +142,13 @@ class DSAOptions:
         "every layer and microbatch. Loss and gradients are scaled, and the same in the mean; "
         "evaluation takes all. 1: all.",
     )
+    indexer_teacher: Literal["own", "served"] = option(
+        "own",
+        "--dsa-indexer-teacher",
+        "Where layers reuse a selection (--dsa-indexer-topk-freq), the attention that its indexer "
+        "learns with the sparse loss: of its own layer (own), or the mean of all layers that "
+        "attend to its selection (served). Evaluation takes its own layer's.",
+    )
     csa_teacher: Literal["attention", "compressed"] = option(
         "attention",
         "--dsa-csa-teacher",

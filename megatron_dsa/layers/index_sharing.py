@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
-from megatron_dsa.config.model import selects_keys
+from megatron_dsa.config.model import ends_group
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import TopKIndices
 from megatron_dsa.layers.v4.hyper_connections import HyperConnections
@@ -47,16 +47,14 @@ class IndexSharingLayer(GraphedLayer):
             context = None if selection is None else selection.pack()
         elif context is not None:
             # Unchanged, not another copy of it. Another object: Megatron's CUDA graphs mark a
-            # tensor as the input or the output of a graph.
-            context = context.detach()
+            # tensor as the input or the output of a graph. Head sums flow back through it.
+            connected = context.requires_grad and torch.is_grad_enabled()
+            context = context.view_as(context) if connected else context.detach()
         if dropped:
-            IndexSharingLayer._waiting = None if self._ends_group() else context
+            ends = ends_group(self.config, self.layer_number)
+            IndexSharingLayer._waiting = None if ends else context
             context = None
         return hidden_states, context
-
-    def _ends_group(self) -> bool:
-        number = self.layer_number
-        return number == self.config.num_layers or selects_keys(self.config, number + 1)
 
 
 def _context_is_dropped(config: Any) -> bool:

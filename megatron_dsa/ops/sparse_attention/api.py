@@ -27,7 +27,7 @@ from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.training import (
-    IndexerTraining,
+    Taught,
     TeacherPart,
     Tokens,
     separate_tensors,
@@ -66,7 +66,7 @@ class Settings:
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: IndexerTraining | None  # without its tensors
+    indexer: Taught | None  # without its tensors
     lists: KeyLists | None = None
     in_order: bool = False
     length_in_range: bool = False
@@ -202,7 +202,7 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def _teachers(
-    s: Settings, indexer: IndexerTraining, taken: Tokens, q, kv, sink, indices, length, lse
+    s: Settings, indexer: Taught, taken: Tokens, q, kv, sink, indices, length, lse
 ) -> Iterator[TeacherPart]:
     """Yield teachers of some tokens that the backward has not returned."""
     q, indices, lse = q[taken], indices[taken], lse[taken]
@@ -233,7 +233,7 @@ def sparse_attention(
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     in_order: bool = False,
-    indexer: IndexerTraining | None = None,
+    indexer: Taught | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
     """Attend from every query token to its own list of keys (one key/value head).
