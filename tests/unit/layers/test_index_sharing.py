@@ -15,6 +15,9 @@ from megatron_dsa.layers.index_sharing import IndexSharingLayer
 from tests.cases.models import forward, gpt
 from tests.host import small_config
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU, which captures graphs"
+)
 #: Layers 1, 2 and 4 select; layers 3 and 5 reuse a selection.
 SHARING = {"num_layers": 5, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 2}
 MASKED = DSAOptions(selected_attention="masked", health_tokens=0)
