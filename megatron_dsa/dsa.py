@@ -24,7 +24,6 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import options_of, validate
-from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import TopKIndices
 from megatron_dsa.layers.frame import SelfAttentionFrame
 from megatron_dsa.layers.linears import weight_gradient_by_autograd, weight_of
@@ -36,7 +35,6 @@ from megatron_dsa.layers.parallel.gather import (
 )
 from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.layers.rope import TokenRope
-from megatron_dsa.layers.v4.hyper_connections import HyperConnections
 from megatron_dsa.layers.weight_blocks import mark_row_blocks
 from megatron_dsa.ops.cached_keys import MLA_CACHE, as_cached
 from megatron_dsa.ops.dispatch import count
@@ -74,7 +72,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     Attributes:
         choice: how this layer attends; ``choice.way`` picks a method in ``_WAYS``.
         hands_on_selection, shared_selection, used_selection: selections that layers hand on during
-            one forward call, see :class:`IndexSharingLayer`.
+            one forward call, see :mod:`megatron_dsa.layers.index_sharing`.
     """
 
     def __init__(
@@ -262,25 +260,29 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def _run(self, core_forward, tensors, layout, index_inputs) -> torch.Tensor:
         """Run a method of the core on tensors, as arguments that recompute may save.
 
-        In stage sparse it also gets and returns a selection, which is handed on if it is shared.
+        In stage sparse it also gets a selection, and returns its own if that is handed on.
         """
         count, selects = len(tensors), self.options.stage == "sparse"
-        more: tuple = ()
-        if selects:  # of this microbatch, also when recomputed later
-            more = self._given_selection(layout), self.ranks
+        of_indexer = () if index_inputs is None else index_inputs.tensors()
+        # Read now: a later recompute of the core is of this microbatch as well.
+        given = self._given_selection(layout) if selects else None
+        shared = () if given is None or given.packed is None else (given.packed,)
+        hands_on = self.hands_on_selection and self.core_attention.computes_topk
 
         def core(*tensors):
-            inputs = None if index_inputs is None else index_inputs.with_tensors(tensors[count:])
-            out = core_forward(*tensors[:count], layout, inputs, *more)
-            return (out[0], *out[1]) if selects else out
+            inputs = index_inputs
+            if inputs is not None:
+                inputs = inputs.with_tensors(tensors[count : count + len(of_indexer)])
+            if not selects:
+                return core_forward(*tensors[:count], layout, inputs)
+            used = TopKIndices.unpack(tensors[-1]) if shared else given
+            out, selection = core_forward(*tensors[:count], layout, inputs, used, self.ranks)
+            return (out, *selection.tensors()) if hands_on else out
 
-        of_indexer = () if index_inputs is None else index_inputs.tensors()
-        out = self.run_core(core, *tensors, *of_indexer)
-        if not selects:
-            return out
-        out, *selection = out
-        if self.hands_on_selection:
-            self.used_selection = TopKIndices(*selection)
+        out = self.run_core(core, *tensors, *of_indexer, *shared)
+        if selects and hands_on:
+            out, *selection = out
+            self.used_selection = TopKIndices.of_tensors(selection)
         return out
 
     def _given_selection(self, layout) -> TopKIndices | None:
@@ -313,34 +315,3 @@ _WAYS = {
 
 def _flat_rope_key(q, kv, k_pe):
     return q, kv, k_pe.flatten(1)
-
-
-class IndexSharingLayer(GraphedLayer):
-    """Transformer layer that hands its attention's selection to the next layer.
-
-    It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
-    attention, which a GPT has not: it belongs to its microbatch, and activation recompute saves and
-    restores it like any other input.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.self_attention.hands_on_selection = True
-
-    def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
-        attention = self.self_attention
-        attention.shared_selection = None if context is None else TopKIndices.unpack(context)
-        try:
-            hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
-            selection = attention.used_selection
-        finally:
-            attention.shared_selection = attention.used_selection = None
-        if not attention.core_attention.computes_topk:
-            # Unchanged, not another copy of it. Another object: Megatron's CUDA graphs mark a
-            # tensor as the input or the output of a graph.
-            return hidden_states, None if context is None else context.detach()
-        return hidden_states, None if selection is None else selection.pack()
-
-
-class IndexSharingHyperConnectionLayer(HyperConnections, IndexSharingLayer):
-    """An :class:`IndexSharingLayer` with hyper-connections."""

@@ -36,11 +36,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules.hyper_connections import predicts_apart
 from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
-from megatron_dsa.dsa import (
-    DSASelfAttention,
-    IndexSharingHyperConnectionLayer,
-    IndexSharingLayer,
-)
+from megatron_dsa.dsa import DSASelfAttention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.compressor import Compressor, CompressorSubmodules
 from megatron_dsa.layers.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
@@ -48,6 +44,10 @@ from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.layers.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.layers.index_sharing import (
+    IndexSharingHyperConnectionLayer,
+    IndexSharingLayer,
+)
 from megatron_dsa.layers.linears import LocalNorm, ReplicatedLinear, bf16_linear, bf16_weight_linear
 from megatron_dsa.layers.v4.hash_routing import with_hash_routing
 from megatron_dsa.layers.v4.hyper_connections import (

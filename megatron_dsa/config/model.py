@@ -209,6 +209,19 @@ def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
     return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
 
 
+def ends_group(config: Any, layer_number: int) -> bool:
+    """Return whether no layer behind ``layer_number`` reuses the keys that it attends to."""
+    return layer_number >= config.num_layers or selects_keys(config, layer_number + 1)
+
+
+def shares_teacher(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
+    """Return whether a layer's attention is one of several that train an indexer together."""
+    if options_of(config).indexer_teacher == "own" or is_mtp or not shares_indices(config):
+        return False
+    alone = selects_keys(config, layer_number) and ends_group(config, layer_number)
+    return not alone and loss_is_sparse(config) and indexer_is_trained(config)
+
+
 def validate(config: Any) -> None:
     """Raise :class:`ConfigError` for an unsupported configuration, before any layer is built."""
     options = options_of(config)

@@ -149,6 +149,13 @@ class DSAOptions:
         "1/4, ..., 1/64. Gradients are the same in the mean; the logged loss is larger. Ranks that "
         "share the heads exchange no sums of them. 1: all.",
     )
+    indexer_teacher: Literal["own", "served"] = option(
+        "own",
+        "--dsa-indexer-teacher",
+        "Where layers reuse a selection (--dsa-indexer-topk-freq), the attention that its indexer "
+        "learns with the sparse loss: of its own layer (own), or the mean of all layers that "
+        "attend to its selection (served). Evaluation takes its own layer's.",
+    )
     csa_teacher: Literal["attention", "compressed"] = option(
         "attention",
         "--dsa-csa-teacher",

@@ -7,17 +7,17 @@ everything and trains the indexer on that, ``dense`` to everything without an in
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.config.model import selects_keys, uses_indexer
+from megatron_dsa.config.model import selects_keys, shares_teacher, uses_indexer
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
     IndexerInputs,
-    IndexerTraining,
     LatentKeys,
     absorbed_attention,
     dense_attention,
@@ -33,10 +33,18 @@ from megatron_dsa.layers.parallel.groups import Ranks, gather_detached
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.ops.indexer_loss.api import selected_keys_loss
-from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, TrainedIndexer
+from megatron_dsa.ops.indexer_loss.sample import draw_number
+from megatron_dsa.ops.indexer_loss.shared import (
+    HeadSums,
+    SharedSelection,
+    in_ascending_order,
+    train_on_selection,
+)
+from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, Taught, TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout
 
 
@@ -52,15 +60,30 @@ class TopKIndices(NamedTuple):
 
     indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
     length: torch.Tensor  # int32 [tokens]
+    packed: torch.Tensor | None = None  # fp32 (fp64): of train_on_selection, in training
 
     def pack(self) -> torch.Tensor:
-        """Return both as one int32 tensor ``[tokens, K + 1]``."""
+        """Return all in one tensor: ``packed``, or int32 ``[tokens, K + 1]``."""
+        if self.packed is not None:
+            return self.packed
         return torch.cat([self.indices, self.length[:, None]], dim=1)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> TopKIndices:
         """Undo :meth:`pack`."""
-        return cls(packed[:, :-1], packed[:, -1])
+        if not packed.is_floating_point():
+            return cls(packed[:, :-1], packed[:, -1])
+        indices, length, _ = SharedSelection.unpack(packed)
+        return cls(indices.int(), length.int(), packed)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return what the selection consists of, for recompute."""
+        return self[:2] if self.packed is None else (self.packed,)
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[torch.Tensor]) -> TopKIndices:
+        """Undo :meth:`tensors`."""
+        return cls.unpack(tensors[0]) if len(tensors) == 1 else cls(*tensors)
 
 
 class DSACoreAttention(CoreAttention):
@@ -84,6 +107,7 @@ class DSACoreAttention(CoreAttention):
     ):
         super().__init__(config, layer_number, *args, **kwargs)
         self.computes_topk = self.is_mtp or self.selects
+        self.shares_teacher = shares_teacher(config, layer_number, self.is_mtp)
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
         if resolving() and not on_meta():
@@ -124,7 +148,7 @@ class DSACoreAttention(CoreAttention):
             kv_grad=kv_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             in_order=True,
-            indexer=self._loss_in_backward(index_inputs, layout),
+            indexer=self._loss_in_backward(index_inputs, layout, selection),
             group=group,
             recompute=self.options.recompute == "latent_output",
             policy=self.policy,
@@ -164,7 +188,7 @@ class DSACoreAttention(CoreAttention):
             topk=selection.indices.shape[1],
             k_pe_grad=k_pe_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
-            indexer=self._loss_in_backward(index_inputs, layout),
+            indexer=self._loss_in_backward(index_inputs, layout, selection),
             group=ranks.attention_tp,
             policy=self.policy,
         )
@@ -175,6 +199,7 @@ class DSACoreAttention(CoreAttention):
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
         """Return the keys to attend to, in the order of their sequence; the sink gets them."""
+        trained = index_inputs
         recomputed = given is not None and in_backward()  # checked in the forward
         if isinstance(index_inputs, LatentIndexerInputs) and not recomputed:
             index_inputs = self.checked(index_inputs.with_queries(), layout)
@@ -190,12 +215,33 @@ class DSACoreAttention(CoreAttention):
             )
         if self.computes_topk:
             self.note_selection(selection.indices, layout)
+        if self.shares_teacher and self.computes_topk and self.training:
+            selection = self._shared(selection, trained, layout)
         return selection
+
+    def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
+        """Add what trains the indexer on all layers that will attend to a selection."""
+        share, device = self.options.indexer_loss_queries, layout.start.device
+        # In both passes of a recomputed layer, see draw_sample.
+        number = draw_number(layout.num_queries, share, device, self.heads_group())
+        drawn = torch.zeros(1, dtype=torch.int64, device=device) if number is None else number[None]
+        shared = SharedSelection(selection.indices, selection.length, drawn)
+        training, keys = None, layout.key_ownership
+        if self.trains_indexer_now():
+            training = self.sparse_training(index_inputs, layout, layout)
+        ascending = self.choice.masked and keys is not None and not keys.in_order
+        dtype = accumulation_dtype(self.config.params_dtype)
+        packed = train_on_selection(shared, dtype, training, self.policy, ascending)
+        return selection._replace(packed=packed)
 
     def _evaluates_sparse_loss(self, index_inputs) -> bool:
         return index_inputs is not None and self.evaluates_indexer_now() and self.loss_is_sparse
 
-    def _loss_in_backward(self, index_inputs, layout) -> IndexerTraining | None:
+    def _loss_in_backward(self, index_inputs, layout, selection: TopKIndices) -> Taught | None:
+        packed = selection.packed
+        if packed is not None:
+            trains = packed.requires_grad and torch.is_grad_enabled()
+            return HeadSums.of(packed, self.options.indexer_loss_queries) if trains else None
         if index_inputs is None or not (self.trains_indexer_now() and self.loss_is_sparse):
             return None
         return self.sparse_training(index_inputs, layout, layout)
@@ -338,8 +384,4 @@ class DSACoreAttention(CoreAttention):
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
     """Return the lists sorted by key index, which is the order of masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
-    if keys is None or keys.in_order:
-        return indices
-    last = torch.iinfo(indices.dtype).max
-    ordered = indices.masked_fill(indices < 0, last).sort(dim=1).values
-    return ordered.masked_fill_(ordered == last, -1)
+    return indices if keys is None or keys.in_order else in_ascending_order(indices)

@@ -17,6 +17,7 @@ from megatron_dsa.config.model import (
     loss_is_sparse,
     options_of,
     selects_keys,
+    shares_teacher,
     uses_csa,
     uses_indexer,
     uses_streams,
@@ -104,6 +105,7 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     config, options = calls.config, options_of(calls.config)
     heads, visible, rope = query_heads(config), Keys(), config.qk_pos_emb_head_dim
     indexer = uses_indexer(config) and selects_keys(config, layer_number, is_mtp)
+    taught = indexer or shares_teacher(config, layer_number, is_mtp)
     masks = attention_of(config, calls.device).masked
     if indexer:
         head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
@@ -123,19 +125,21 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     if indexer:
         yield from _selection(calls, visible)
     if masks:
-        yield from _masked_ops(calls, indexer, visible, selected)
+        yield from _masked_ops(calls, indexer, taught, visible, selected)
         return
     yield from _ropes(calls, heads)
     attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
-    teaches = indexer and _all_are_taught(config)
+    teaches = taught and _all_are_taught(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
     backward = replace(attention, teacher=teaches)
     yield RequiredOp("sparse_attention_backward", backward, (selected,))
+    teachers = []
+    if taught and loss_is_sparse(config):
+        teachers = _teachers(config, attention, selected, indexer)
     if indexer:
-        teachers = []
-        if loss_is_sparse(config):
-            teachers = _teachers(config, attention, selected)
         yield from _loss(calls, visible, selected, teachers, config.qk_head_dim + rope)
+    else:
+        yield from teachers
 
 
 def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
@@ -153,23 +157,26 @@ def _ropes(calls: LayerCalls, heads: int) -> Iterator[RequiredOp]:
     yield RequiredOp("rotate", calls.of(1, rope))
 
 
-def _masked_ops(calls: LayerCalls, indexer: bool, visible: Keys, selected: Keys):
+def _masked_ops(
+    calls: LayerCalls, indexer: bool, taught: bool, visible: Keys, selected: Keys
+) -> Iterator[RequiredOp]:
     config, call = calls.config, calls.masked_attention(calls.config.dsa_indexer_topk)
     yield from _ropes(calls, call.heads)
     yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
     yield RequiredOp("masked_attention_forward", call, (visible,))
     yield RequiredOp("masked_attention_backward", call, (visible,))
-    if not indexer:
-        return
     teachers = []
-    if loss_is_sparse(config):
+    if taught and loss_is_sparse(config):
         name = "masked_attention_probabilities"
         if indexer_is_trained(config):
             teaching = _teaching(config, call)
             teachers.append(RequiredOp(name, teaching, (visible,), share=_share(config)))
-        if options_of(config).evaluate_indexer:
+        if indexer and options_of(config).evaluate_indexer:
             teachers.append(RequiredOp(name, call, (visible,), in_training=False))
-    yield from _loss(calls, visible, selected, teachers, call.qk_dim)
+    if indexer:
+        yield from _loss(calls, visible, selected, teachers, call.qk_dim)
+    else:
+        yield from teachers
 
 
 def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:
@@ -252,14 +259,16 @@ def _loss(
     yield RequiredOp("sparse_indexer_loss", call, (selected,), trained, _share(config))
 
 
-def _teachers(config: Any, attention: OpCall, keys: Keys) -> list[RequiredOp]:
+def _teachers(
+    config: Any, attention: OpCall, keys: Keys, evaluates: bool = True
+) -> list[RequiredOp]:
     """Return the calls that compute the teacher of a sparse loss where attention does not."""
     name, teachers = "sparse_attention_probabilities", []
     if indexer_is_trained(config):
         every = BACKWARD if _all_are_taught(config) else None
         call = _teaching(config, attention)
         teachers.append(RequiredOp(name, call, (keys,), True, _share(config), every))
-    if options_of(config).evaluate_indexer:
+    if evaluates and options_of(config).evaluate_indexer:
         teachers.append(RequiredOp(name, attention, (keys,), False, unless_from=FORWARD))
     return teachers
 

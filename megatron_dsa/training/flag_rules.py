@@ -152,6 +152,11 @@ _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     ("dsa_warmup_train_all", lambda args: args.dsa_stage == "warmup", "in --dsa-stage warmup"),
     ("dsa_indexer_numerics", lambda args: args.dsa_stage == "sparse", "in --dsa-stage sparse"),
     (
+        "dsa_indexer_teacher",
+        lambda args: args.dsa_stage == "sparse" and args.dsa_indexer_topk_freq > 1,
+        "in --dsa-stage sparse with --dsa-indexer-topk-freq of 2 or more",
+    ),
+    (
         "dsa_evaluate_indexer",
         lambda args: args.dsa_stage != "dense",
         "in --dsa-stage warmup or sparse",

@@ -28,6 +28,8 @@ GRAPHS = {
 }
 #: Figures that graphs of layers leave out are left out of both.
 STEPS = {"--train-iters": 12, "--dsa-health-tokens": 0}
+#: Layers 1, 2 and 4 select; layer 3 reuses the selection of layer 2.
+SHARING = DSA | {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 2}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,9 @@ def uncaptured(started):
     """Flags, run and noise of a model in a precision."""
     runs = {}
 
-    def run_of(name, model, precision):
+    def run_of(name, model, precision, steps=STEPS):
         if (name, precision) not in runs:
-            flags = started(model) | STEPS
+            flags = started(model) | steps
             once = run(flags, ENGINE, precision)
             runs[name, precision] = flags, once, noise_of(once, run(flags, ENGINE, precision))
         return runs[name, precision]
@@ -62,3 +64,15 @@ def test_losses(graphs, precision, uncaptured):
 @pytest.mark.parametrize("graphs", ["layers", "transformer-engine's"])
 def test_losses_of_v4(graphs, uncaptured):
     check("V4", V4, graphs, "bf16", uncaptured)
+
+
+@pytest.mark.parametrize("graphs", [name for name in GRAPHS if name != "layers"])
+def test_fifty_steps_with_index_sharing(graphs, uncaptured):
+    """Losses of model and indexers, and the norm of all gradients."""
+    steps = STEPS | {"--train-iters": 50}
+    flags, plain, noise = uncaptured("index sharing", SHARING, "bf16", steps)
+    got = train(flags | ENGINE | GRAPHS[graphs])
+    assert "CUDA graphs (" in got.log and len(got.steps) == 50
+    check_losses(got, plain, BOUNDS["DSA", "bf16"], noise)
+    for name in ("indexer loss", "grad norm"):
+        assert got.column(name) == pytest.approx(plain.column(name), rel=1e-2), name

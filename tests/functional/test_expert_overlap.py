@@ -29,6 +29,7 @@ CHANGES = {
     "V4, distributed optimizer": SMALL_V4
     | {"--use-distributed-optimizer": True, "--overlap-grad-reduce": True},
     "packed": PACKED,
+    "index sharing": {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 1},
     # fp16 has three bits more: in bf16 the order of a sum moves the indexers' loss by 2e-3.
     "multi-token prediction": {
         "--mtp-num-layers": 1,
@@ -72,10 +73,6 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
         ({"--expert-model-parallel-size": 1}, "only supported with expert model parallelism"),
         ({"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None}, "in a frozen warm-up"),
         ({"--hc-mult": 4}, "--hc-mult must be 1 with --overlap-moe-expert-parallel-comm"),
-        (
-            {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 1},
-            "--dsa-indexer-topk-freq must be 1 with --overlap",
-        ),
         ({"--delay-wgrad-compute": True}, "only supported with transformer_engine"),
     ],
 )

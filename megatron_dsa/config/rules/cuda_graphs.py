@@ -6,18 +6,13 @@ Megatron refuses more by itself, for example ``--recompute-granularity full`` wi
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dsa.config.rules.table import Must, check_rows
+from megatron_dsa.config.rules.table import Must
 
 FLAG = "--cuda-graph-impl"
 #: Implementations that capture layers, or their attention, one by one.
 PER_LAYER = ("local", "transformer_engine")
 #: What attention has for selective recompute.
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj")
-_SELECTS_ALONE = Must(
-    "dsa_indexer_topk_freq", 1,
-    "Megatron hands only hidden states to these graphs, and layers that reuse a selection need it; "
-    "use --cuda-graph-impl local",
-)  # fmt: skip
 
 
 def graph_modules(config: Any) -> set[str]:
@@ -80,5 +75,3 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "without the layer that the indexer's loss hangs onto, and the indexers would learn "
         f"nothing; use {FLAG} local, or add --dsa-warmup-train-all",
     )
-    if options.stage == "sparse":
-        yield from check_rows([_SELECTS_ALONE], config, case=case)

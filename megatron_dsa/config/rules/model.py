@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config.fields import flag_of
-from megatron_dsa.config.rules.cuda_graphs import graph_rules
+from megatron_dsa.config.rules.cuda_graphs import PER_LAYER, graph_rules
 from megatron_dsa.config.rules.numerics import cache_rules, numerics_rules
 from megatron_dsa.config.rules.ranges import range_rules
 from megatron_dsa.config.rules.sizes import expert_rules, size_rules
@@ -80,10 +80,25 @@ _OVERLAP = (
     Must("hc_mult", 1, f"{_SCHEDULE} adds experts to one residual"),
     Must("cuda_graph_impl", "none", "the two were not run together"),
 )
-_SELECTS_ALONE = Must(
-    "dsa_indexer_topk_freq", 1,
-    f"{_SCHEDULE} hands only hidden states from layer to layer, and layers that reuse a selection "
-    "need it",
+#: With ``--dsa-indexer-teacher served``.
+_SERVED = (
+    Must(
+        "dsa_indexer_use_sparse_loss", True,
+        "layers that reuse a selection compute no probabilities of other keys; add it, or drop "
+        "--dsa-indexer-teacher",
+    ),
+    Must(
+        "cuda_graph_impl", Not(PER_LAYER),
+        "head sums of its layers were not captured yet; use full_iteration or none",
+    ),
+    Must(
+        "indexer_loss_heads", 1, "the layers of a group add their sums of all heads; drop it",
+        "--dsa-indexer-loss-heads",
+    ),
+    Must(
+        "overlap_moe_expert_parallel_comm", False,
+        f"{_SCHEDULE} sends back gradients of hidden states only; drop one of the two",
+    ),
 )  # fmt: skip
 #: With ``--dsa-selected-attention masked``.
 _MASKED = (
@@ -219,8 +234,7 @@ def _overlap_rules(config: Any, options: Any):
     if not config.overlap_moe_expert_parallel_comm:
         return
     flag = "--overlap-moe-expert-parallel-comm"
-    rows = (*_OVERLAP, _SELECTS_ALONE) if options.stage == "sparse" else _OVERLAP
-    yield from check_rows(rows, config, case=f"with {flag}")
+    yield from check_rows(_OVERLAP, config, case=f"with {flag}")
     yield (
         options.stage != "warmup" or not options.freeze_main,
         f"{flag} must not be used in a frozen warm-up: {_SCHEDULE} starts the backward pass from "
@@ -345,6 +359,9 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
     yield from numerics_rules(config, options)
     yield from _head_share_rules(config, options)
+    served = options.indexer_teacher == "served" and config.dsa_indexer_topk_freq > 1
+    if served and options.stage == "sparse":
+        yield from check_rows(_SERVED, config, options, "with --dsa-indexer-teacher served")
     coefficient, trained = config.dsa_indexer_loss_coeff, options.stage == "warmup"
     yield (
         coefficient if trained else coefficient is not None,

@@ -141,25 +141,30 @@ def _stretches(total: int, tiles: int, parts: int, device: torch.device):
     return begins, torch.arange(TILE, device=device).view(parts, 1, -1)
 
 
-def draw_sample(
-    total: int, share: float, device: torch.device, group: Any = None, parts: int = 1
-) -> QuerySample | None:
-    """Draw query tokens from torch's generator of the device, which Megatron saves and resumes.
+def draw_number(
+    total: int, share: float, device: torch.device, group: Any = None
+) -> torch.Tensor | None:
+    """Draw the number that :func:`sampled_tokens` takes, ``None`` if all tokens are taken.
+
+    From torch's generator of the device, which Megatron saves and resumes.
 
     Args:
         total: query tokens.
         share: of them to take; rounded to whole tiles, at least one.
         device: of the tokens.
         group: process group of ranks that take the same tokens, or ``None``.
-        parts: groups of heads, see :class:`QuerySample`.
-
-    Returns:
-        ``None`` if all tokens are taken.
     """
-    size = sample_size(total, share)
-    if size is None:
+    if sample_size(total, share) is None:
         return None
-    place = torch.randint(total, (), device=device)
+    number = torch.randint(total, (), device=device)
     if group is not None:
-        torch.distributed.broadcast(place, group=group, group_src=0)
-    return sampled_tokens(total, size, place, parts)
+        torch.distributed.broadcast(number, group=group, group_src=0)
+    return number
+
+
+def draw_sample(
+    total: int, share: float, device: torch.device, group: Any = None, parts: int = 1
+) -> QuerySample | None:
+    """Draw query tokens, ``None`` if all; see :func:`draw_number` and :class:`QuerySample`."""
+    size, number = sample_size(total, share), draw_number(total, share, device, group)
+    return None if size is None or number is None else sampled_tokens(total, size, number, parts)

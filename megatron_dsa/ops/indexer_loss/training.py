@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -136,6 +136,28 @@ class TeacherPart(NamedTuple):
             yield TeacherPart(part, self.indices[some], length, self.teacher[some])
 
 
+class Taught(Protocol):
+    """Takes the teacher that an attention's backward has; see :class:`IndexerTraining`."""
+
+    @property
+    def selected_only(self) -> bool: ...
+
+    @property
+    def head_group(self) -> Any: ...
+
+    def separate(self, **queries: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, ...]]: ...
+
+    def sample(self, total: int, device: torch.device) -> QuerySample | None: ...
+
+    def gradients(
+        self,
+        tensors: Sequence[torch.Tensor],
+        parts: Iterable[TeacherPart],
+        policy: Policy,
+        sample: QuerySample | None = None,
+    ) -> tuple[torch.Tensor | None, ...]: ...
+
+
 @dataclass(frozen=True)
 class IndexerTraining:
     """The sparse loss, which :func:`megatron_dsa.dsa_kernels.sparse_attention` runs backwards.
@@ -169,6 +191,16 @@ class IndexerTraining:
     selected_only: bool = False
     share: float = 1.0
     head_parts: int = 1
+
+    def separate(self, **queries: torch.Tensor) -> tuple[IndexerTraining, tuple[torch.Tensor, ...]]:
+        """See :func:`separate_tensors`."""
+        inputs, tensors = self.inputs, self.inputs.tensors()
+        if isinstance(inputs, LatentIndexerInputs):
+            inputs.check(self.layout, **queries)
+        else:
+            check_indexer(inputs, self.layout, **queries)
+        inputs = replace(inputs.with_tensors([None] * len(tensors)), fp32_weights=None)
+        return replace(self, inputs=inputs), tensors
 
     def sample(self, total: int, device: torch.device) -> QuerySample | None:
         """Draw the query tokens of a loss out of ``total``, ``None`` if all."""
@@ -238,26 +270,18 @@ class IndexerTraining:
 
 
 def separate_tensors(
-    indexer: IndexerTraining | None, **queries: torch.Tensor
-) -> tuple[IndexerTraining | None, tuple[torch.Tensor, ...]]:
-    """Return ``indexer`` without its tensors, and these, for an attention that autograd saves.
+    taught: Taught | None, **queries: torch.Tensor
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Return ``taught`` without its tensors, and these, for an attention that autograd saves.
 
     Args:
-        indexer: of a call, or ``None``, which has no tensors.
-        queries: tensors with one entry per query token of ``indexer.layout``, by argument name.
+        taught: of a call, or ``None``, which has no tensors.
+        queries: tensors with one entry per query token of its layout, by argument name.
 
     Raises:
-        ConfigError: the indexer's tensors, its layout and ``queries`` do not fit.
+        ConfigError: the tensors, the layout and ``queries`` do not fit.
     """
-    if indexer is None:
-        return None, ()
-    inputs, tensors = indexer.inputs, indexer.inputs.tensors()
-    if isinstance(inputs, LatentIndexerInputs):
-        inputs.check(indexer.layout, **queries)
-    else:
-        check_indexer(inputs, indexer.layout, **queries)
-    inputs = replace(inputs.with_tensors([None] * len(tensors)), fp32_weights=None)
-    return replace(indexer, inputs=inputs), tensors
+    return (None, ()) if taught is None else taught.separate(**queries)
 
 
 def _of_tokens(inputs: TrainedIndexer, tokens: torch.Tensor) -> TrainedIndexer:

@@ -23,7 +23,7 @@ from megatron_dsa.ops.common.collectives import (
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
-from megatron_dsa.ops.indexer_loss.training import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import Taught, TeacherPart, separate_tensors
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.masked_attention.spec import (
     BACKWARD,
@@ -125,7 +125,7 @@ class _Settings:
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: IndexerTraining | None  # without its tensors
+    indexer: Taught | None  # without its tensors
     group: Any
 
     def inputs(self, q, kv, k_pe, bits) -> MaskedAttentionInputs:
@@ -234,7 +234,7 @@ class _MaskedAttention(torch.autograd.Function):
         inputs = s.inputs(q, kv, k_pe, bits)
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
 
-        def train(indexer: IndexerTraining | None) -> None:
+        def train(indexer: Taught | None) -> None:
             nonlocal index_grads
             if indexer is None or not any(ctx.needs_input_grad[6:]):
                 return
@@ -268,7 +268,7 @@ def masked_attention(
     topk: int | None = None,
     k_pe_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
-    indexer: IndexerTraining | None = None,
+    indexer: Taught | None = None,
     group: Any = None,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
@@ -372,7 +372,7 @@ def describe_attention(
     )
 
 
-def _local_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> int:
+def _local_tokens(q: torch.Tensor, indexer: Taught | None, group: Any) -> int:
     """Check ``group``; return the number of queries that this rank selects keys for."""
     if group is None:
         return len(q)

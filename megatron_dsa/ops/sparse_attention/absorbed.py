@@ -37,7 +37,7 @@ from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
-    IndexerTraining,
+    Taught,
     TeacherPart,
     separate_tensors,
 )
@@ -310,7 +310,7 @@ def absorbed_attention(
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     in_order: bool = False,
-    indexer: IndexerTraining | None = None,
+    indexer: Taught | None = None,
     group: Any = None,
     recompute: bool = False,
     policy: Policy = Policy(),

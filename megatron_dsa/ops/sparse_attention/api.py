@@ -29,7 +29,7 @@ from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
-    IndexerTraining,
+    Taught,
     TeacherPart,
     separate_tensors,
 )
@@ -67,7 +67,7 @@ class Settings:
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: IndexerTraining | None  # without its tensors
+    indexer: Taught | None  # without its tensors
     lists: KeyLists | None = None
     in_order: bool = False
     length_in_range: bool = False
@@ -243,7 +243,7 @@ def sparse_attention(
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     in_order: bool = False,
-    indexer: IndexerTraining | None = None,
+    indexer: Taught | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
     """Attend from every query token to its own list of keys (one key/value head).

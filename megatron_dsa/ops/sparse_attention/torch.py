@@ -4,6 +4,8 @@ Queries run a chunk at a time; the gathered keys and the probabilities of a chun
 dropped before the next one, and the backward pass gathers and recomputes them again.
 """
 
+import math
+
 import torch
 
 from megatron_dsa.ops.common.arithmetic import (
@@ -86,7 +88,7 @@ def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tenso
 
 def replace_negative_infinity(x: torch.Tensor, value: float) -> torch.Tensor:
     """Return ``x`` with ``value`` in place of ``-inf``; one launch."""
-    return torch.nan_to_num(x, nan=float("nan"), posinf=float("inf"), neginf=value)
+    return torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=value)
 
 
 def backward(

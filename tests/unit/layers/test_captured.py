@@ -359,15 +359,23 @@ def test_megatrons_graphs_of_v4_layers(ratio):
     check_graphs(functools.partial(small_csa_config, ratio, options=options), GRAPHS)
 
 
-@pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
-def test_megatrons_graph_of_an_iteration(stage):
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("sparse", {}),
+        ("sparse", {"num_layers": 4, "dsa_indexer_topk_freq": 3}),
+        ("warmup", {}),
+        ("dense", {}),
+    ],
+)
+def test_megatrons_graph_of_an_iteration(stage, changes):
     """Figures of the selection included: the graph holds the first microbatch's as well."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
     settings = {
         "options": DSAOptions(stage=stage), "dtype": torch.float32,
         "dsa_indexer_use_sparse_loss": stage == "sparse",
-    }  # fmt: skip
+    } | changes  # fmt: skip
     results, wrappers = [], []
 
     def whole(schedule):

@@ -97,9 +97,9 @@ class Recorder(TorchDispatchMode):
         if name.startswith("index"):
             masks = [x for x in leaves if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
             assert not masks, f"{name} by a mask"
-        self.seen.append(
-            (name, [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
-        )
+        # As text: NaN is not equal to itself.
+        given = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+        self.seen.append((name, given))
         return func(*args, **(kwargs or {}))
 
 
@@ -332,19 +332,3 @@ def test_a_frozen_model_learns_the_same_where_attention_is_captured(experts):
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
-
-
-def test_a_selection_is_handed_on_as_another_tensor():
-    """Megatron marks tensors as inputs and as outputs of graphs."""
-    model = gpt(small_config(num_layers=3, dsa_indexer_topk_freq=3))
-    contexts = []
-    for layer in model.decoder.layers:
-        layer.register_forward_hook(
-            lambda _layer, _args, kwargs, out: contexts.append((kwargs["context"], out[1])),
-            with_kwargs=True,
-        )
-    forward(model, 5)
-    (_, first), *reused = contexts
-    for given, handed_on in reused:
-        assert given is not handed_on and handed_on._base is None
-        assert handed_on.data_ptr() == first.data_ptr()

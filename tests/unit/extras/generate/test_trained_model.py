@@ -86,4 +86,5 @@ def test_every_option_that_changes_the_model_is_taken_over():
         "dsa_warmup_train_all", "dsa_strict", "dsa_workspace_mib", "dsa_recompute", "dsa_impl",
         "dsa_health_tokens", "dsa_evaluate_indexer", "dsa_cp_layout", "dsa_cp_exchange",
         "dsa_tp_mode", "dsa_selected_attention", "dsa_fp8_indexer", "dsa_muon_per_head",
+        "dsa_indexer_loss_queries", "dsa_indexer_loss_heads", "dsa_indexer_teacher",
     }  # fmt: skip

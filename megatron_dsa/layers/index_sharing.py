@@ -1,0 +1,67 @@
+"""Layers that hand a selection on to the layers behind them."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
+
+from megatron_dsa.config.model import ends_group
+from megatron_dsa.layers.cuda_graphs import GraphedLayer
+from megatron_dsa.layers.dsa_core import TopKIndices
+from megatron_dsa.layers.v4.hyper_connections import HyperConnections
+
+
+class IndexSharingLayer(GraphedLayer):
+    """Transformer layer that hands its attention's selection to the next layer.
+
+    It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
+    attention, which a GPT has not: it belongs to its microbatch, and activation recompute saves and
+    restores it like any other input.
+
+    Megatron drops the context in two cases: capture for ``--cuda-graph-impl transformer_engine``,
+    and ``--overlap-moe-expert-parallel-comm``. Both run the layers of a microbatch one after the
+    other, so the selection waits in the class for the next layer. The graphs of a microbatch then
+    read it in the memory that the selecting layer's graph writes, like other memory of their pool.
+    """
+
+    _waiting: torch.Tensor | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.self_attention.hands_on_selection = True
+
+    def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
+        attention, dropped = self.self_attention, _context_is_dropped(self.config)
+        selects = attention.core_attention.computes_topk
+        if dropped and not selects:
+            context = IndexSharingLayer._waiting
+        if context is not None and is_graph_warmup():
+            context = torch.zeros_like(context)  # an output of a graph that did not run yet
+        attention.shared_selection = None if context is None else TopKIndices.unpack(context)
+        try:
+            hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
+            selection = attention.used_selection
+        finally:
+            attention.shared_selection = attention.used_selection = None
+        if selects:
+            context = None if selection is None else selection.pack()
+        elif context is not None:
+            # Unchanged, not another copy of it. Another object: Megatron's CUDA graphs mark a
+            # tensor as the input or the output of a graph. Head sums flow back through it.
+            connected = context.requires_grad and torch.is_grad_enabled()
+            context = context.view_as(context) if connected else context.detach()
+        if dropped:
+            ends = ends_group(self.config, self.layer_number)
+            IndexSharingLayer._waiting = None if ends else context
+            context = None
+        return hidden_states, context
+
+
+def _context_is_dropped(config: Any) -> bool:
+    if config.overlap_moe_expert_parallel_comm:
+        return True
+    return config.cuda_graph_impl == "transformer_engine" and is_graph_capturing()
+
+
+class IndexSharingHyperConnectionLayer(HyperConnections, IndexSharingLayer):
+    """An :class:`IndexSharingLayer` with hyper-connections."""
