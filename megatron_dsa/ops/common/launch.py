@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 #: Versions whose launch is the one below; others launch by themselves.
 _KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 _REST = (), (1, 1), (1,), ()
+_Tensor = torch.Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -53,7 +54,7 @@ def _key(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | No
     """
     key: list[Any] = []
     for x in args:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, _Tensor):
             key += x.dtype, x.data_ptr() % 16 == 0
         elif type(x) is int and -(2**31) <= x < 2**31:
             key.append(1 if x == 1 else 16 if x % 16 == 0 else 0)

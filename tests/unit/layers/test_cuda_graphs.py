@@ -97,9 +97,9 @@ class Recorder(TorchDispatchMode):
         if name.startswith("index"):
             masks = [x for x in leaves if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
             assert not masks, f"{name} by a mask"
-        self.seen.append(
-            (name, [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
-        )
+        given = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
+        # NaN differs from itself.
+        self.seen.append((name, ["NaN" if x != x else x for x in given]))
         return func(*args, **(kwargs or {}))
 
 

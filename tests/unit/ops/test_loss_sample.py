@@ -151,13 +151,35 @@ def test_triton_interpreted():
 
 
 def main():
-    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles
+    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles, spread
 
     for total, size in ((150, 64), (150, 128), (129, 128), (1000, 512)):
-        for place in {*range(0, total, 37), total - 1}:
+        for place in (0, total // 3, total - 1):
             place = torch.tensor(place)
-            want = sampled_tokens(total, size, place).tokens
-            assert torch.equal(place_tiles(place, total, size, TILE), want)
+            sample = sampled_tokens(total, size, place)
+            assert torch.equal(place_tiles(place, total, size, TILE), sample.tokens)
+    for total, place in ((150, 149), (129, 70)):
+        sample = sampled_tokens(total, 128, torch.tensor(place))
+        tensors = gradients_of(sample, "cpu")
+        for given in (tensors, tensors[1:]):
+            found = spread(sample.tokens, total, TILE, given)
+            for got, want in zip(found, sample.spread(*given), strict=True):
+                assert torch.equal(got, want)
+
+
+def gradients_of(sample, device):
+    """Gradients of some tokens, wider and narrower than the block of a program; none is 0."""
+    size = len(sample.tokens)
+    tensors = [torch.arange(1, size * n + 1, device=device) for n in (1400, 3)]
+    return [x.float().view(size, -1, n) for x, n in zip(tensors, (700, 3), strict=True)]
+
+
+@pytest.mark.parametrize("place", [0, 70, 149])
+def test_spread(place):
+    sample = sampled_tokens(150, 128, torch.tensor(place))
+    given = gradients_of(sample, "cpu")
+    for got, x in zip(sample.spread(*given), given, strict=True):
+        assert torch.equal(got[sample.tokens], x) and got.count_nonzero() == x.numel()
 
 
 @pytest.mark.gpu
@@ -165,8 +187,13 @@ def test_places_on_a_gpu():
     for total, size in ((150, 64), (1000, 512), (2**20, 2**17)):
         for place in (0, 70, total - 1):
             place = torch.tensor(place)
-            got = sampled_tokens(total, size, place.cuda()).tokens
-            assert torch.equal(got.cpu(), sampled_tokens(total, size, place).tokens)
+            got = sampled_tokens(total, size, place.cuda())
+            want = sampled_tokens(total, size, place)
+            assert torch.equal(got.tokens.cpu(), want.tokens)
+            if total < 2**20:
+                found = got.spread(*gradients_of(got, "cuda"))
+                for a, b in zip(found, want.spread(*gradients_of(want, "cpu")), strict=True):
+                    assert torch.equal(a.cpu(), b)
 
 
 if __name__ == "__main__":
