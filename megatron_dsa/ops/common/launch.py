@@ -32,7 +32,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if found is None:
         one = kernel[grid](*args, **options)
         names = kernel.arg_names[len(args) :]
-        if all(name in options for name in names):  # the launch takes defaults as well
+        # The launch takes defaults as well; a hook of Triton may keep it from compiling.
+        if one is not None and all(name in options for name in names):
             constants = tuple(options[name] for name in names)
             compiled[device, key] = one.run, one.function, one.packed_metadata, constants
         return

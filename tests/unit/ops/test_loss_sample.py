@@ -16,7 +16,7 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.ops.indexer_loss.sample import TILE, draw_sample, sample_size, sampled_tokens
 from megatron_dsa.ops.layout.layout import bshd_layout
 from tests import helpers
-from tests.cases.triton_kernels import interpret
+from tests.cases.triton_kernels import assembly, interpret, recorded
 
 leaf = functools.partial(helpers.leaf, dtype=torch.float64)
 CPU = torch.device("cpu")
@@ -180,6 +180,21 @@ def test_spread(place):
     given = gradients_of(sample, "cpu")
     for got, x in zip(sample.spread(*given), given, strict=True):
         assert torch.equal(got[sample.tokens], x) and got.count_nonzero() == x.numel()
+
+
+def test_compiles_once_for_all_sizes(monkeypatch):
+    kernels = pytest.importorskip("megatron_dsa.ops.indexer_loss.triton.sample")
+    placing, spreading = recorded(monkeypatch, kernels, ["_place_tiles", "_spread"])
+    for total, size in ((150, 64), (4096, 512)):
+        tokens = kernels.place_tiles(torch.tensor(3), total, size, TILE)
+        x = [torch.ones(size, n, dtype=torch.bfloat16) for n in (size, 3)]
+        kernels.spread(tokens, total, TILE, x)
+    for recorder in (placing, spreading):
+        for capability in (80, 90, 100):
+            compiled = [assembly(recorder.kernel, *one, capability) for one in recorder.launches]
+            assert len({one.hash for one in compiled}) == 1
+    kernels.spread(tokens, total, TILE, x[:1])
+    assembly(spreading.kernel, *spreading.launches[-1], 90)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Query tokens of a random share, and their gradients among those of all, in one launch each."""
+"""Query tokens of a random share, and the spread of their gradients, in one launch each."""
 
 from collections.abc import Sequence
 

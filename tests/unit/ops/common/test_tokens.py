@@ -58,7 +58,7 @@ def test_compiles_once_for_all_sizes(monkeypatch):
     (recorder,) = recorded(monkeypatch, kernels, ["_select"])
     for size in (1, 16, 4097):
         x = [torch.ones(9, size, dtype=torch.bfloat16), torch.ones(9, 2 * size)]
-        kernels.select(torch.tensor([3, 4]), x)
+        kernels.select(torch.tensor([3, 4]), [*x, *x])
     for capability in (80, 90, 100):
         compiled = [assembly(recorder.kernel, *one, capability) for one in recorder.launches]
         assert len({one.hash for one in compiled}) == 1
