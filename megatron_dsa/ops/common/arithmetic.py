@@ -97,6 +97,13 @@ def lengths(
     return (topk_length if in_range else topk_length.clamp(0, width)).int().contiguous()
 
 
+def part_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """Return ``x[tokens]``, and ``x`` itself for all tokens: a view takes time on the host."""
+    start, stop, step = tokens.start, tokens.stop, tokens.step
+    whole = not start and step in (None, 1) and (stop is None or stop == x.shape[0])
+    return x if whole else x[tokens]
+
+
 def slices(total: int, size: int) -> Iterator[slice]:
     """Cut ``total`` entries into consecutive slices of at most ``size``."""
     for first in range(0, total, size):

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 #: Versions whose launch is the one below; others launch by themselves.
 _KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 _REST = (), (1, 1), (1,), ()
+_Tensor = torch.Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -31,7 +32,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if found is None:
         one = kernel[grid](*args, **options)
         names = kernel.arg_names[len(args) :]
-        if all(name in options for name in names):  # the launch takes defaults as well
+        # The launch takes defaults as well; a hook of Triton may keep it from compiling.
+        if one is not None and all(name in options for name in names):
             constants = tuple(options[name] for name in names)
             compiled[device, key] = one.run, one.function, one.packed_metadata, constants
         return
@@ -53,7 +55,7 @@ def _key(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | No
     """
     key: list[Any] = []
     for x in args:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, _Tensor):
             key += x.dtype, x.data_ptr() % 16 == 0
         elif type(x) is int and -(2**31) <= x < 2**31:
             key.append(1 if x == 1 else 16 if x % 16 == 0 else 0)

@@ -25,8 +25,3 @@ def _selected(tokens: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[tor
 
         return select(tokens, tensors)
     return [x.detach()[tokens] for x in tensors]
-
-
-def spread_tokens(x: torch.Tensor, tokens: torch.Tensor, total: int) -> torch.Tensor:
-    """Return ``[total, ...]`` with ``x [n, ...]`` at ``tokens``, all different, and 0 elsewhere."""
-    return x.new_zeros(total, *x.shape[1:]).index_copy_(0, tokens, x)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.ops.common.hashing import HashedOnce
+from megatron_dsa.ops.dispatch.hashing import HashedOnce
 
 #: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.
 VARIABLE = "MEGATRON_DSA_IMPL"

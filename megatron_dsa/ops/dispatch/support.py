@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.ops.common.hashing import HashedOnce
+from megatron_dsa.ops.dispatch.hashing import HashedOnce
 from megatron_dsa.ops.dispatch.packages import Package, Reason
 
 HALF = (torch.bfloat16, torch.float16)

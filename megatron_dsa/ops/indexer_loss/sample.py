@@ -59,6 +59,16 @@ class QuerySample:
         for tokens in self.tokens.chunk(self.parts):
             yield QuerySample(tokens, self.total, 1, self.neighbours)
 
+    def spread(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``[total, ...]`` with ``x [n, ...]`` of each tensor at its tokens, else 0."""
+        if all(_takes_kernel(x) for x in tensors):
+            from megatron_dsa.ops.indexer_loss.triton.sample import spread  # needs Triton
+
+            return spread(self.tokens, self.total, TILE, self.parts, tensors)
+        return [
+            x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.tokens, x) for x in tensors
+        ]
+
     def layout(self, whole: Layout) -> Layout:
         """Return the layout of these query tokens, with all keys of ``whole``.
 
@@ -105,6 +115,10 @@ def _seen(layout: Layout, first: int, end: int) -> tuple[int, int]:
     return min(low, high), high
 
 
+def _takes_kernel(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.is_contiguous() and has_triton()
+
+
 def sample_size(total: int, share: float) -> int | None:
     """Return how many of ``total`` query tokens are taken, ``None`` if all."""
     size = max(1, round(share * total / TILE)) * TILE
@@ -123,7 +137,7 @@ def sampled_tokens(total: int, size: int, place: torch.Tensor, parts: int = 1) -
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
     if TILE % parts:
         raise ValueError(f"parts must divide the {TILE} tokens of a tile, got {parts}")
-    if place.is_cuda and has_triton():
+    if _takes_kernel(place):
         from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles  # needs Triton
 
         tokens = place_tiles(place, total, size, TILE, parts)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, sum_mm
+from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget, slices, sum_mm
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled, scaled_together
-from megatron_dsa.ops.common.tokens import select_tokens, spread_tokens
+from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss.api import query_gradient_dtype, selected_keys_loss
 from megatron_dsa.ops.indexer_loss.sample import QuerySample, draw_sample
@@ -51,8 +51,8 @@ class LatentQueries:
     @torch.no_grad()
     def compute(self, tokens: slice = slice(None)) -> torch.Tensor:
         """Return the queries ``[tokens, HI, DI]``, the same bits each time, without gradient."""
-        product = torch.nn.functional.linear(self.latent[tokens], self.weight)
-        return self._rotated(product.view(len(product), self.heads, self.dim), tokens)
+        product = torch.nn.functional.linear(part_of(self.latent, tokens), self.weight)
+        return self._rotated(product.view(product.shape[0], self.heads, self.dim), tokens)
 
     def product_gradient(self, dq: torch.Tensor, tokens: slice) -> torch.Tensor:
         """Return the gradient ``[tokens, HI * DI]`` of the product, given that of the queries."""
@@ -60,7 +60,7 @@ class LatentQueries:
 
     def _rotated(self, x: torch.Tensor, tokens: slice, transposed: bool = False) -> torch.Tensor:
         return rotate_index(
-            x, self.cos[tokens], self.sin[tokens], neighbours=self.neighbours,
+            x, part_of(self.cos, tokens), part_of(self.sin, tokens), neighbours=self.neighbours,
             transform=self.transform, rounded=self.rounded, transposed=transposed,
             policy=self.policy,
         )  # fmt: skip
@@ -127,8 +127,11 @@ class TeacherPart(NamedTuple):
 
     def blocks(self, longest: int) -> Iterator[TeacherPart]:
         """Cut into parts of about equal length, of at most ``longest`` tokens."""
-        total = len(self.teacher)
+        total = self.teacher.shape[0]
         count = max(1, -(-total // longest))
+        if count == 1:
+            yield self
+            return
         for some in slices(total, -(-total // count)) if total else [slice(0, 0)]:
             length = None if self.topk_length is None else self.topk_length[some]
             first = self.tokens.start or 0
@@ -238,7 +241,8 @@ class IndexerTraining:
         for part in parts:
             for tokens, indices, length, teacher in queries.blocks(part):
                 q, dq = queries.load(tokens)
-                block = IndexerInputs(q, inputs.k, inputs.weights[tokens], inputs.relu)
+                weights = part_of(inputs.weights, tokens)
+                block = IndexerInputs(q, inputs.k, weights, inputs.relu)
                 kl_sum, gradients = selected_keys_loss(
                     block, self.layout, indices, length, teacher, policy, group,
                     want_gradients=True, dq=dq,
@@ -263,9 +267,10 @@ class IndexerTraining:
             found = scaled_together((dq, *rest), factor, dtypes, in_place=True)
         dq, dk, of_weights = found
         if sample is not None:
-            of_weights = spread_tokens(of_weights, sample.tokens, sample.total)
             if isinstance(inputs, IndexerInputs):
-                dq = spread_tokens(dq, sample.tokens, sample.total)
+                dq, of_weights = sample.spread(dq, of_weights)
+            else:
+                (of_weights,) = sample.spread(of_weights)
         return dq, dk, of_weights, *(None for _ in tensors[3:])
 
 
@@ -300,14 +305,14 @@ class _KeptQueries:
 
     def __init__(self, q: torch.Tensor):
         self._q = q
-        self._dq = q.new_empty(q.shape, dtype=query_gradient_dtype(q.dtype))
+        self._dq = q.new_empty(*q.shape, dtype=query_gradient_dtype(q.dtype))
 
     def blocks(self, part: TeacherPart) -> Iterator[TeacherPart]:
         yield part
 
     def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries of a block, and a buffer that the loss writes their gradient to."""
-        return self._q[tokens], self._dq[tokens]
+        return part_of(self._q, tokens), part_of(self._dq, tokens)
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         """Do nothing: :meth:`load` gave the memory of the result."""
@@ -333,14 +338,14 @@ class _RecomputedQueries:
 
     def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         q = self._queries.compute(tokens)
-        return q, torch.empty(q.shape, dtype=self._dtype, device=q.device)
+        return q, q.new_empty(*q.shape, dtype=self._dtype)
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         x = self._queries
         if dq.dtype != x.weight.dtype:  # it could underflow without the factor
             dq = scaled(dq, self._factor, x.weight.dtype)
         dq = x.product_gradient(dq, tokens)
-        self._dweight = sum_mm(self._dweight, dq.t(), x.latent[tokens])
+        self._dweight = sum_mm(self._dweight, dq.t(), part_of(x.latent, tokens))
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
         assert self._dweight is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import rows_in_budget
+from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget
 from megatron_dsa.ops.common.checks import require_tensor
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
@@ -146,14 +146,16 @@ class KeyLists:
     def _inputs(self, tokens: slice, width: int) -> ListInputs:
         groups = self.compressed if self.selected is None else None
         return ListInputs(
-            start=self.layout.start[tokens],
-            end=self.layout.end[tokens],
+            start=part_of(self.layout.start, tokens),
+            end=part_of(self.layout.end, tokens),
             window=self.window,
             key_rows=self._key_rows,
             offset=self.offset,
-            selected=None if self.selected is None else self.selected[tokens],
-            selected_length=None if self.selected_length is None else self.selected_length[tokens],
-            group_start=None if groups is None else groups.layout.start[tokens],
-            group_end=None if groups is None else groups.layout.end[tokens],
+            selected=None if self.selected is None else part_of(self.selected, tokens),
+            selected_length=(
+                None if self.selected_length is None else part_of(self.selected_length, tokens)
+            ),
+            group_start=None if groups is None else part_of(groups.layout.start, tokens),
+            group_end=None if groups is None else part_of(groups.layout.end, tokens),
             width=width,
         )

@@ -67,7 +67,7 @@ def key_bits(
         ConfigError: for shapes or dtypes outside of the above.
     """
     check_lists(indices, topk_length, num_keys)
-    call = replace(describe_visible_call(indices.device), topk=indices.shape[1])
+    call = describe_visible_call(indices.device, indices.shape[1])
     arguments = KeyBitsInputs(indices, topk_length, num_keys, policy.workspace_bytes)
     return KEY_BITS.run(call, policy, arguments)
 
@@ -99,9 +99,9 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
     return layout.derive_large("visible bits", compute)
 
 
-def describe_visible_call(device: torch.device | str) -> OpCall:
-    """Describe a call of ``visible_bits``, which has neither heads nor dims."""
-    return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
+def describe_visible_call(device: torch.device | str, topk: int | None = None) -> OpCall:
+    """Describe a call of ``visible_bits`` or ``key_bits``, which have neither heads nor dims."""
+    return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0, topk=topk)
 
 
 class MaskedAttentionOutput(NamedTuple):

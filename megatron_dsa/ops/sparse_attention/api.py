@@ -8,12 +8,18 @@ tokens, whose lists are written in the forward and again in the backward.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import (
+    accumulation_dtype,
+    part_of,
+    rows_in_budget,
+    slices,
+)
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.common.checks import (
     FLOATS,
@@ -54,6 +60,11 @@ class SparseAttentionOutput(NamedTuple):
     p_sum: torch.Tensor | None
 
 
+@lru_cache(maxsize=64)
+def _teaching(call: OpCall) -> OpCall:
+    return replace(call, teacher=True)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Arguments of a call without a gradient, kept for the backward by the autograd function.
@@ -89,7 +100,8 @@ class Settings:
 
     def run(self, operation: Operation, *args, teacher: bool = False) -> Any:
         """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
-        return operation.run(replace(self.call, teacher=teacher), self.policy, *args)
+        call = _teaching(self.call) if teacher else self.call
+        return operation.run(call, self.policy, *args)
 
     def blocks(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Yield ``tokens, indices, length``: all tokens, or blocks for which lists are written."""
@@ -106,11 +118,11 @@ class Settings:
         """
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
         for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
-            of_some = None if length is None else length[some]
+            of_some = None if length is None else part_of(length, some)
             if self.lists is None:
-                yield some, indices[some], of_some
+                yield some, part_of(indices, some), of_some
             else:
-                selected = taken[some], indices[some], of_some
+                selected = part_of(taken, some), part_of(indices, some), of_some
                 yield some, *self.lists.of_some(*selected, self.policy)
 
     def teacher_columns(self, p_sum, indices, tokens: slice) -> torch.Tensor:
@@ -149,7 +161,7 @@ class _SparseAttention(torch.autograd.Function):
         lse: Any = None
         p_sum = None
         for tokens, listed, count in s.blocks(indices, length):
-            inputs = s.inputs(q[tokens], kv, sink, listed, count, s.want_p_sum)
+            inputs = s.inputs(part_of(q, tokens), kv, sink, listed, count, s.want_p_sum)
             part, part_lse, part_p_sum = s.run(FORWARD, inputs)
             if s.want_p_sum:
                 if part_p_sum is None:
@@ -179,9 +191,10 @@ class _SparseAttention(torch.autograd.Function):
         dq = dsink = teacher = None
         dkv: Any = None
         for tokens, listed, count in s.blocks(indices, length):
-            inputs = s.inputs(q[tokens], kv, sink, listed, count, wants_p_sum)
+            inputs = s.inputs(part_of(q, tokens), kv, sink, listed, count, wants_p_sum)
+            of_block = (part_of(x, tokens) for x in (out, lse, dout))
             part_dq, part_dkv, part_dsink, p_sum = s.run(
-                BACKWARD, inputs, out[tokens], lse[tokens], dout[tokens], teacher=wants_p_sum
+                BACKWARD, inputs, *of_block, teacher=wants_p_sum
             )
             dq = _put(dq, part_dq, tokens, q.shape[0])
             dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
@@ -225,10 +238,10 @@ def _sampled_teachers(
 ) -> Iterator[TeacherPart]:
     q, indices, length, lse = select_tokens(sample.tokens, q, indices, length, lse)
     for some, listed, count in s.sampled_lists(sample.tokens, indices, length):
-        inputs = s.inputs(q[some], kv, sink, listed, count, True)
-        teacher = s.loss_teacher(s.run(PROBABILITIES, inputs, lse[some]), indices)
-        of_part = None if length is None else length[some]
-        yield TeacherPart(some, indices[some], of_part, teacher)
+        inputs = s.inputs(part_of(q, some), kv, sink, listed, count, True)
+        teacher = s.loss_teacher(s.run(PROBABILITIES, inputs, part_of(lse, some)), indices)
+        of_part = None if length is None else part_of(length, some)
+        yield TeacherPart(some, part_of(indices, some), of_part, teacher)
 
 
 def sparse_attention(

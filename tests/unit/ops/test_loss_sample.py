@@ -23,7 +23,7 @@ from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from tests import helpers
-from tests.cases.triton_kernels import interpret
+from tests.cases.triton_kernels import assembly, interpret, recorded
 
 leaf = functools.partial(helpers.leaf, dtype=torch.float64)
 CPU = torch.device("cpu")
@@ -355,14 +355,51 @@ def test_triton_interpreted():
 
 
 def main():
-    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles
+    from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles, spread
 
     for total, size in ((150, 64), (150, 128), (129, 128), (1000, 512)):
-        for place in {*range(0, total, 37), total - 1}:
+        for place in (0, total // 3, total - 1):
             for parts in (1, 4):
                 want = sampled_tokens(total, size, torch.tensor(place), parts).tokens
                 got = place_tiles(torch.tensor(place), total, size, TILE, parts)
                 assert torch.equal(got, want)
+    for total, place in ((150, 149), (129, 70)):
+        sample = sampled_tokens(total, 128, torch.tensor(place), 4)
+        tensors = gradients_of(sample, "cpu")
+        for given in (tensors, tensors[1:]):
+            found = spread(sample.tokens, total, TILE, sample.parts, given)
+            for got, want in zip(found, sample.spread(*given), strict=True):
+                assert torch.equal(got, want)
+
+
+def gradients_of(sample, device):
+    """Gradients of some tokens, wider and narrower than the block of a program; none is 0."""
+    size = len(sample.tokens)
+    tensors = [torch.arange(1, size * n + 1, device=device) for n in (1400, 3)]
+    return [x.float().view(size, -1, n) for x, n in zip(tensors, (700, 3), strict=True)]
+
+
+@pytest.mark.parametrize("place", [0, 70, 149])
+def test_spread(place):
+    sample = sampled_tokens(150, 128, torch.tensor(place))
+    given = gradients_of(sample, "cpu")
+    for got, x in zip(sample.spread(*given), given, strict=True):
+        assert torch.equal(got[sample.tokens], x) and got.count_nonzero() == x.numel()
+
+
+def test_compiles_once_for_all_sizes(monkeypatch):
+    kernels = pytest.importorskip("megatron_dsa.ops.indexer_loss.triton.sample")
+    placing, spreading = recorded(monkeypatch, kernels, ["_place_tiles", "_spread"])
+    for total, size in ((150, 64), (4096, 512)):
+        tokens = kernels.place_tiles(torch.tensor(3), total, size, TILE)
+        x = [torch.ones(size, n, dtype=torch.bfloat16) for n in (size, 3)]
+        kernels.spread(tokens, total, TILE, 1, x)
+    for recorder in (placing, spreading):
+        for capability in (80, 90, 100):
+            compiled = [assembly(recorder.kernel, *one, capability) for one in recorder.launches]
+            assert len({one.hash for one in compiled}) == 1
+    kernels.spread(tokens, total, TILE, 1, x[:1])
+    assembly(spreading.kernel, *spreading.launches[-1], 90)
 
 
 @pytest.mark.gpu
@@ -370,9 +407,13 @@ def test_places_on_a_gpu():
     for total, size in ((150, 64), (1000, 512), (2**20, 2**17)):
         for place in (0, 70, total - 1):
             for parts in (1, 4):
-                want = sampled_tokens(total, size, torch.tensor(place), parts).tokens
-                got = sampled_tokens(total, size, torch.tensor(place, device="cuda"), parts).tokens
-                assert torch.equal(got.cpu(), want)
+                got = sampled_tokens(total, size, torch.tensor(place, device="cuda"), parts)
+                want = sampled_tokens(total, size, torch.tensor(place), parts)
+                assert torch.equal(got.tokens.cpu(), want.tokens)
+                if total < 2**20:
+                    found = got.spread(*gradients_of(got, "cuda"))
+                    for a, b in zip(found, want.spread(*gradients_of(want, "cpu")), strict=True):
+                        assert torch.equal(a.cpu(), b)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.ops.common.arithmetic import part_of
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
@@ -23,12 +24,12 @@ class Scores:
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
+        q, weights = part_of(inputs.q, block.tokens), part_of(inputs.weights, block.tokens)
         scales = inputs.key_scales
         if scales is not None:
             # A copy: the kernel's arguments begin at multiples of 16 bytes.
             scales = scales[block.lo : block.hi].clone()
-        keys = keys[block.lo : block.hi]
+        keys = part_of(keys, slice(block.lo, block.hi))
         return scores(q, keys, weights, seen, key_scales=scales, relu=inputs.relu)
 
 

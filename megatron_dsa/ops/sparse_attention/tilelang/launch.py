@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget, slices
 from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hopper.sums import in_column_order, in_column_order_transposed, largest
@@ -38,8 +38,8 @@ def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     kernel = kernels.compiled("forward", heads, dim, inputs.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
     for part, lists, _ in key_lists(inputs, group, kernels=kernels):
-        rows = (x[part].flatten(0, 1) for x in (out, lse))
-        kernel(q[part].flatten(0, 1), kv, *lists, sink, *rows, inputs.softmax_scale)
+        rows = (part_of(x, part).flatten(0, 1) for x in (q, out, lse))
+        kernel(next(rows), kv, *lists, sink, *rows, inputs.softmax_scale)
     return out, lse, None
 
 
@@ -77,7 +77,7 @@ def backward(
         if sums_heads:
             count, width = lists[0].shape
             sums = torch.zeros(count, group, width, device=out.device)
-        per_query = [x[part] for x in (q, out, dout, total, dq, delta)]
+        per_query = [part_of(x, part) for x in (q, out, dout, total, dq, delta)]
         launch(inputs, kernels, group, per_query, kv, keys, lists, sums)
         if p_sum is not None and sums is not None:
             length = None if inputs.topk_length is None else inputs.topk_length[part]

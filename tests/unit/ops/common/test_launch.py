@@ -11,7 +11,7 @@ VALUES = [0, 1, 2, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, -(2**31), 2**63, 0.5, 
 
 
 def test_key_separates_what_triton_compiles_apart():
-    """Compare with the function by which Triton tells arguments apart."""
+    """Compare with Triton's own classes of arguments."""
     launch = pytest.importorskip("megatron_dsa.ops.common.launch")
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
