@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.ops.common.arithmetic import ceil_div, next_power_of_2, slices
-from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.indexer_loss.dense import TileBytes, dense_loss, gathered_bytes, take
 from megatron_dsa.ops.indexer_loss.spec import (
     DenseLossInputs,
@@ -124,8 +123,7 @@ class TritonTiles:
         launch = self._launches["student_lse"]
         blocks, parts = launch.blocks(rows, width)
         parts = x.q.new_empty(parts, rows, dtype=torch.float32)
-        launch(
-            student.student_lse, (blocks * parts.shape[0],),
+        student.student_lse[(blocks * parts.shape[0],)](
             x.q, x.k, x.weights, parts, seen.start, seen.end, rows, width, parts.stride(0),
             x.q.stride(0), x.weights.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -138,8 +136,7 @@ class TritonTiles:
         launch = self._launches["head_lse"]
         for some, own, shared, strides in self._key_parts(keys, heads):
             count, width = some.stop - some.start, own.shape[0]
-            launch(
-                teacher.head_lse, (launch.blocks(rows, width)[0] * count,),
+            teacher.head_lse[(launch.blocks(rows, width)[0] * count,)](
                 q[:, some], own, shared, lse[some], seen.start, seen.end, rows, width, count, rows,
                 q.stride(0), dim, *strides, self._scale,
                 DIM=dim, OWN_DIM=own.shape[2], CHUNK_D=_chunk(dim), **launch.options(),
@@ -157,8 +154,7 @@ class TritonTiles:
             if first:
                 out = whole_blocks(q, rows, width, torch.float32)
             blocks, columns = launch.blocks(*out.shape)
-            launch(
-                teacher.head_sums, (blocks * columns,),
+            teacher.head_sums[(blocks * columns,)](
                 q[:, some], own, shared, lse[some], out, seen.start, seen.end, rows, width,
                 some.stop - some.start, lse.stride(0), out.stride(0),
                 q.stride(0), dim, *strides, self._scale,
@@ -177,8 +173,7 @@ class TritonTiles:
         blocks, parts = launch.blocks(*teacher.shape)
         parts = x.q.new_empty(parts, rows, dtype=torch.float32)
         dscores = whole_blocks(x.q, rows, width, x.q.dtype) if gradient else None
-        launch(
-            student.student_loss, (blocks * parts.shape[0],),
+        student.student_loss[(blocks * parts.shape[0],)](
             x.q, x.k, x.weights, teacher, lse, parts, dscores, seen.start, seen.end, rows, width,
             parts.stride(0), teacher.stride(0), x.q.stride(0), x.weights.stride(0),
             **_sizes(x), **launch.options(),
@@ -193,8 +188,7 @@ class TritonTiles:
         x = _dense_inputs(x)
         (rows, heads, dim), width = x.q.shape, x.k.shape[0]
         launch = self._launches["query_gradient"]
-        launch(
-            gradients.query_gradient, (launch.blocks(rows, width)[0] * heads,),
+        gradients.query_gradient[(launch.blocks(rows, width)[0] * heads,)](
             x.q, x.k, dscores, dq, seen.start, seen.end, rows, width, dscores.stride(0),
             x.q.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -203,8 +197,7 @@ class TritonTiles:
         weights = dq.new_zeros(heads, dscores.shape[0])
         weights[:, :rows] = torch.where(seen.start < seen.end, x.weights.t(), 0.0)
         dk = dq.new_empty(blocks, width, dim)
-        launch(
-            gradients.key_gradient, (blocks * columns,),
+        gradients.key_gradient[(blocks * columns,)](
             x.q, x.k, weights, dscores, dk, seen.start, seen.end, rows, width, dscores.stride(0),
             x.q.stride(0), weights.stride(0), **_sizes(x), **launch.options(),
         )  # fmt: skip
@@ -217,8 +210,7 @@ class TritonTiles:
         """The gradient of a weight is the product of its query and their common sum over keys."""
         x = _dense_inputs(x)
         rows, heads, dim = x.q.shape
-        launch(
-            gradients.finish_rows, (rows,),
+        gradients.finish_rows[(rows,)](
             x.q, x.weights, dq, out, dweights, seen.start.contiguous(), seen.end.contiguous(),
             rows, x.q.stride(0), x.weights.stride(0), out.stride(0), dweights.stride(0),
             HEADS=heads, DIM=dim, BLOCK_H=next_power_of_2(heads),
