@@ -89,7 +89,10 @@ def drawn(seed, module, tokens):
 
 
 def check_captured(module, packed, tokens, tolerance, replays):
-    """Compare replays with the same steps uncaptured: results, log, and a loss scale that moves."""
+    """Compare replays with the same steps uncaptured: results, log, and a loss scale that moves.
+
+    Both draw the same query tokens for the indexer's loss, from the same state of the generator.
+    """
     step = attention_step(module, packed)
     scale = module.config.experimental_attention_variant_loss_scale_func
     scale(torch.ones(1, device="cuda"))
@@ -98,7 +101,9 @@ def check_captured(module, packed, tokens, tolerance, replays):
     for seed in range(1, replays + 1):
         given = drawn(seed, module, tokens)
         scale(torch.full((1,), 1 / seed, device="cuda"))
+        torch.cuda.manual_seed(seed)
         wanted, figures = step(*given), logged()
+        torch.cuda.manual_seed(seed)
         got = run(*given)
         found = logged()
         assert len(got) == len(wanted)

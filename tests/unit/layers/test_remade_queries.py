@@ -204,8 +204,10 @@ def test_steps_of_v3_2_are_those_of_queries_that_are_kept(attention, kinds, monk
     """In bf16, by the kernels that this GPU has: sums of blocks are in another order."""
     options = DSAOptions(selected_attention=attention, health_tokens=0, sequence_length=4096)
     config = v32_config(options)
+    torch.cuda.manual_seed(1)  # draws the query tokens of the loss
     found = step(attention_module(config).train(), 4096)
     monkeypatch.setattr(dsa_indexer, "can_read_weight", lambda *_: False)
+    torch.cuda.manual_seed(1)
     expected = step(attention_module(config).train(), 4096)
     assert kinds == [True, False]
     for name, gradient in expected.items():
