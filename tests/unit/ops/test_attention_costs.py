@@ -111,7 +111,12 @@ def test_wider_heads_cost_more():
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "way"),
-    [(128, 8192, "ours"), (128, 12288, "ours"), (64, 8192, "ours"), (16, 8192, "masked-rank")],
+    [
+        (128, 8192, "all-queries"),
+        (128, 12288, "ours"),
+        (64, 8192, "ours"),
+        (16, 8192, "masked-rank"),
+    ],
 )
 def test_cost_of_a_visible_pair_is_that_of_a_measured_layer(heads, tokens, way):
     """Not shorter sequences: there the choice is clear, and a pair costs more."""
