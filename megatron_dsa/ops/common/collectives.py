@@ -63,8 +63,8 @@ def exchange_parts(
     """Bring head sums of some heads to the ranks whose tokens they are of.
 
     Args:
-        tensors: ``[parts * holders * n, ...]`` of 32 or 64 bits: tokens of this rank's parts, in
-            each those of every holder.
+        tensors: ``[parts * holders * n, ...]`` of 32 or 64 bits: the tokens of this rank's parts,
+            within a part holder by holder.
         holders: ranks of ``group`` with tokens of their own; 1: all have the same.
         parts: of the tokens, taught by this rank's heads.
         group: ranks with different heads.

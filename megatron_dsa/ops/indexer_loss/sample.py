@@ -1,15 +1,15 @@
 """A random share of the query tokens, on which the indexer's loss is estimated without bias.
 
 The loss is a sum over query tokens. They are cut into equal stretches, and each stretch gives a
-tile of neighbours, at a random place that is the same in all stretches. All tokens are equally
-likely to be taken: the sum over the taken ones, times how many tokens each of them stands for, is
-the whole loss in the mean over all places, and likewise its gradients. The number of tiles is
+tile of neighbours, at a random offset that is the same in all stretches. All tokens are equally
+likely to be taken: the sum over the sample, times the number of tokens that each of it stands for,
+is the whole loss in the mean over all offsets, and likewise its gradients. The number of tiles is
 fixed, and with it all shapes.
 
-Each token may be taught by some of the heads only: by which, its position in its tile decides. A
-token that is taken is equally likely to be at each position, so the mean of its teachers is that of
-all heads. The loss's gradient is linear in the teacher, and without bias; its value is not linear,
-and larger than that of the mean of all heads.
+Each token may be taught by a group of heads only, which follows from its position in its tile. A
+token that is taken is equally likely to be at each position, so all groups teach it in the mean.
+The loss's gradient is linear in the teacher, and so without bias; its value is convex in it, and so
+larger than with all heads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QuerySample:
         tokens: int64 ``[n]``, all different, in ``parts`` parts of equal length. A part has the
             same positions of every tile. Tiles ascend; the last one may go on at token 0.
         total: tokens that they are taken from.
-        parts: groups of heads; those of each group teach a part.
+        parts: groups of heads; each group teaches a part.
         neighbours: tokens of a tile in a part.
     """
 
@@ -72,7 +72,7 @@ class QuerySample:
     def layout(self, whole: Layout) -> Layout:
         """Return the layout of these query tokens, with all keys of ``whole``.
 
-        Their positions are on the device: the host knows bounds of what many see together.
+        Their positions are on the device: the host has bounds of many tokens together.
         """
         tokens = self.tokens
         start, end, position = select_tokens(tokens, whole.start, whole.end, whole.position)
@@ -125,8 +125,8 @@ def sample_size(total: int, share: float) -> int | None:
     return None if share >= 1 or size >= total else size
 
 
-def sampled_tokens(total: int, size: int, place: torch.Tensor, parts: int = 1) -> QuerySample:
-    """Return ``size`` of ``total`` tokens, whole tiles; ``place``: int64, from 0 to ``total - 1``.
+def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) -> QuerySample:
+    """Return ``size`` of ``total`` tokens, whole tiles; ``offset``: int64, from 0 to ``total - 1``.
 
     ``parts``: see :class:`QuerySample`.
 
@@ -137,15 +137,15 @@ def sampled_tokens(total: int, size: int, place: torch.Tensor, parts: int = 1) -
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
     if TILE % parts:
         raise ValueError(f"parts must divide the {TILE} tokens of a tile, got {parts}")
-    if _takes_kernel(place):
+    if _takes_kernel(offset):
         from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles  # needs Triton
 
-        tokens = place_tiles(place, total, size, TILE, parts)
+        tokens = place_tiles(offset, total, size, TILE, parts)
     else:
         tiles = size // TILE
         # Stretch i begins at i * total / tiles.
-        begins, inside = _stretches(total, tiles, parts, place.device)
-        tokens = (((begins + place) // tiles + inside) % total).flatten()
+        begins, inside = _stretches(total, tiles, parts, offset.device)
+        tokens = (((begins + offset) // tiles + inside) % total).flatten()
     return QuerySample(tokens, total, parts, TILE // parts)
 
 

@@ -45,8 +45,8 @@ from megatron_dsa.ops.sparse_attention.api import (
     Settings,
     SparseAttentionOutput,
     require_kv_grad,
-    token_blocks,
 )
+from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,
     FORWARD,

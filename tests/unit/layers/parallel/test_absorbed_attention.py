@@ -20,7 +20,7 @@ from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention import absorbed as module
-from megatron_dsa.ops.sparse_attention.api import token_blocks
+from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 from megatron_dsa.ops.sparse_attention.tilelang import launch
 from tests.helpers import (

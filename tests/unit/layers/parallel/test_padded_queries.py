@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.dsa_kernels import absorbed_attention, sparse_attention
 from megatron_dsa.ops.dispatch import Policy, describe_call
-from megatron_dsa.ops.sparse_attention.api import token_blocks
+from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from tests.helpers import leaf, relative_error
 
 #: Heads that the made-up kernel takes.
