@@ -252,8 +252,8 @@ class CoreAttention(MegatronModule):
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
         """Draw the query tokens of a loss over all keys; to be called once per forward pass.
 
-        Both passes of a recomputed layer draw: Megatron gives them the same state of the generator,
-        which only the first one moves on.
+        Both passes of a recomputed layer draw, and the second one's tokens count: the first one
+        moves the generator on, whose state Megatron sets back for the second.
         """
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None

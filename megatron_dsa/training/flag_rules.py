@@ -95,6 +95,12 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
     (Must("dsa_dry_run", False, "this script trains, it makes no plans; give the same flags to "
           "python -m megatron_dsa.pretrain"), "", lambda args: True),
+    (Must("te_rng_tracker", False, "Megatron then keeps no copy of the generator's state, and "
+          "recomputed layers would draw other query tokens; add --dsa-indexer-loss-queries 1, or "
+          "drop one"),
+     "with --dsa-indexer-teacher served and recomputed layers",
+     lambda args: (args.dsa_indexer_teacher == "served" and args.dsa_indexer_loss_queries < 1
+                   and args.recompute_granularity is not None)),
     (Must("reset_attention_mask", False, _MASKED), f"without {_PACKED}",
      lambda args: not args.dataloader_inter_document_masking),
     (Must("reset_position_ids", False, _MASKED), f"without {_PACKED}",

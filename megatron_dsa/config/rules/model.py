@@ -100,6 +100,12 @@ _SERVED = (
         f"{_SCHEDULE} sends back gradients of hidden states only; drop one of the two",
     ),
 )  # fmt: skip
+#: With recomputed layers that hand on drawn query tokens.
+_SAVES_RANDOM_STATE = Must(
+    "cuda_graph_impl", Not(("full_iteration",)),
+    "the second pass would draw other tokens, as Megatron keeps no copy of the generator's state "
+    "then; add --dsa-indexer-loss-queries 1, or drop one",
+)  # fmt: skip
 #: With ``--dsa-selected-attention masked``.
 _MASKED = (
     Must(
@@ -361,7 +367,11 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from _head_share_rules(config, options)
     served = options.indexer_teacher == "served" and config.dsa_indexer_topk_freq > 1
     if served and options.stage == "sparse":
-        yield from check_rows(_SERVED, config, options, "with --dsa-indexer-teacher served")
+        case = "with --dsa-indexer-teacher served"
+        yield from check_rows(_SERVED, config, options, case)
+        if options.indexer_loss_queries < 1 and config.recompute_granularity is not None:
+            case += ", a share of the query tokens and recomputed layers"
+            yield _SAVES_RANDOM_STATE.check(config, options, case)
     coefficient, trained = config.dsa_indexer_loss_coeff, options.stage == "warmup"
     yield (
         coefficient if trained else coefficient is not None,

@@ -121,8 +121,9 @@ def _takes_kernel(x: torch.Tensor) -> bool:
 
 def sample_size(total: int, share: float) -> int | None:
     """Return how many of ``total`` query tokens are taken, ``None`` if all."""
-    size = max(1, round(share * total / TILE)) * TILE
-    return None if share >= 1 or size >= total else size
+    if share >= 1 or total <= TILE:
+        return None
+    return min(max(1, round(share * total / TILE)), (total - 1) // TILE) * TILE
 
 
 def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) -> QuerySample:

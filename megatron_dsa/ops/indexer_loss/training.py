@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import part_of, rows_in_budget, slices, sum_mm
 from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.common.scaling import Factor, scaled, scaled_together
@@ -194,6 +195,15 @@ class IndexerTraining:
     selected_only: bool = False
     share: float = 1.0
     head_parts: int = 1
+
+    def check_parts(self, heads: int, group: Any) -> None:
+        """Check the parts of an attention with ``heads`` heads on each rank of ``group``."""
+        ranks = 1 if group is None else group.size()
+        require(
+            self.head_parts % ranks == 0 and heads % (self.head_parts // ranks) == 0,
+            f"indexer.head_parts must divide the {heads} heads on each of {ranks} ranks, got "
+            f"{self.head_parts} on all: give a multiple of the ranks that divides all heads",
+        )
 
     def separate(self, **queries: torch.Tensor) -> tuple[IndexerTraining, tuple[torch.Tensor, ...]]:
         """See :func:`separate_tensors`."""

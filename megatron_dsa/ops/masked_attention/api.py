@@ -23,7 +23,12 @@ from megatron_dsa.ops.common.collectives import (
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
-from megatron_dsa.ops.indexer_loss.training import Taught, TeacherPart, separate_tensors
+from megatron_dsa.ops.indexer_loss.training import (
+    IndexerTraining,
+    Taught,
+    TeacherPart,
+    separate_tensors,
+)
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.masked_attention.spec import (
     BACKWARD,
@@ -316,6 +321,8 @@ def masked_attention(
         require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
     check_topk(topk, want_p_sum or indexer is not None)
     call = describe_attention(q, kv, k_pe, topk)
+    if isinstance(indexer, IndexerTraining):
+        indexer.check_parts(q.shape[1], group or indexer.head_group)
     indexer, trained = separate_tensors(indexer, bits=bits)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
     return MaskedAttentionOutput(

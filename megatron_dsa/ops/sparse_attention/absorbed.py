@@ -37,6 +37,7 @@ from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.sums import largest
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
+    IndexerTraining,
     Taught,
     TeacherPart,
     separate_tensors,
@@ -374,6 +375,8 @@ def absorbed_attention(
         topk=indices.shape[1],
     )  # fmt: skip
     trains = indexer is not None
+    if isinstance(indexer, IndexerTraining):
+        indexer.check_parts(q.shape[1], indexer.head_group)
     indexer, trained = separate_tensors(indexer, q=q)
     tensors = (q, kv, kv_grad, weights)
     backward = torch.is_grad_enabled() and any(

@@ -301,6 +301,10 @@ def sparse_attention(
         selected, width = indices, indices.shape[1]
     require_kv_grad(kv_grad, kv)
     call = describe_attention(q, v_dim, width, attn_sink)
+    require(
+        indexer is None or getattr(indexer, "head_parts", 1) == 1,
+        "indexer.head_parts must be 1: this attention sums the probabilities of all heads; drop it",
+    )
     indexer, trained = separate_tensors(indexer, q=q)
     settings = Settings(
         v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order,

@@ -66,6 +66,14 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
             of_heads(0.5, indexer_teacher="served") | {"dsa_indexer_topk_freq": 2},
             "--dsa-indexer-loss-heads must be 1 with --dsa-indexer-teacher served",
         ),
+        (
+            {
+                "options": DSAOptions(indexer_teacher="served", indexer_loss_queries=0.5), "dsa_indexer_topk_freq": 2,
+                "cuda_graph_impl": "full_iteration", "recompute_granularity": "full",
+                "recompute_method": "uniform", "recompute_num_layers": 1,
+            },
+            "--cuda-graph-impl must not be full_iteration with --dsa-indexer-teacher served, a",
+        ),
         (of_heads(0.3), "--dsa-indexer-loss-heads must be 1 or 1/2, 1/4, ..., 1/64, got 0.3"),
         (of_heads(0.5, indexer_loss_queries=1.0), "below 1 needs --dsa-indexer-loss-queries below"),
         (of_heads(1 / 8), r"must divide --num-attention-heads \(4\), got 8"),
@@ -189,7 +197,7 @@ def all_rows():
 NAMES = """
 add_bias_linear add_qkv_bias attention_dropout batch_invariant_mode bf16 cache_mla_latents
 cpu_offloading csa_compress_ratios csa_compress_ratios cuda_graph_impl cuda_graph_impl
-cuda_graph_impl cuda_graph_impl cuda_graph_impl delay_wgrad_compute dsa_dry_run
+cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl delay_wgrad_compute dsa_dry_run
 dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved
 dsa_indexer_topk_freq dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
 dsa_time_operations experimental_attention_variant fine_grained_activation_offloading fp16 fp4
@@ -202,9 +210,10 @@ moe_router_load_balancing_type mscale mscale_all_dim multi_latent_attention no_r
 normalization normalization overlap_moe_expert_parallel_comm overlap_moe_expert_parallel_comm
 q_lora_rank qk_clip qk_l2_norm qk_layernorm quant_recipe recompute recompute reset_attention_mask
 reset_position_ids rope_type rotary_percent rotary_seq_len_interpolation_factor save
-selected_attention softmax_scale softmax_type timing_log_level tp_mode use_distributed_optimizer
-use_kitchen use_kitchen_attention use_layer_wise_distributed_optimizer use_megatron_fsdp
-use_rope_scaling use_torch_fsdp2 use_transformer_engine_op_fuser window_attn_skip_freq window_size
+selected_attention softmax_scale softmax_type te_rng_tracker timing_log_level tp_mode
+use_distributed_optimizer use_kitchen use_kitchen_attention use_layer_wise_distributed_optimizer
+use_megatron_fsdp use_rope_scaling use_torch_fsdp2 use_transformer_engine_op_fuser
+window_attn_skip_freq window_size
 """
 
 

@@ -35,6 +35,7 @@ KEYS, TOPK, HEADS = 150, 9, 4
     [
         (8192, 1 / 8, 1024), (8192, 1.0, None), (150, 1.0, None), (150, 1 / 2, 64),
         (150, 1e-3, 64), (64, 0.5, None), (5, 0.1, None), (0, 0.5, None), (129, 0.99, 128),
+        (512, 0.99, 448),
     ],
 )  # fmt: skip
 def test_sizes_are_whole_tiles(total, share, size):
@@ -183,6 +184,19 @@ def test_mean_of_the_gradients_taught_by_some_heads(name, parts, monkeypatch):
     found = means(lambda: gradients(name, 0.4, head_parts=parts)[0], monkeypatch)
     same(found[1:], whole[1:])
     assert found[0] > 1.001 * whole[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "message"),
+    [
+        ("sparse", 2, "indexer.head_parts must be 1"), ("lists", 2, "indexer.head_parts must be 1"),
+        ("absorbed", 8, "indexer.head_parts must divide the 4 heads on each of 1 ranks, got 8"),
+        ("masked", 8, "indexer.head_parts must divide the 4 heads on each of 1 ranks, got 8"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_the_heads(name, parts, message):
+    with pytest.raises(ConfigError, match=message):
+        gradients(name, 0.4, head_parts=parts)
 
 
 @pytest.mark.parametrize("name", ["sparse", "lists", "absorbed", "masked"])
@@ -363,8 +377,8 @@ def main():
                 want = sampled_tokens(total, size, torch.tensor(place), parts).tokens
                 got = place_tiles(torch.tensor(place), total, size, TILE, parts)
                 assert torch.equal(got, want)
-    for total, place in ((150, 149), (129, 70)):
-        sample = sampled_tokens(total, 128, torch.tensor(place), 4)
+    for total, size, place in ((150, 128, 149), (129, 128, 70), (1000, 192, 0), (1000, 192, 1)):
+        sample = sampled_tokens(total, size, torch.tensor(place), 4)
         tensors = gradients_of(sample, "cpu")
         for given in (tensors, tensors[1:]):
             found = spread(sample.tokens, total, TILE, sample.parts, given)

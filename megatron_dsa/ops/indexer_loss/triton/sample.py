@@ -52,8 +52,9 @@ def _spread(
 ):  # fmt: skip
     """One program per token of all and ``BLOCK`` elements of one of the tensors."""
     target = tl.program_id(0).to(tl.int64)
-    # A tile begins in its stretch and ends there or in the next one.
-    stretch = target * tiles // total
+    # A tile begins in its stretch, or, rounded down, a token before it, and ends there or in the
+    # next one.
+    stretch = (target * tiles + tiles - 1) // total
     source = target * 0 - 1
     for back in tl.static_range(2):
         tile = (stretch + tiles - back) % tiles
