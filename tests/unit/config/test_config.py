@@ -68,9 +68,10 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ),
         (
             {
-                "options": DSAOptions(indexer_teacher="served", indexer_loss_queries=0.5), "dsa_indexer_topk_freq": 2,
-                "cuda_graph_impl": "full_iteration", "recompute_granularity": "full",
-                "recompute_method": "uniform", "recompute_num_layers": 1,
+                "options": DSAOptions(indexer_teacher="served", indexer_loss_queries=0.5),
+                "dsa_indexer_topk_freq": 2, "cuda_graph_impl": "full_iteration",
+                "recompute_granularity": "full", "recompute_method": "uniform",
+                "recompute_num_layers": 1,
             },
             "--cuda-graph-impl must not be full_iteration with --dsa-indexer-teacher served, a",
         ),
