@@ -199,8 +199,9 @@ class IndexerTraining:
     def check_parts(self, heads: int, group: Any) -> None:
         """Check the parts of an attention with ``heads`` heads on each rank of ``group``."""
         ranks = 1 if group is None else group.size()
+        parts, rest = divmod(self.head_parts, ranks)
         require(
-            self.head_parts % ranks == 0 and heads % (self.head_parts // ranks) == 0,
+            self.head_parts == 1 or (rest == 0 and heads % parts == 0),
             f"indexer.head_parts must divide the {heads} heads on each of {ranks} ranks, got "
             f"{self.head_parts} on all: give a multiple of the ranks that divides all heads",
         )
