@@ -101,7 +101,7 @@ _SERVED = (
     ),
 )  # fmt: skip
 #: With recomputed layers that hand on drawn query tokens.
-_SAVES_RANDOM_STATE = Must(
+_DRAWS_TWICE = Must(
     "cuda_graph_impl", Not(("full_iteration",)),
     "the second pass would draw other tokens, as Megatron keeps no copy of the generator's state "
     "then; add --dsa-indexer-loss-queries 1, or drop one",
@@ -371,7 +371,7 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         yield from check_rows(_SERVED, config, options, case)
         if options.indexer_loss_queries < 1 and config.recompute_granularity is not None:
             case += ", a share of the query tokens and recomputed layers"
-            yield _SAVES_RANDOM_STATE.check(config, options, case)
+            yield _DRAWS_TWICE.check(config, options, case)
     coefficient, trained = config.dsa_indexer_loss_coeff, options.stage == "warmup"
     yield (
         coefficient if trained else coefficient is not None,

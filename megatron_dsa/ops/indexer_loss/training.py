@@ -166,9 +166,9 @@ class Taught(Protocol):
 class IndexerTraining:
     """The sparse loss, which :func:`megatron_dsa.dsa_kernels.sparse_attention` runs backwards.
 
-    The teacher is the head sum of the attention probabilities, which the backward recomputes
-    anyway. So the loss gets its exact value there, and the indexer's tensors get their gradients
-    from the attention's backward; the forward computes nothing for it.
+    The teacher is the head sum of the attention probabilities: of all query tokens the backward
+    recomputes it anyway, of a share it is computed for these. So loss and gradients of the
+    indexer's tensors come from the attention's backward; the forward computes nothing for them.
 
     Attributes:
         inputs: the indexer's tensors; gradients flow to q, k and weights, or with

@@ -90,18 +90,9 @@ def put(
     if out.numel():
         columns = None if columns is None else columns.contiguous()
         launch(
-            _put,
-            (tokens, ceil_div(topk, block)),
-            out,
-            columns,
-            seen.start,
-            seen.end,
-            key_rows,
-            first,
-            topk,
-            out.stride(0),
-            BLOCK=block,
-        )
+            _put, (tokens, ceil_div(topk, block)),
+            out, columns, seen.start, seen.end, key_rows, first, topk, out.stride(0), BLOCK=block,
+        )  # fmt: skip
 
 
 @triton.jit

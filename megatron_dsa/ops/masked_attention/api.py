@@ -161,7 +161,7 @@ class _Settings:
         """
         assert self.call.topk is not None
         tokens, some = sample.tokens, slice(0, len(sample.tokens))
-        if self.group is not None:  # ranks have other tokens, and heads for those of all
+        if self.group is not None:  # ranks have other tokens, and heads for all tokens
             rank = self.group.rank()
             tokens = gather_tokens(tokens + rank * local, self.group)
             some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))

@@ -34,6 +34,7 @@ from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.sample import QuerySample
 from megatron_dsa.ops.indexer_loss.training import (
+    IndexerTraining,
     Taught,
     TeacherPart,
     separate_tensors,
@@ -302,7 +303,7 @@ def sparse_attention(
     require_kv_grad(kv_grad, kv)
     call = describe_attention(q, v_dim, width, attn_sink)
     require(
-        indexer is None or getattr(indexer, "head_parts", 1) == 1,
+        not isinstance(indexer, IndexerTraining) or indexer.head_parts == 1,
         "indexer.head_parts must be 1: this attention sums the probabilities of all heads; drop it",
     )
     indexer, trained = separate_tensors(indexer, q=q)

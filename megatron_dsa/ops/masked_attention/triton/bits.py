@@ -76,14 +76,7 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
     words = bits.shape[1] * WORDS
     if bits.numel() > 0:
         launch(
-            _visible_bits,
-            (len(start), ceil_div(words, _WORDS)),
-            start,
-            end,
-            inputs.slots,
-            bits,
-            inputs.num_keys,
-            words,
-            BLOCK=_WORDS,
-        )
+            _visible_bits, (len(start), ceil_div(words, _WORDS)),
+            start, end, inputs.slots, bits, inputs.num_keys, words, BLOCK=_WORDS,
+        )  # fmt: skip
     return bits

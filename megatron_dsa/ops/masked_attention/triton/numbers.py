@@ -28,18 +28,9 @@ def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | No
     if result.numel() > 0:
         dims = 0 if out is None else out.shape[2]
         launch(
-            _numbers,
-            (count // _BLOCK, heads),
-            lse,
-            out,
-            dout,
-            result,
-            queries,
-            heads,
-            count,
-            DIMS=dims,
-            BLOCK=_BLOCK,
-        )
+            _numbers, (count // _BLOCK, heads),
+            lse, out, dout, result, queries, heads, count, DIMS=dims, BLOCK=_BLOCK,
+        )  # fmt: skip
     return result
 
 
@@ -108,17 +99,9 @@ def listed_keys(
     if queries > 0 and width > 0:
         grid = (queries, ceil_div(key_groups, _GROUPS))
         launch(
-            _list_keys,
-            grid,
-            bits,
-            before,
-            length,
-            indices,
-            key_groups,
-            width,
-            GROUPS=_GROUPS,
-            BLOCK=256,
-        )
+            _list_keys, grid,
+            bits, before, length, indices, key_groups, width, GROUPS=_GROUPS, BLOCK=256,
+        )  # fmt: skip
     return indices
 
 

@@ -62,15 +62,9 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
     flags = bits.new_empty(2 * query_groups, key_groups, dtype=torch.uint8)
     if flags.numel() > 0:
         launch(
-            _transpose,
-            (key_groups * query_groups,),
-            bits,
-            bits_t,
-            flags,
-            queries,
-            key_groups,
-            query_groups,
-        )
+            _transpose, (key_groups * query_groups,),
+            bits, bits_t, flags, queries, key_groups, query_groups,
+        )  # fmt: skip
     return bits_t, flags
 
 
@@ -81,15 +75,9 @@ def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
     of_queries, of_keys = _lists(flags, query_groups, key_groups), _lists(flags, key_groups, blocks)
     if query_groups + key_groups > 0:
         launch(
-            _list_tiles,
-            (query_groups + key_groups,),
-            flags,
-            *of_queries,
-            *of_keys,
-            query_groups,
-            key_groups,
-            BLOCK=512,
-        )
+            _list_tiles, (query_groups + key_groups,),
+            flags, *of_queries, *of_keys, query_groups, key_groups, BLOCK=512,
+        )  # fmt: skip
     return *of_queries, *of_keys
 
 
