@@ -84,7 +84,8 @@ class LayerSpec:
         layers: in a chain.
         tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.options.DSAOptions`.
         workspace_mib: budget of torch implementations, and of blocks of absorbed attention.
-        recompute, indexer_loss_queries: see :class:`megatron_dsa.config.options.DSAOptions`.
+        recompute, indexer_loss_queries, indexer_loss_heads: see
+            :class:`megatron_dsa.config.options.DSAOptions`.
         coefficient: of the indexer's loss; 0 freezes the indexer.
     """
 
@@ -103,6 +104,7 @@ class LayerSpec:
     workspace_mib: int = 256
     recompute: str = "nothing"
     indexer_loss_queries: float = DSAOptions.indexer_loss_queries
+    indexer_loss_heads: float = DSAOptions.indexer_loss_heads
     coefficient: float = 1.0
 
 
@@ -116,7 +118,7 @@ def layer_config(spec: LayerSpec, **more):
         fused=spec.fused, workspace_bytes=spec.workspace_mib * 2**20, cp_layout=spec.cp_layout,
         tp_mode=spec.tp_mode, selected_attention=spec.selected_attention,
         sequence_length=spec.sequence_length, recompute=spec.recompute,
-        indexer_loss_queries=spec.indexer_loss_queries,
+        indexer_loss_queries=spec.indexer_loss_queries, indexer_loss_heads=spec.indexer_loss_heads,
     )  # fmt: skip
     changes = SETTINGS | {
         "use_cpu_initialization": cpu_host.needed(),

@@ -1,6 +1,7 @@
 """A module on one and on several ranks (tensor and context parallel)."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -91,6 +92,12 @@ class Case:
 
 class _Third(QuerySample):
     factor = 3.0
+
+    def spread(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Spread in torch: the kernel expects tiles."""
+        return [
+            x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.tokens, x) for x in tensors
+        ]
 
 
 def run(
@@ -242,8 +249,9 @@ def _run_case(case: Case, tp: int, cp: int) -> dict:
         seen.append(_slots(indices, layout if compressed is None else compressed.layout))
         return indices, length
 
-    def sample(total, *_, **__):
-        return case.sample(total, torch.distributed.get_rank(), tp, cp)
+    def sample(total, _share, device, *_, **__):
+        found = case.sample(total, torch.distributed.get_rank(), tp, cp)
+        return dataclasses.replace(found, tokens=found.tokens.to(device))
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(_fused(case.fused))

@@ -28,6 +28,10 @@ GROUPS = {
 }  # fmt: skip
 
 
+#: Ways with a curve of times.
+CURVES = ("ours", "frozen", "dense", "bundled")
+
+
 def draw_layers(points: list[Point], folder: Path) -> list[Path]:
     """Draw time against length of V3.2's layers, shares of all, and the core's memory."""
     written = []
@@ -93,7 +97,7 @@ def draw_times(points: list[Point], title: str, target: Path) -> Path:
     found_heads = sorted(
         (heads for heads, found in lengths.items() if len(found) > 1 or most == 1), reverse=True
     )
-    ways = list(dict.fromkeys(point.way for point in points))
+    ways = [way for way in CURVES if any(point.way == way for point in points)]
     figure, axes = pyplot.subplots(
         1, len(found_heads), figsize=(1 + 5 * len(found_heads), 5), squeeze=False, sharey=True
     )

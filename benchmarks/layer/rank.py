@@ -111,10 +111,13 @@ class KeyBits:
     def __init__(self, ranks: int, rank: int):
         self.ranks, self.rank = ranks, rank
         self._bits: torch.Tensor | None = None
+        self._shifts = torch.zeros(ranks, dtype=torch.int64)
 
     def draw(self, tokens: int, topk: int, device: torch.device) -> None:
         """Draw lists of visible keys for a sequence, and keep their bits for :meth:`gather`."""
         lists = causal_lists("random", tokens, topk, device)
+        ranks = torch.arange(self.ranks, device=device)
+        self._shifts = (ranks - self.rank) * (tokens // self.ranks)
         self._bits = in_torch.key_bits(
             KeyBitsInputs(lists.indices, lists.length, tokens, DEFAULT_WORKSPACE_BYTES)
         )
@@ -126,8 +129,12 @@ class KeyBits:
             return gathered
         assert self._bits is not None
         with _as_collective():
-            gathered.copy_(self._bits)
-            gathered.chunk(self.ranks)[self.rank].copy_(x)
+            if x.dim() == 1:  # sampled tokens: the same ones of every rank's part
+                parts = gathered.view(self.ranks, -1)
+                parts += self._shifts.to(x)[:, None]
+            else:
+                gathered.copy_(self._bits)
+                gathered.chunk(self.ranks)[self.rank].copy_(x)
         return gathered
 
 

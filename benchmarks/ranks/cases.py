@@ -28,6 +28,9 @@ TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
 MASKED_TP_WAYS = {
     "masked heads": {"tp_mode": "heads", **_MASKED}, "select": {"tp_mode": "select", **_MASKED},
 }  # fmt: skip
+#: The same ways where every rank teaches query tokens with its own heads, and sums none.
+OWN_TEACHERS = {f"{way}, own teacher": way for way in MASKED_TP_WAYS}
+MASKED_TP_WAYS |= {own: MASKED_TP_WAYS[way] for own, way in OWN_TEACHERS.items()}
 #: The way of tensor-parallel layers of V3.2 by dense attention of torch, and what it changes.
 DENSE_TP_WAYS = {"dense": {"tp_mode": "heads"}}
 #: Way -> the one of one rank that its time is compared with, where it is not :data:`ONE_RANK`.
@@ -104,6 +107,8 @@ class Case:
         ways = CP_WAYS | MASKED_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
         ways |= {ONE_RANK_MASKED: _MASKED}
         changes = ways.get(way, {})
+        if way in OWN_TEACHERS:
+            changes = changes | {"indexer_loss_heads": 1 / grid.tp}
         return LayerSpec(
             self.preset, self.tokens, self.ratio, self.heads, layers=self.layers, tp=grid.tp,
             cp=grid.cp, workspace_mib=self.workspace_mib, **changes,

@@ -167,7 +167,10 @@ def _mask_of_selected(calls: LayerCalls) -> Iterator[_Rule]:
     latent, ranks = config.kv_lora_rank, config.context_parallel_size
     dims = PairDims(call.qk_dim + call.v_dim, 2 * latent + config.qk_pos_emb_head_dim)
     expansion = (ranks - 1) * expansion_ps(latent, config.qk_head_dim + config.v_head_dim)
-    costs = attention_costs(query_heads(config), options.interleaved_sequences, dims, expansion)
+    costs = attention_costs(
+        query_heads(config), options.interleaved_sequences, dims, expansion,
+        options.indexer_loss_queries,
+    )  # fmt: skip
     limit = costs.crossover(topk)
     yield _Rule(asked == "masked", True, "asked for", limit)
     yield _Rule(length is None, False, "no sequence length is given", limit)

@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Picoseconds per pair and head of forward, backward and teacher together, on one H200 with the
-#: dims of DeepSeek-V3.2, in bf16: ``docs/kernels/masked_attention.md``. Layers of 8k to 12k tokens
-#: are within 6 % of it; GLM-5's dims within 4 % of it in proportion.
-MASKED_PS = 5.3
+#: Picoseconds per pair and head of forward and backward on one H200 with the dims of DeepSeek-V3.2,
+#: in bf16, and of the teacher of all queries: ``docs/kernels/masked_attention.md``. Layers of 8k to
+#: 12k tokens are within 6 % of the sum; GLM-5's dims within 4 % of it in proportion.
+MASKED_PS, TEACHER_PS = 4.6, 0.7
 #: Likewise by heads: fewer than 64 do not fill the tiles of the kernels. With 16 it depends on how
 #: much lists overlap: 29 to 66, in layers with random lists 41 at 8k tokens, 54 at 16k, 63 at 32k.
+#: The teacher is a by-product of the backward: a share of the queries hardly costs less.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
 #: Operations per picosecond of large products in bf16, by which the up projection of other ranks'
 #: latents is counted: an estimate from the rate of products on an H200, not measured in a layer.
@@ -79,6 +80,7 @@ def attention_costs(
     interleaved: int = 1,
     dims: PairDims = MEASURED_DIMS,
     expansion: float = 0.0,
+    taught: float = 1.0,
 ) -> AttentionCosts:
     """Return the costs on an H200.
 
@@ -90,8 +92,9 @@ def attention_costs(
         dims: of keys and values. Costs of others than those measured are taken to be proportional.
         expansion: see :class:`AttentionCosts`; with ``n`` context-parallel ranks ``n - 1`` times
             :func:`expansion_ps`.
+        taught: share of the queries that the indexer is trained on.
     """
-    masked = MASKED_PS * dims.masked / MEASURED_DIMS.masked
+    masked = (MASKED_PS + taught * TEACHER_PS) * dims.masked / MEASURED_DIMS.masked
     sparse = _sparse_ps(heads) * dims.sparse / MEASURED_DIMS.sparse
     return AttentionCosts(masked * interleaved, sparse, expansion)
 
