@@ -25,8 +25,11 @@ CORE_RECOMPUTE = {
 }
 
 
-def test_resume_equals_uninterrupted(data, tmp_path):
-    check_resume({"--data-path": data}, tmp_path)
+@pytest.mark.parametrize("share", [1.0, 1 / 4])
+def test_resume_equals_uninterrupted(data, tmp_path, share):
+    """Also with query tokens of the indexer's loss that are drawn anew in every step."""
+    longer = {"--seq-length": 256, "--max-position-embeddings": 256} if share < 1 else {}
+    check_resume({"--data-path": data, "--dsa-indexer-loss-queries": share} | longer, tmp_path)
 
 
 def test_dense_to_warmup_to_sparse(data, tmp_path):
