@@ -210,12 +210,10 @@ class ChatTokenizer:
             # A token across the border counts: it holds some of the assistant's text.
             inside = np.flatnonzero((begin < last) & (end > first))
             if inside.size:
-                turn = inside[0], inside[-1] + 1
-                stop = turn[1]
+                start, stop = int(inside[0]), int(inside[-1]) + 1
                 if not tagged:
-                    texts = [text[begin[i] : end[i]] for i in range(*turn)]
-                    stop = self._end_of_turn(ids, texts, *turn)
-                in_loss[turn[0] : stop] = True
+                    stop = self._end_of_turn(text, ids, offsets, start, stop)
+                in_loss[start:stop] = True
         if in_loss[-1]:
             eos = self._tokenizer.eos_token_id
             require(
@@ -232,12 +230,12 @@ class ChatTokenizer:
         marked = np.array(ids, np.int32)
         return np.where(in_loss[: len(ids)], marked, ~marked)
 
-    def _end_of_turn(self, ids: list[int], texts: list[str], begin: int, end: int) -> int:
-        """Return the index behind the last token in the loss of the turn ``[begin, end)``."""
-        last = len(texts)
-        while last and not texts[last - 1].strip():
+    def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
+        """Return the index behind the last token in the loss of the turn ``[start, stop)``."""
+        last = stop
+        while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1
-        if last and ids[begin + last - 1] in self._special:
-            return begin + last  # without the newline behind it
-        closed = end == len(ids) or ids[end] in self._special
-        return end + closed
+        if last > start and ids[last - 1] in self._special:
+            return last  # without the newline behind it
+        closed = stop == len(ids) or ids[stop] in self._special
+        return stop + closed

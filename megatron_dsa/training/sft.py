@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from megatron_dsa.training.launching import this_rank
 
 #: Rows that are tokenised together, by the threads of the tokenizer.
 _ROWS = 512
+#: Seconds between signs of life: ranks that wait longer than Megatron's timeout would end the run.
+_BEAT = 60.0
 
 
 @dataclass
@@ -41,11 +44,13 @@ class SFTConfig(BlendedMegatronDatasetConfig):
     documents: int | None = None
 
 
-def tokenise(path: str, chat: ChatTokenizer, folder: str | Path) -> str:
+def tokenise(
+    path: str, chat: ChatTokenizer, folder: str | Path, beat: Callable[[], Any] = lambda: None
+) -> str:
     """Write the tokens of a JSONL file as an indexed data set in ``folder``; return its prefix.
 
     The name depends on the file's content and the tokenizer: what is there already is not written
-    again. A document is a row of :meth:`.ChatTokenizer.encode`.
+    again. A document is a row of :meth:`.ChatTokenizer.encode`. ``beat`` is called every minute.
 
     Raises:
         ConfigError: the file is missing or empty, or a row is wrong.
@@ -60,7 +65,7 @@ def tokenise(path: str, chat: ChatTokenizer, folder: str | Path) -> str:
     if os.path.isfile(f"{prefix}.idx"):
         print(f"> {path}: tokens of an earlier run, {prefix}.bin", flush=True)
         return prefix
-    trained, lengths, empty, first = 0, [], [], None
+    trained, lengths, empty, first, last_beat = 0, [], [], None, time.monotonic()
     with WholeFiles(folder) as files:
         builder = IndexedDatasetBuilder(str(files.path(f"{name}.bin")), dtype=np.int32)
         for rows in batched(read_rows(path), _ROWS):
@@ -70,6 +75,10 @@ def tokenise(path: str, chat: ChatTokenizer, folder: str | Path) -> str:
                 builder.add_document(torch.from_numpy(marked), [len(marked)])
                 trained += int((marked >= 0).sum())
                 lengths.append(len(marked))
+            if time.monotonic() - last_beat >= _BEAT:
+                print(f"> {path}: {len(lengths)} conversations tokenised", flush=True)
+                beat()
+                last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
@@ -81,8 +90,8 @@ def tokenise(path: str, chat: ChatTokenizer, folder: str | Path) -> str:
     )
     if empty:
         print(
-            f"> warning: {len(empty)} conversations have an empty message of the assistant, of "
-            f"which the end is trained: {empty[0]}{', ...' if len(empty) > 1 else ''}",
+            f"> warning: {len(empty)} of {len(lengths)} have an empty message of the assistant, of "
+            f"which only the end is trained; the first is {empty[0]}",
             flush=True,
         )
     return prefix
@@ -190,7 +199,6 @@ class SFTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         room = self.config.sequence_length
-        # Token 0 as padding: no query sees it, and it is not in the loss.
         tokens, labels, positions = (np.zeros(room, np.int64) for _ in range(3))
         mask, ends = np.zeros(room, np.float32), [0]
         for document in self.documents[self.items[idx]]:
@@ -200,11 +208,21 @@ class SFTDataset(MegatronDataset):
             tokens[part], labels[part] = ids[:-1], ids[1:]
             mask[part], positions[part] = marked[1:] >= 0, np.arange(len(ids) - 1)
             ends.append(part.stop)
+        # Padding, which no query sees: equal tokens would all go to the same experts.
+        tokens[ends[-1] :] = np.resize(tokens[: ends[-1]], room - ends[-1])
         cu_seqlens = np.full(room + 1, ends[-1], np.int32)
         cu_seqlens[: len(ends)] = ends
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
         arrays |= {"cu_seqlens": cu_seqlens, "max_seqlen": np.diff(cu_seqlens).max()}
         return {name: torch.as_tensor(array) for name, array in arrays.items()}
+
+
+def _broadcast(value: Any = None) -> Any:
+    """Return rank 0's value."""
+    values = [value]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def sft_datasets(
@@ -219,14 +237,16 @@ def sft_datasets(
     Rank 0 tokenises while the others wait.
     """
     paths = {path for part in (blend, *(blend_per_split or ())) if part for path in part[0]}
-    prefixes: list[Any] = [{}]
+    prefixes: dict[str, str] | None = None
     if this_rank() == 0:
         chat = ChatTokenizer(get_tokenizer()._tokenizer.tokenizer, args.chat_template)
+        prefixes = {}
         for path in sorted(paths):
             folder = args.data_cache_path or os.path.join(os.path.dirname(path), "cache")
-            prefixes[0][path] = tokenise(path, chat, os.path.join(folder, "sft"))
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(prefixes)
+            prefixes[path] = tokenise(path, chat, os.path.join(folder, "sft"), _broadcast)
+    prefixes = _broadcast(prefixes)
+    while prefixes is None:  # rank 0 is at work
+        prefixes = _broadcast()
     config = SFTConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -238,7 +258,7 @@ def sft_datasets(
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         mmap_bin_files=args.mmap_bin_files,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        prefixes=prefixes[0],
+        prefixes=prefixes,
         truncate=args.dsa_sft_long == "truncate",
         documents=args.dsa_packed_documents,
     )

@@ -186,7 +186,7 @@ USER, ANSWER = message("user", "a"), message("assistant", "b")
         ({"prompt": "a"}, "prompt and completion, got prompt"),
         ({"messages": [ANSWER], "prompt": "a", "completion": "b"}, "either messages, or prompt"),
         ({"prompt": "a", "completion": 3}, "completion must be text"),
-        ({"messages": []}, "messages must be a list"),
+        ({"messages": []}, "messages must be a filled list"),
         ({"messages": ["a"]}, "message 1 must be an object"),
         ({"messages": [{"content": "a"}]}, "message 1 must have a role .* got none"),
         ({"messages": [USER, message("gpt", "b")]}, "message 2 must have a role .* got 'gpt'"),

@@ -18,6 +18,7 @@ from tests.host import small_config, small_csa_config, start
 
 pytest.importorskip("transformers")
 
+from megatron_dsa.training import sft
 from megatron_dsa.training.chat import ChatTokenizer, Row
 from megatron_dsa.training.data import _pack, with_room
 from megatron_dsa.training.sft import SFTConfig, SFTDataset, pack, tokenise
@@ -73,8 +74,9 @@ def documents_of(item):
     ends = item["cu_seqlens"].tolist()
     used = ends[-1]
     assert ends == sorted(ends) and ends[0] == 0 and len(ends) == len(item["tokens"]) + 1
-    for name in ("tokens", "labels", "loss_mask"):
-        assert not item[name][used:].any()
+    assert not item["labels"][used:].any() and not item["loss_mask"][used:].any()
+    if used + 8 < len(item["tokens"]):
+        assert len(item["tokens"][used:].unique()) > 1  # padding for more than one expert
     bounds = [(a, b) for a, b in pairwise(ends) if a < b]
     assert item["max_seqlen"] == max(b - a for a, b in bounds)
     for a, b in bounds:
@@ -151,6 +153,15 @@ def test_no_loss_before_the_cut(build, capsys):
     assert len(build(ROWS, 200, 0, part=slice(0, 0))) == 0  # nothing is asked for
 
 
+def test_signs_of_life(chat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sft, "_BEAT", 0)
+    monkeypatch.setattr(sft, "_ROWS", 2)
+    beats: list = []
+    path = write_rows(tmp_path / "chat.jsonl", ROWS)
+    tokenise(path, chat, tmp_path, lambda: beats.append(1))
+    assert len(beats) == 3 and f"{path}: 4 conversations tokenised" in capsys.readouterr().out
+
+
 def test_files_of_tokens(chat, tmp_path, capsys):
     """Written once per content and template; wrong rows leave nothing behind."""
     path = write_rows(tmp_path / "chat.jsonl", ROWS)
@@ -159,10 +170,7 @@ def test_files_of_tokens(chat, tmp_path, capsys):
     tokens = sum(len(tokens) + 1 for tokens, *_ in conversations_of(chat, ROWS))
     assert f"{path}: 6 conversations of {tokens} tokens" in said
     assert "[[A permission.<eos>]]" in said
-    assert (
-        f"1 conversations have an empty message of the assistant, of which the end is trained: "
-        f"{path}:5" in said
-    )
+    assert f"of which only the end is trained; the first is {path}:5" in said
     assert tokenise(path, chat, tmp_path / "cache") == first
     assert "tokens of an earlier run" in capsys.readouterr().out
     write_rows(path, ROWS[:2])
