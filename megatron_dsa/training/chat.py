@@ -1,4 +1,4 @@
-"""Chat rows: a line of JSON becomes token ids, each marked as in the loss or not."""
+"""Conversations in JSONL, and their token ids, each marked as in the loss or not."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from megatron_dsa.errors import ConfigError, require
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Tag of templates that mark the assistant's text themselves.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Changes where the ids of the same row change.
+#: Changes where the ids of the same conversation change.
 _VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Row:
+class Conversation:
     """A conversation, and where it stands (``file:line``)."""
 
     where: str
@@ -35,43 +35,43 @@ class Row:
         )
 
 
-def read_rows(path: str | Path) -> Iterator[Row]:
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
     """Yield the conversations of a JSONL file; blank lines are skipped.
 
     A line holds ``messages`` (each with ``role`` and ``content``), and ``tools`` where the template
     reads them; or ``prompt`` and ``completion``, which become messages of user and assistant.
 
     Raises:
-        ConfigError: names file and line of the first row that is wrong.
+        ConfigError: names file and number of the first wrong line.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"
                 try:
-                    row = json.loads(line)
+                    line = json.loads(line)
                 except ValueError as error:
                     raise ConfigError(f"{where} must be one JSON object: {error}") from error
-                yield _row(where, row)
+                yield _conversation(where, line)
 
 
-def _row(where: str, row: Any) -> Row:
-    require(isinstance(row, dict), f"{where} must be a JSON object, got {type(row).__name__}")
-    pair = [key for key in ("prompt", "completion") if key in row]
+def _conversation(where: str, line: Any) -> Conversation:
+    require(isinstance(line, dict), f"{where} must be a JSON object, got {type(line).__name__}")
+    pair = [key for key in ("prompt", "completion") if key in line]
     require(
-        ("messages" in row) + bool(pair) == 1 and len(pair) != 1,
+        ("messages" in line) + bool(pair) == 1 and len(pair) != 1,
         f"{where} must have either messages, or prompt and completion, got "
-        f"{', '.join(row) or 'no key'}",
+        f"{', '.join(line) or 'no key'}",
     )
     if pair:
         for key in pair:
-            require(isinstance(row[key], str), f"{where}: {key} must be text")
+            require(isinstance(line[key], str), f"{where}: {key} must be text")
         messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["completion"]},
+            {"role": "user", "content": line["prompt"]},
+            {"role": "assistant", "content": line["completion"]},
         ]
     else:
-        messages = row["messages"]
+        messages = line["messages"]
         require(isinstance(messages, list) and messages, f"{where}: messages must be a filled list")
     for number, message in enumerate(messages, 1):
         _check_message(f"{where}: message {number}", message)
@@ -79,7 +79,7 @@ def _row(where: str, row: Any) -> Row:
         any(each["role"] == "assistant" for each in messages),
         f"{where} must have a message of the role assistant: there is nothing to train on",
     )
-    return Row(where, messages, row.get("tools"))
+    return Conversation(where, messages, line.get("tools"))
 
 
 def _check_message(where: str, message: Any) -> None:
@@ -106,7 +106,7 @@ class ChatTokenizer:
         template: text of a Jinja template, or a file of it, in place of the tokenizer's.
 
     Attributes:
-        fingerprint: changes with everything that the ids depend on, but the row.
+        fingerprint: of all that the ids of a conversation depend on.
 
     Raises:
         ConfigError: there is no template, or the tokenizer has no offsets.
@@ -135,8 +135,8 @@ class ChatTokenizer:
         )  # fmt: skip
         self.fingerprint = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
-    def encode(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Return int32 token ids per row; ``~id`` where a token is not in the loss.
+    def encode(self, conversations: Sequence[Conversation]) -> list[np.ndarray]:
+        """Return int32 token ids per conversation; ``~id`` where a token is not in the loss.
 
         In the loss are the tokens that the template renders of the assistant's messages without
         their header, up to the token that ends the turn: a special token of the template, or else
@@ -144,18 +144,19 @@ class ChatTokenizer:
         ``{% generation %}`` says it itself.
 
         Raises:
-            ConfigError: the template refuses a row, or the assistant's text cannot be located.
+            ConfigError: the template refuses a conversation, or hides where an answer is.
         """
-        rendered = [self._render_row(row) for row in rows]
+        rendered = [self._render_whole(each) for each in conversations]
         encoded = self._tokenizer(
             [text for text, *_ in rendered],
             add_special_tokens=False, return_offsets_mapping=True, verbose=False,
         )  # fmt: skip
+        wheres = [each.where for each in conversations]
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        return [self._mark(*each) for each in zip(rows, rendered, ids, offsets, strict=True)]
+        return [self._mark(*each) for each in zip(wheres, rendered, ids, offsets, strict=True)]
 
     def show(self, marked: np.ndarray, limit: int = 600) -> str:
-        """Return the text of an encoded row, its loss between ``[[`` and ``]]``."""
+        """Return the text of an encoded conversation, its loss between ``[[`` and ``]]``."""
         runs = np.split(marked, np.flatnonzero(np.diff(marked >= 0)) + 1)
         texts = []
         for run in runs:
@@ -164,24 +165,22 @@ class ChatTokenizer:
         text = "".join(texts)
         return text if len(text) <= limit else f"{text[:limit]} ..."
 
-    def _render_row(self, row: Row) -> tuple[str, list[tuple[int, int]], bool]:
+    def _render_whole(self, chat: Conversation) -> tuple[str, list[tuple[int, int]], bool]:
         """Return the text, the assistant's ``[begin, end)``, and whether tags mark them."""
-        template = self._tokenizer.get_chat_template(self._template, row.tools)
+        template = self._tokenizer.get_chat_template(self._template, chat.tools)
         if _GENERATION.search(template):
             marks = {"return_assistant_tokens_mask": True}
-            return *self._render(row, template, row.messages, **marks), True
-        text, _ = self._render(row, template, row.messages)
+            return *self._render(chat, template, len(chat.messages), **marks), True
+        text, _ = self._render(chat, template, len(chat.messages))
         spans = []
-        for index, message in enumerate(row.messages):
+        for index, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._render(
-                row, template, row.messages[:index], add_generation_prompt=True
-            )
-            until, _ = self._render(row, template, row.messages[: index + 1])
+            before, _ = self._render(chat, template, index, add_generation_prompt=True)
+            until, _ = self._render(chat, template, index + 1)
             require(
                 text.startswith(until) and until.startswith(before),
-                f"{row.where}: the chat template renders the messages up to the assistant's "
+                f"{chat.where}: the chat template renders the messages up to the assistant's "
                 f"(message {index + 1}) in another way than within the conversation, so that its "
                 "text cannot be located: put {% generation %} and {% endgeneration %} around it in "
                 "the template, and give that to --chat-template FILE",
@@ -189,20 +188,23 @@ class ChatTokenizer:
             spans.append((len(before), len(until)))
         return text, spans, False
 
-    def _render(self, row: Row, template: str, messages: list, **settings) -> tuple[str, list]:
+    def _render(
+        self, chat: Conversation, template: str, count: int, **settings: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of the first messages, and the spans that tags mark."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             texts, spans = render_jinja_template(
-                [messages], row.tools, chat_template=template, **settings,
+                [chat.messages[:count]], chat.tools, chat_template=template, **settings,
                 **self._tokenizer.special_tokens_map,
             )  # fmt: skip
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise ConfigError(f"{row.where}: the chat template refuses it: {error}") from error
+            raise ConfigError(f"{chat.where}: the chat template refuses it: {error}") from error
         return texts[0], spans[0] if spans else []
 
-    def _mark(self, row: Row, rendered, ids: list[int], offsets: list) -> np.ndarray:
+    def _mark(self, where: str, rendered: tuple, ids: list[int], offsets: list) -> np.ndarray:
         text, spans, tagged = rendered
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
         in_loss = np.zeros(len(ids) + 1, bool)  # with room for eos_token
@@ -218,13 +220,13 @@ class ChatTokenizer:
             eos = self._tokenizer.eos_token_id
             require(
                 eos is not None,
-                f"{row.where}: the chat template ends the last turn with no special token, and the "
+                f"{where}: the chat template ends the last turn with no special token, and the "
                 "tokenizer has no eos_token: set one in its tokenizer_config.json",
             )
             ids = [*ids, eos]
         require(
             in_loss.any(),
-            f"{row.where} has no token in the loss: the chat template renders nothing of the "
+            f"{where} has no token in the loss: the chat template renders nothing of the "
             "assistant's messages",
         )
         marked = np.array(ids, np.int32)

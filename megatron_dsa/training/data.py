@@ -365,9 +365,9 @@ def _pack(
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)
     samples = len(batch["cu_seqlens"])
-    cu_seqlens, offsets = _joined(batch["cu_seqlens"], length, fixed)
-    if not padded or samples == 1:
-        offsets = None  # padding behind the last document needs none
+    cu_seqlens, starts = _joined(batch["cu_seqlens"], length, fixed)
+    # Padding behind the last document needs none.
+    offsets = starts if padded and samples > 1 else None
     longest = length if fixed else int(batch["max_seqlen"].max())
     return PackedSeqParams(
         qkv_format="thd",

@@ -19,19 +19,19 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.training import get_tokenizer, print_rank_0
 
 from megatron_dsa.errors import require
-from megatron_dsa.training.chat import ChatTokenizer, read_rows
+from megatron_dsa.training.chat import ChatTokenizer, read_conversations
 from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
-#: Rows that are tokenised together, by the threads of the tokenizer.
-_ROWS = 512
+#: Conversations that are tokenised together, by the threads of the tokenizer.
+_TOGETHER = 512
 #: Seconds between signs of life: ranks that wait longer than Megatron's timeout would end the run.
 _BEAT = 60.0
 
 
 @dataclass
 class SFTConfig(BlendedMegatronDatasetConfig):
-    """Megatron's configuration of data sets, with what conversations need.
+    """Megatron's configuration of data sets, and the settings of conversations.
 
     Attributes:
         prefixes: JSONL file -> prefix of its tokens, see :func:`tokenise`.
@@ -50,10 +50,10 @@ def tokenise(
     """Write the tokens of a JSONL file as an indexed data set in ``folder``; return its prefix.
 
     The name depends on the file's content and the tokenizer: what is there already is not written
-    again. A document is a row of :meth:`.ChatTokenizer.encode`. ``beat`` is called every minute.
+    again. A document is an array of :meth:`.ChatTokenizer.encode`. ``beat`` is called every minute.
 
     Raises:
-        ConfigError: the file is missing or empty, or a row is wrong.
+        ConfigError: the file is missing or empty, or a line is wrong.
         FileError: the result cannot be written.
     """
     require(Path(path).is_file(), f"--data-path: there is no file {path}, a JSONL of conversations")
@@ -65,13 +65,13 @@ def tokenise(
     if os.path.isfile(f"{prefix}.idx"):
         print(f"> {path}: tokens of an earlier run, {prefix}.bin", flush=True)
         return prefix
-    trained, lengths, empty, first, last_beat = 0, [], [], None, time.monotonic()
+    trained, lengths, empty, first, last_beat = 0, [], [], "", time.monotonic()
     with WholeFiles(folder) as files:
         builder = IndexedDatasetBuilder(str(files.path(f"{name}.bin")), dtype=np.int32)
-        for rows in batched(read_rows(path), _ROWS):
-            empty += [row.where for row in rows if row.has_empty_answer]
-            for marked in chat.encode(rows):
-                first = marked if first is None else first
+        for part in batched(read_conversations(path), _TOGETHER):
+            empty += [each.where for each in part if each.has_empty_answer]
+            for marked in chat.encode(part):
+                first = first or chat.show(marked)
                 builder.add_document(torch.from_numpy(marked), [len(marked)])
                 trained += int((marked >= 0).sum())
                 lengths.append(len(marked))
@@ -85,7 +85,7 @@ def tokenise(
     print(
         f"> {path}: {len(lengths)} conversations of {tokens} tokens, {trained / tokens:.1%} of "
         f"them in the loss, the longest has {max(lengths)}; in {prefix}.bin\n"
-        f"> the first one, the loss between [[ and ]]: {chat.show(first)!r}",
+        f"> the first one, the loss between [[ and ]]: {first!r}",
         flush=True,
     )
     if empty:

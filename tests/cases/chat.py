@@ -129,7 +129,7 @@ def save_tokenizer(folder, template=None, vocabulary=320):
 
 
 def write_rows(path, rows):
-    """Write rows as JSONL; return the path as text."""
+    """Write JSONL; return the path as text."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     Path(path).write_text(text, encoding="utf-8")
     return str(path)

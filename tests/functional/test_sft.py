@@ -1,4 +1,4 @@
-"""``--sft``: parallel layouts, stages, resume, evaluation, and what is refused."""
+"""``--sft``: parallel layouts, stages, resume, evaluation, refusals."""
 
 import re
 
@@ -124,7 +124,7 @@ def test_it_learns_and_evaluates(flags, tmp_path):
         "--load": tmp_path / "run",
         "--data-path": flags["--valid-data-path"],
     }
-    assert "2 sequences of 96 tokens: loss" in launch(whole, module="megatron_dsa").log
+    assert "3 sequences of 96 tokens: loss" in launch(whole, module="megatron_dsa").log
 
 
 def test_resume(flags, tmp_path):
@@ -142,14 +142,14 @@ def test_adapters(flags, tmp_path):
 
 
 def test_prediction_layers(flags):
-    """Multi-token prediction on the same tokens: its first loss is near that of the model."""
+    """Multi-token prediction on the same tokens: its first loss is near the model's."""
     run = train(flags | {"--mtp-num-layers": 1, "--train-iters": 2}, one_process=True)
     assert run.column("mtp_1 loss")[0] == pytest.approx(run.column("lm loss")[0], rel=0.1)
 
 
 @pytest.mark.ranks(2)
 def test_from_the_shell(flags, tmp_path):
-    """As users start it: the log says what is trained on, and a wrong row ends in a sentence."""
+    """As users start it: the log says what is trained on, and a wrong line ends in a sentence."""
     flags = TINY | flags | CP2 | {"--train-iters": 1, "--data-cache-path": tmp_path}
     run = launch(flags, as_users_do=True, ranks=2)
     assert "--sft, no GPU" in run.log and "in the loss, the longest has" in run.log

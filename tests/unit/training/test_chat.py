@@ -10,7 +10,7 @@ from tests.cases.chat import CONVERSATIONS, END, TAGGED, TEMPLATES, message, sav
 
 pytest.importorskip("transformers")
 
-from megatron_dsa.training.chat import ChatTokenizer, Row, read_rows
+from megatron_dsa.training.chat import ChatTokenizer, Conversation, read_conversations
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,9 @@ def tokenizer(tmp_path_factory):
 
 def encoded(tokenizer, template, conversation, tools=None):
     """Return ids and mask of one conversation."""
-    (marked,) = ChatTokenizer(tokenizer, template).encode([Row("f:1", conversation, tools)])
+    (marked,) = ChatTokenizer(tokenizer, template).encode(
+        [Conversation("f:1", conversation, tools)]
+    )
     assert marked.dtype == np.int32
     return np.where(marked < 0, ~marked, marked).tolist(), (marked >= 0).tolist()
 
@@ -166,7 +168,7 @@ def test_a_tokenizer_without_template_or_offsets(tokenizer, tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text(TEMPLATES["chatml"])
     chat, same = ChatTokenizer(tokenizer, str(file)), ChatTokenizer(tokenizer, TEMPLATES["chatml"])
-    row = Row("f:1", CONVERSATIONS["one turn"])
+    row = Conversation("f:1", CONVERSATIONS["one turn"])
     assert chat.encode([row])[0].tolist() == same.encode([row])[0].tolist()
     assert chat.fingerprint == same.fingerprint
     assert chat.fingerprint != ChatTokenizer(tokenizer, TEMPLATES["glm"]).fingerprint
@@ -204,7 +206,7 @@ def test_wrong_rows(line, rule, tmp_path):
     text = line if isinstance(line, str) else json.dumps(line)
     file.write_text("\n" + json.dumps({"messages": [USER, ANSWER]}) + f"\n{text}\n")
     with pytest.raises(ConfigError, match=rule) as refusal:
-        list(read_rows(file))
+        list(read_conversations(file))
     assert str(refusal.value).startswith(f"{file}:3")
 
 
@@ -213,10 +215,10 @@ def test_rows_of_files(tmp_path):
     file = tmp_path / "chat.jsonl"
     text = '{"prompt": "a\u2028b", "completion": "c"}\r\n \r\n'
     file.write_bytes(b"\xef\xbb\xbf" + (text + json.dumps({"messages": [USER, ANSWER]})).encode())
-    first, second = read_rows(file)
+    first, second = read_conversations(file)
     assert first.messages == [message("user", "a\u2028b"), message("assistant", "c")]
     assert (first.where, second.where) == (f"{file}:1", f"{file}:3")
     assert second.messages == [USER, ANSWER]
     file.write_bytes(b'{"prompt": "\xff", "completion": "c"}')
     with pytest.raises(ConfigError, match=r":1 must be one JSON object: .*utf-8"):
-        list(read_rows(file))
+        list(read_conversations(file))

@@ -19,7 +19,7 @@ from tests.host import small_config, small_csa_config, start
 pytest.importorskip("transformers")
 
 from megatron_dsa.training import sft
-from megatron_dsa.training.chat import ChatTokenizer, Row
+from megatron_dsa.training.chat import ChatTokenizer, Conversation
 from megatron_dsa.training.data import _pack, with_room
 from megatron_dsa.training.sft import SFTConfig, SFTDataset, pack, tokenise
 
@@ -38,7 +38,7 @@ def chat(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def build(chat, tmp_path_factory):
-    """Function that returns a data set of rows."""
+    """Function that returns the data set of a file with such lines."""
 
     def make(rows, room, samples=None, part=slice(None), split=Split.train, **settings):
         folder = tmp_path_factory.mktemp("rows")
@@ -56,14 +56,14 @@ def build(chat, tmp_path_factory):
 
 
 def conversations_of(chat, rows):
-    """Tokens, labels and mask of every row, by one call each."""
+    """Tokens, labels and mask of every conversation, by one call each."""
     found = []
     for row in rows:
         messages = row.get("messages") or [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
         ]
-        (marked,) = chat.encode([Row("f:1", messages)])
+        (marked,) = chat.encode([Conversation("f:1", messages)])
         ids = [int(~x if x < 0 else x) for x in marked]
         found.append((ids[:-1], ids[1:], [float(x >= 0) for x in marked[1:]]))
     return found
@@ -155,7 +155,7 @@ def test_no_loss_before_the_cut(build, capsys):
 
 def test_signs_of_life(chat, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sft, "_BEAT", 0)
-    monkeypatch.setattr(sft, "_ROWS", 2)
+    monkeypatch.setattr(sft, "_TOGETHER", 2)
     beats: list = []
     path = write_rows(tmp_path / "chat.jsonl", ROWS)
     tokenise(path, chat, tmp_path, lambda: beats.append(1))
@@ -163,7 +163,7 @@ def test_signs_of_life(chat, tmp_path, monkeypatch, capsys):
 
 
 def test_files_of_tokens(chat, tmp_path, capsys):
-    """Written once per content and template; wrong rows leave nothing behind."""
+    """Written once per content and template; a wrong line leaves nothing behind."""
     path = write_rows(tmp_path / "chat.jsonl", ROWS)
     first = tokenise(path, chat, tmp_path / "cache")
     said = capsys.readouterr().out
