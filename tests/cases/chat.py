@@ -110,7 +110,7 @@ CONVERSATIONS = {
 
 def save_tokenizer(folder, template=None, vocabulary=320):
     """Save a byte-level tokenizer of some tokens, trained on the licence; return it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
@@ -121,6 +121,10 @@ def save_tokenizer(folder, template=None, vocabulary=320):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     backend.train_from_iterator([(REPOSITORY / "LICENSE").read_text(encoding="utf-8")], trainer)
+    # It begins texts with <bos>, which templates write themselves.
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
     )

@@ -98,6 +98,19 @@ def test_tags_of_the_template(template, name, tokenizer):
         assert (ids, mask) == encoded(tokenizer, TEMPLATES[template], conversation)
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_offsets_without_spaces(template, tokenizer, tmp_path):
+    """Some tokenizers leave spaces out of offsets."""
+    from tokenizers import processors
+
+    trimmed = save_tokenizer(tmp_path)
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    spaces = [message("user", " a "), message("assistant", "  b  c   "), message("user", "\n ")]
+    for conversation in (*CONVERSATIONS.values(), spaces):
+        found = [encoded(each, TEMPLATES[template], conversation) for each in (trimmed, tokenizer)]
+        assert found[0] == found[1]
+
+
 def test_bytes_of_one_character(tokenizer):
     """All tokens of a character that ends the text are in the loss; transformers' mask has one."""
     template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% else %}"
