@@ -58,6 +58,8 @@ setup(
         "muon": ["emerging-optimizers>=0.3,<1"],
         # Checkpoints of Hugging Face.
         "hf": ["safetensors>=0.6"],
+        # --sft: tokenizers and chat templates.
+        "sft": ["transformers>=5", "jinja2>=3"],
         # The command report.
         "report": REPORT,
         "test": TEST,

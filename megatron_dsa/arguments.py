@@ -112,6 +112,9 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parser._action_groups.insert(0, parser._action_groups.pop())
     _replace_attention_backend(parser, group)
     parser.set_defaults(dsa_attention_backend=None)
+    # Under Megatron's name its evaluation would log a mean over microbatches and ranks, not tokens.
+    parser._option_string_actions["--sft"].dest = "dsa_sft"
+    parser.set_defaults(sft=False, dsa_sft=False)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
     _add_options(group, DSAOptions)
     _add_options(group, CSATransformerConfig)
@@ -280,6 +283,12 @@ def _add_run_arguments(group) -> None:
         metavar="N",
         help="Documents that each packed sequence has room for, at most. All batches then have one "
         "size, which --cuda-graph-impl local needs. A sequence of more documents is an error.",
+    )
+    add(
+        "--dsa-sft-long",
+        choices=("drop", "truncate"),
+        help="Conversations of --sft that are longer than --seq-length: drop (the default) or "
+        "truncate them.",
     )
     add(
         TRACEBACK_FLAG, **switch,

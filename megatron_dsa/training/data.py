@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
+from megatron.core.utils import get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -26,6 +26,7 @@ from megatron_dsa.ops.layout.sharding import Sharding, global_positions_of
 from megatron_dsa.training.data_files import check_data_sets
 from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
+from megatron_dsa.training.sft import sft_datasets
 
 #: Bytes are their own token ids; this one ends a document.
 BYTE_EOD = 256
@@ -95,6 +96,16 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
             "no data: give --data-path PREFIX of an indexed data set (make one from text with "
             "'python -m megatron_dsa prepare-data'), or --mock-data"
         )
+
+    def on_this_rank() -> bool:
+        ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        # Packed batches carry sequence lengths, which every pipeline stage needs.
+        return mpu.get_tensor_model_parallel_rank() == 0 and (
+            ends or _has_mtp_layers(args) or args.dataloader_inter_document_masking
+        )
+
+    if _packs_conversations(args):
+        return sft_datasets(args, samples, blend, blend_per_split, on_this_rank)
     for part in filter(None, [blend, *(blend_per_split or ())]):
         check_prefixes(part[0])
         if this_rank() == 0:
@@ -120,14 +131,6 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
         dataset_class = gpt_dataset.MockGPTDataset
     else:
         dataset_class = GPTDataset
-
-    def on_this_rank() -> bool:
-        ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-        # Packed batches carry sequence lengths, which every pipeline stage needs.
-        return mpu.get_tensor_model_parallel_rank() == 0 and (
-            ends or _has_mtp_layers(args) or args.dataloader_inter_document_masking
-        )
-
     print_rank_0("> building train, validation and test data sets")
     return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
 
@@ -212,6 +215,10 @@ def _documents(args) -> int | None:
     return getattr(args, "dsa_packed_documents", None)
 
 
+def _packs_conversations(args) -> bool:
+    return getattr(args, "dsa_sft", False)
+
+
 def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[str, Any], Any]:
     """Return this rank's ``(batch, packed_seq_params)``; middle stages get an empty batch.
 
@@ -234,7 +241,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
         check_tokens(data, vocabulary_of(args))
         room = _documents(args)
         if room is not None:
-            data["cu_seqlens"] = with_room(data["cu_seqlens"], room, args.seq_length)
+            data["cu_seqlens"] = with_room(data["cu_seqlens"], room)
         for key in _BATCH_KEYS:
             value = data.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
@@ -256,9 +263,14 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     )
     params = None
     if packed:
-        fixed = None if _documents(args) is None else args.seq_length
         ranks = config.tensor_model_parallel_size * config.context_parallel_size
-        params = _pack(batch, fixed, whole=ranks == 1)
+        params = _pack(
+            batch,
+            args.seq_length,
+            fixed=_documents(args) is not None,
+            whole=ranks == 1,
+            padded=_packs_conversations(args),
+        )
     if config.context_parallel_size > 1:
         sharding = Sharding(
             cp=config.context_parallel_size,
@@ -315,16 +327,15 @@ def check_cp_layout(args) -> None:
     )
 
 
-def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Tensor:
+def with_room(cu_seqlens: torch.Tensor, documents: int) -> torch.Tensor:
     """Return cumulative lengths ``[b, documents + 1]`` with room for ``documents`` per sequence.
 
-    ``cu_seqlens``: int32 ``[b, n]`` on the host; ``length``, the tokens of a sequence, behind the
-    last.
+    ``cu_seqlens``: int32 ``[b, n]`` on the host; copies of its end behind the last document.
 
     Raises:
         ConfigError: a sequence has more documents.
     """
-    most = int((cu_seqlens < length).sum(1).max())
+    most = int((cu_seqlens.diff(dim=1) > 0).sum(1).max())
     require(
         most <= documents,
         f"--dsa-packed-documents must be at least the number of documents of a sequence, got "
@@ -332,44 +343,57 @@ def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Te
     )
     missing = documents + 1 - cu_seqlens.shape[1]
     if missing > 0:
-        filled = cu_seqlens.new_full((len(cu_seqlens), missing), length)
+        filled = cu_seqlens[:, -1:].expand(-1, missing)
         cu_seqlens = torch.cat([cu_seqlens, filled], 1)
     return cu_seqlens[:, : documents + 1].contiguous()
 
 
-def _pack(batch: dict, fixed: int | None, whole: bool = True) -> PackedSeqParams:
-    """Flatten a batch, in place, to one sequence of tokens.
+def _pack(
+    batch: dict, length: int, *, fixed: bool = False, whole: bool = True, padded: bool = False
+) -> PackedSeqParams:
+    """Flatten a batch of sequences of ``length`` tokens, in place, to one.
 
     Megatron balances experts per sample by ``tokens_per_sample``, and cuts the tokens of a rank by
-    it: it is set only where a rank holds ``whole`` samples. ``fixed``: tokens of a sequence, if
-    lengths have one size in all batches; nothing is read by the host then.
+    it: it is set only where a rank holds ``whole`` samples.
+
+    Args:
+        fixed: lengths have one size in all batches; nothing is read by the host then.
+        padded: sequences may end in padding.
     """
-    shapes = [batch[key].shape for key in _TOKEN_KEYS if batch.get(key) is not None]
-    sample = shapes[0][1] if whole and shapes and shapes[0][0] > 1 else None
     batch["attention_mask"] = None  # the lengths say it
-    if fixed is None:
-        flatten_batch_for_packed_sequences(batch)
-        cu_seqlens = batch["cu_seqlens"][0]
-        longest = int(batch["max_seqlen"].max())
-    else:
-        for key in _TOKEN_KEYS:
-            if batch.get(key) is not None:
-                batch[key] = batch[key].reshape(1, -1)
-        cu_seqlens, longest = _joined(batch["cu_seqlens"], fixed), fixed
+    for key in _TOKEN_KEYS:
+        if batch.get(key) is not None:
+            batch[key] = batch[key].reshape(1, -1)
+    samples = len(batch["cu_seqlens"])
+    cu_seqlens, starts = _joined(batch["cu_seqlens"], length, fixed)
+    # Padding behind the last document needs none.
+    offsets = starts if padded and samples > 1 else None
+    longest = length if fixed else int(batch["max_seqlen"].max())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        tokens_per_sample=sample,
+        tokens_per_sample=length if whole and samples > 1 else None,
     )
 
 
-def _joined(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """Return int32 ``[b * n + 1]`` for ``cu_seqlens [b, n + 1]`` of sequences of equal length.
+def _joined(
+    cu_seqlens: torch.Tensor, length: int, fixed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int32 cumulative lengths of the documents of all sequences, without and with padding.
 
-    Documents without tokens fill up the room of each sequence.
+    ``cu_seqlens``: ``[b, n + 1]``. With ``fixed`` documents without tokens keep their room, else
+    they are left out.
     """
-    first = torch.arange(len(cu_seqlens), dtype=torch.int32, device=cu_seqlens.device) * length
-    return torch.cat([cu_seqlens[0, :1], (cu_seqlens[:, 1:] + first[:, None]).flatten()])
+    first = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * length
+    lengths, starts = cu_seqlens.diff(dim=1).flatten(), (cu_seqlens[:, :-1] + first).flatten()
+    if not fixed:
+        kept = lengths > 0
+        lengths, starts = lengths[kept], starts[kept]
+    ends = lengths.cumsum(0)
+    end = starts.new_full((1,), len(cu_seqlens) * length)
+    return torch.cat([ends.new_zeros(1), ends]).int(), torch.cat([starts, end]).int()

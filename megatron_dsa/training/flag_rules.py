@@ -89,6 +89,7 @@ _DIVIDED, _OPTIMIZER = "--use-distributed-optimizer", "with --optimizer {optimiz
 _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _PACKED = "--dataloader-inter-document-masking"
 _USUAL = ("adam", "sgd")
+_SFT, _PRESET = "with --sft", "megatron_dsa.pretrain sets it; add it"
 #: Row, when it applies (in words, with names of arguments; nothing: always), and the same as code.
 ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
@@ -133,6 +134,16 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("bf16", True, "megatron-core 0.19's layer-wise optimizer fails in the first step "
           f"without; add it, or drop {_DIVIDED}"), f"with {_DIVIDED} and {_OPTIMIZER[5:]}",
      lambda args: args.optimizer not in _USUAL and getattr(args, _LAYER_WISE, False)),
+    *((row, _SFT, lambda args: args.dsa_sft) for row in (
+        Must("dataloader_inter_document_masking", True, _PRESET),
+        Must("calculate_per_token_loss", True, _PRESET),
+        Must("tokenizer_type", "HuggingFaceTokenizer", "the others have no chat template that "
+             "marks the assistant's text; give its folder to --tokenizer-model"),
+        Must("sft_tokenizer_prompt_format", "nemotron-h-aligned", "conversations have the chat "
+             "template of the tokenizer, or of --chat-template; drop it"),
+        Must("mock_data", False, "it reads conversations; give --data-path FILE.jsonl"),
+        Must("eod_mask_loss", False, "the loss is on the assistant's tokens"),
+    )),
 )  # fmt: skip
 
 
@@ -173,6 +184,7 @@ _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
         lambda args: args.optimizer in MUON,
         f"with --optimizer {' or '.join(MUON)}",
     ),
+    ("dsa_sft_long", lambda args: args.dsa_sft, _SFT),
     (
         "dsa_packed_documents",
         lambda args: args.dataloader_inter_document_masking and args.cuda_graph_impl == "local",

@@ -19,6 +19,12 @@ GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 #: steps layers would get none, one after the other from the output on.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
+#: Conversations are packed, have any length, and count by their tokens.
+SFT = [
+    "--dataloader-inter-document-masking", "--calculate-per-token-loss",
+    "--dsa-cp-layout", "zigzag_rows",
+]  # fmt: skip
+
 
 def preset_flags(argv: list[str], planning: bool = False) -> None:
     """Put the flags that this machine calls for in front of the user's, which win; print them.
@@ -41,6 +47,9 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     if fp8 and delayed and "--fp16" not in argv:  # which has loss scales of its own
         reasons.append("delayed scaling")
         flags += LOSS_SCALE
+    if "--sft" in argv:
+        reasons.append("--sft")
+        flags += SFT
     if importlib.util.find_spec("one_logger") is None:
         flags.append("--no-one-logger")  # else Megatron prints that the package is missing
     if no_gpu and not planning:

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         flags += ["--eval-interval", "1"]
     with trained_model(arguments.load, arguments.step, flags) as trained:
         args = trained.args
-        if arguments.data_path is not None:
+        if arguments.data_path is not None and not args.dsa_sft:
             check_prefixes([arguments.data_path])
             tokens = check_data_set(arguments.data_path)
             require(

@@ -66,6 +66,7 @@ READING = (
     *("seed", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "lr"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type"),
     *("dataloader_inter_document_masking", "data_cache_path", "mid_level_dataset_surplus"),
+    *("dsa_sft", "dsa_sft_long"),
 )
 #: Which data it evaluates on.
 _DATA = (

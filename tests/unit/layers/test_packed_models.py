@@ -120,7 +120,7 @@ def test_experts_are_balanced_by_sample(kind, samples):
             "cu_seqlens": ends[chosen],
             "max_seqlen": torch.tensor([16] * len(rows[chosen])),
         }
-        return gradients_beside_the_loss(model, batch, _pack(batch, None))
+        return gradients_beside_the_loss(model, batch, _pack(batch, 16))
 
     got, alone = gradients(slice(0, samples)), [gradients(slice(i, i + 1)) for i in range(samples)]
     for name in (name for name in got if "router" in name):

@@ -155,9 +155,9 @@ def packed_batch():
 def test_packed_batches_of_one_size_hold_the_same_documents():
     """Room that is left is filled with documents without tokens."""
     plain, fixed = packed_batch(), packed_batch()
-    fixed["cu_seqlens"] = with_room(fixed["cu_seqlens"], 5, 8)
+    fixed["cu_seqlens"] = with_room(fixed["cu_seqlens"], 5)
     assert fixed["cu_seqlens"].shape == (2, 6)
-    plain_params, params = _pack(plain, None), _pack(fixed, 8)
+    plain_params, params = _pack(plain, 8), _pack(fixed, 8, fixed=True)
     assert torch.equal(plain["tokens"], fixed["tokens"])
     assert params.cu_seqlens_q.shape == (11,) and params.cu_seqlens_q.dtype == torch.int32
     assert params.cu_seqlens_q.unique().equal(plain_params.cu_seqlens_q)
@@ -167,17 +167,17 @@ def test_packed_batches_of_one_size_hold_the_same_documents():
 
 
 def test_only_ranks_that_hold_whole_samples_balance_experts_by_sample():
-    assert _pack(packed_batch(), None, whole=False).tokens_per_sample is None
+    assert _pack(packed_batch(), 8, whole=False).tokens_per_sample is None
     one = {name: value[:1] for name, value in packed_batch().items()}
-    assert _pack(one, None).tokens_per_sample is None
+    assert _pack(one, 8).tokens_per_sample is None
 
 
 def test_room_for_more_documents_than_there_are_tokens():
-    assert with_room(LENGTHS, 12, 8).shape == (2, 13)
-    assert with_room(LENGTHS, 12, 8)[:, -1].tolist() == [8, 8]
+    assert with_room(LENGTHS, 12).shape == (2, 13)
+    assert with_room(LENGTHS, 12)[:, -1].tolist() == [8, 8]
 
 
 def test_a_sequence_of_too_many_documents():
-    assert with_room(LENGTHS, 3, 8).tolist() == [[0, 3, 8, 8], [0, 2, 4, 8]]
+    assert with_room(LENGTHS, 3).tolist() == [[0, 3, 8, 8], [0, 2, 4, 8]]
     with pytest.raises(ConfigError, match=r"--dsa-packed-documents must be at .* 2 for one of 3"):
-        with_room(LENGTHS, 2, 8)
+        with_room(LENGTHS, 2)

@@ -87,7 +87,9 @@ def test_too_few_tokens_to_evaluate(documents, tmp_path, monkeypatch):
     for _ in documents:
         builder.add_document(torch.tensor([120, 256]), [2])
     builder.finalize(f"{prefix}.idx")
-    loaded = SimpleNamespace(args=SimpleNamespace(seq_length=96, full_validation=True))
+    loaded = SimpleNamespace(
+        args=SimpleNamespace(dsa_sft=False, seq_length=96, full_validation=True)
+    )
     monkeypatch.setattr(evaluate, "trained_model", lambda *_: contextlib.nullcontext(loaded))
     says = f"^--data-path {prefix} must have more tokens than a .* got {2 * len(documents)}: give"
     with pytest.raises(ConfigError, match=says):

@@ -1,0 +1,243 @@
+"""Conversations in JSONL, and their token ids, each marked as in the loss or not."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dsa.errors import ConfigError, require
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Tag of templates that mark the assistant's text themselves.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: Changes where the ids of the same conversation change.
+_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, and where it stands (``file:line``)."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def has_empty_answer(self) -> bool:
+        return any(
+            each["role"] == "assistant" and not each.get("content") and not each.get("tool_calls")
+            for each in self.messages
+        )
+
+
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
+    """Yield the conversations of a JSONL file; blank lines are skipped.
+
+    A line holds ``messages`` (each with ``role`` and ``content``), and ``tools`` where the template
+    reads them; or ``prompt`` and ``completion``, which become messages of user and assistant.
+
+    Raises:
+        ConfigError: names file and number of the first wrong line.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                try:
+                    line = json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(f"{where} must be one JSON object: {error}") from error
+                yield _conversation(where, line)
+
+
+def _conversation(where: str, line: Any) -> Conversation:
+    require(isinstance(line, dict), f"{where} must be a JSON object, got {type(line).__name__}")
+    pair = [key for key in ("prompt", "completion") if key in line]
+    require(
+        ("messages" in line) + bool(pair) == 1 and len(pair) != 1,
+        f"{where} must have either messages, or prompt and completion, got "
+        f"{', '.join(line) or 'no key'}",
+    )
+    if pair:
+        for key in pair:
+            require(isinstance(line[key], str), f"{where}: {key} must be text")
+        messages = [
+            {"role": "user", "content": line["prompt"]},
+            {"role": "assistant", "content": line["completion"]},
+        ]
+    else:
+        messages = line["messages"]
+        require(isinstance(messages, list) and messages, f"{where}: messages must be a filled list")
+    for number, message in enumerate(messages, 1):
+        _check_message(f"{where}: message {number}", message)
+    require(
+        any(each["role"] == "assistant" for each in messages),
+        f"{where} must have a message of the role assistant: there is nothing to train on",
+    )
+    return Conversation(where, messages, line.get("tools"))
+
+
+def _check_message(where: str, message: Any) -> None:
+    require(isinstance(message, dict), f"{where} must be an object of role and content")
+    role, content = message.get("role"), message.get("content")
+    require(
+        role in ROLES,
+        f"{where} must have a role of {', '.join(ROLES)}, got "
+        f"{'none' if role is None else repr(role)}",
+    )
+    calls = role == "assistant" and bool(message.get("tool_calls"))
+    require(
+        isinstance(content, str) or (calls and content is None),
+        f"{where} ({role}) must have content, a text, got "
+        f"{'none' if content is None else type(content).__name__}",
+    )
+
+
+class ChatTokenizer:
+    """Tokenizer of transformers with its chat template.
+
+    Args:
+        tokenizer: a fast one: its offsets map the template's text to tokens.
+        template: text of a Jinja template, or a file of it, in place of the tokenizer's.
+
+    Attributes:
+        fingerprint: of all that the ids of a conversation depend on.
+
+    Raises:
+        ConfigError: there is no template, or the tokenizer has no offsets.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        require(
+            getattr(tokenizer, "is_fast", False),
+            "--tokenizer-model must be a fast tokenizer (a folder with tokenizer.json) with --sft: "
+            "the others give no offsets of tokens in the text",
+        )
+        if template is not None and "{" not in template:
+            require(Path(template).is_file(), f"--chat-template: there is no file {template}")
+            template = Path(template).read_text(encoding="utf-8")
+        require(
+            template or tokenizer.chat_template,
+            "--tokenizer-model has no chat template, which --sft needs: put chat_template.jinja "
+            "into its folder, or give --chat-template FILE",
+        )
+        self._tokenizer, self._template = tokenizer, template
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {index for index, token in added if token.special}
+        parts = (
+            _VERSION, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map,
+            template or tokenizer.chat_template,
+        )  # fmt: skip
+        self.fingerprint = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[np.ndarray]:
+        """Return int32 token ids per conversation; ``~id`` where a token is not in the loss.
+
+        In the loss are the tokens that the template renders of the assistant's messages without
+        their header, up to the token that ends the turn: a special token of the template, or else
+        the one that begins the next turn, behind the last turn ``eos_token``. A template with
+        ``{% generation %}`` says it itself.
+
+        Raises:
+            ConfigError: the template refuses a conversation, or hides where an answer is.
+        """
+        rendered = [self._render_whole(each) for each in conversations]
+        encoded = self._tokenizer(
+            [text for text, *_ in rendered],
+            add_special_tokens=False, return_offsets_mapping=True, verbose=False,
+        )  # fmt: skip
+        wheres = [each.where for each in conversations]
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        return [self._mark(*each) for each in zip(wheres, rendered, ids, offsets, strict=True)]
+
+    def show(self, marked: np.ndarray, limit: int = 600) -> str:
+        """Return the text of an encoded conversation, its loss between ``[[`` and ``]]``."""
+        runs = np.split(marked, np.flatnonzero(np.diff(marked >= 0)) + 1)
+        texts = []
+        for run in runs:
+            text = self._tokenizer.decode(np.where(run < 0, ~run, run).tolist())
+            texts.append(f"[[{text}]]" if run[0] >= 0 else text)
+        text = "".join(texts)
+        return text if len(text) <= limit else f"{text[:limit]} ..."
+
+    def _render_whole(self, chat: Conversation) -> tuple[str, list[tuple[int, int]], bool]:
+        """Return the text, the assistant's ``[begin, end)``, and whether tags mark them."""
+        template = self._tokenizer.get_chat_template(self._template, chat.tools)
+        if _GENERATION.search(template):
+            marks = {"return_assistant_tokens_mask": True}
+            return *self._render(chat, template, len(chat.messages), **marks), True
+        text, _ = self._render(chat, template, len(chat.messages))
+        spans = []
+        for index, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(chat, template, index, add_generation_prompt=True)
+            until, _ = self._render(chat, template, index + 1)
+            require(
+                text.startswith(until) and until.startswith(before),
+                f"{chat.where}: the chat template renders the messages up to the assistant's "
+                f"(message {index + 1}) in another way than within the conversation, so that its "
+                "text cannot be located: put {% generation %} and {% endgeneration %} around it in "
+                "the template, and give that to --chat-template FILE",
+            )
+            spans.append((len(before), len(until)))
+        return text, spans, False
+
+    def _render(
+        self, chat: Conversation, template: str, count: int, **settings: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of the first messages, and the spans that tags mark."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                [chat.messages[:count]], chat.tools, chat_template=template, **settings,
+                **self._tokenizer.special_tokens_map,
+            )  # fmt: skip
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise ConfigError(f"{chat.where}: the chat template refuses it: {error}") from error
+        return texts[0], spans[0] if spans else []
+
+    def _mark(self, where: str, rendered: tuple, ids: list[int], offsets: list) -> np.ndarray:
+        text, spans, tagged = rendered
+        begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
+        in_loss = np.zeros(len(ids) + 1, bool)  # with room for eos_token
+        for first, last in spans:
+            # A token across the border counts: it holds some of the assistant's text.
+            inside = np.flatnonzero((begin < last) & (end > first))
+            if inside.size:
+                start, stop = int(inside[0]), int(inside[-1]) + 1
+                if not tagged:
+                    stop = self._end_of_turn(text, ids, offsets, start, stop)
+                in_loss[start:stop] = True
+        if in_loss[-1]:
+            eos = self._tokenizer.eos_token_id
+            require(
+                eos is not None,
+                f"{where}: the chat template ends the last turn with no special token, and the "
+                "tokenizer has no eos_token: set one in its tokenizer_config.json",
+            )
+            ids = [*ids, eos]
+        require(
+            in_loss.any(),
+            f"{where} has no token in the loss: the chat template renders nothing of the "
+            "assistant's messages",
+        )
+        marked = np.array(ids, np.int32)
+        return np.where(in_loss[: len(ids)], marked, ~marked)
+
+    def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
+        """Return the index behind the last token in the loss of the turn ``[start, stop)``."""
+        last = stop
+        while last > start and not text[slice(*offsets[last - 1])].strip():
+            last -= 1
+        if last > start and ids[last - 1] in self._special:
+            return last  # without the newline behind it
+        closed = stop == len(ids) or ids[stop] in self._special
+        return stop + closed
