@@ -1,6 +1,7 @@
-"""Documents of input files: JSON lines, parquet and plain text, cut into pieces read alone."""
+"""Documents of input files: JSON lines, parquet and plain text, in independent pieces."""
 
 import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -16,7 +17,7 @@ from megatron_dsa.errors import ConfigError, VersionError, require
 TEXT, LINES, PARQUET, TOPICS = "text", "lines", "parquet", "topics"
 _ENDINGS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: Rows of parquet in memory together.
+#: Records of parquet in memory together.
 _ROWS = 256
 #: Left-out documents that a summary names, per shard.
 _NAMED = 3
@@ -132,7 +133,7 @@ class Reader:
         skip_broken: leave out records that cannot be read, instead of an error.
         skipped: reason -> number of documents that were left out.
         named: the first broken records.
-        notes: facts about files that the user should know.
+        notes: unusual facts about files, for the user.
     """
 
     key: str
@@ -293,6 +294,6 @@ def _rows(piece: Piece, reader: Reader) -> _Texts:
         ):
             for value in batch.column(0).to_pylist():
                 done += 1
-                row = first + done
-                text = reader.text_of(value, lambda row=row: f"{piece.path}: row {row}")
+                place = functools.partial("{}: row {}".format, piece.path, first + done)
+                text = reader.text_of(value, place)
                 yield text, piece.size * done // total

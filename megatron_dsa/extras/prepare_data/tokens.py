@@ -28,7 +28,7 @@ class Tokens:
         vocabulary: ids are below it.
         identity: differs where ids may differ.
         flags: of a training on the data.
-        note: a fact about document ends that the user should know, or "".
+        note: a remark on document ends for the user, or "".
     """
 
     encode: Callable[[str], Sequence[int]]

@@ -22,40 +22,20 @@ from megatron_dsa.extras.prepare_data.inputs import Reader, cut, python_document
 from megatron_dsa.extras.prepare_data.shards import Workspace, write_byte_dataset
 from megatron_dsa.extras.prepare_data.tokens import byte_tokens, hugging_face_tokens
 from megatron_dsa.training.data import BYTE_EOD
+from tests.cases.tokenizers import END, write_tokenizer
 from tests.helpers import no_room
 
 ROOT = Path(__file__).resolve().parents[4]
 #: Ends of lines that JSON escapes, blanks, several scripts, what looks like a special token.
 TEXTS = [
-    "one\r\ntwo\rthree\n", "  blanks  \t", "déjà vu: ÷ ∑ 深度 🙂", "<|end|> in a text", "\u2028",
+    "one\r\ntwo\rthree\n", "  blanks  \t", "déjà vu: ÷ ∑ 深度 🙂", f"{END} in a text", "\u2028",
     *(text[:3000] for text in python_documentation()[:40]),
 ]  # fmt: skip
-END = "<|end|>"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Folder of a Hugging Face tokenizer that begins every text with a token."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000, special_tokens=["<|begin|>", END], initial_alphabet=alphabet,
-        show_progress=False,
-    )  # fmt: skip
-    model.train_from_iterator(TEXTS, trainer)
-    model.post_processor = processors.TemplateProcessing(
-        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
-    )
-    folder = tmp_path_factory.mktemp("tokenizer")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token=END, model_max_length=16
-    ).save_pretrained(folder)
-    return folder
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEXTS)
 
 
 def json_lines(texts, end="\n", **more):
@@ -424,7 +404,7 @@ def _interrupt(*_):
 
 
 def test_a_worker_that_is_killed(lines, tmp_path):
-    """As for want of memory."""
+    """As by the kernel where memory runs out."""
 
     def encode(text):
         if text.startswith("killer"):
@@ -452,6 +432,6 @@ def test_progress(lines, tmp_path, monkeypatch, capsys):
         pool.write(workspace.plan([str(lines)], size // 3))
         assert pool._consumed.value == size
     said = capsys.readouterr().err.splitlines()
-    pattern = rf"> (\S+) of {size / 1e6:.1f} MB, [0-4] of \d shards(, \S+ MB/s, \d+ s left)?"
+    pattern = rf"> (\S+) of {size / 1e6:.1f} MB, [0-4] of \d shards(, \S+ MB/s, \S+ \w+ left)?"
     read = [float(re.fullmatch(pattern, line)[1]) for line in said]
     assert read == sorted(read) and 0 < read[-1] < size / 1e6 + 0.05
