@@ -20,6 +20,8 @@ from megatron_dsa.extras.prepare_data.tokens import byte_tokens, hugging_face_to
 #: Seconds between lines of progress: on a terminal, in a file.
 _EVERY = (1, 10)
 _MB = 10**6
+#: Broken records that the summary names.
+_NAMED = 10
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,9 +61,9 @@ def _skipped(records: list[Record]) -> Counter[str]:
 
 
 def _named(records: list[Record]) -> list[str]:
-    named = [each for record in records for each in record.named]
-    rest = len(named) - 10
-    return [*named[:10], *([f"and {rest} others"] if rest > 0 else [])]
+    named = [each for record in records for each in record.named][:_NAMED]
+    rest = _skipped(records)["broken records"] - len(named)
+    return [*named, *([f"and {rest} others"] if rest else [])]
 
 
 def _without_documents(records: list[Record]) -> str:

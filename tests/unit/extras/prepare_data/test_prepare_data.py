@@ -187,6 +187,7 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
     assert re.search("left out: 1 blank lines, 1 empty documents, 7 broken records", said.out)
     assert f"  {path}:4 holds no text at 'text' but a number\n" in said.out
     assert f"  {path}:5 is no JSON (" in said.out and f"  {path}:6 must hold a JSON obj" in said.out
+    assert "  and 4 others\n" in said.out
 
 
 BAD = {
