@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,22 @@ def test_ids_of_the_training(tokenizer, tmp_path):
     assert tokens.vocabulary == trained.vocab_size
     for text in TEXTS:
         assert tokens.document(text).tolist() == [*trained.tokenize(text), trained.eod]
+
+
+def test_another_tokenizer_has_another_identity(tokenizer, tmp_path):
+    """By which finished shards are kept."""
+    same, other = tmp_path / "same", tmp_path / "other"
+    shutil.copytree(tokenizer, same)
+    shutil.copytree(tokenizer, other)
+    model = json.loads((other / "tokenizer.json").read_text())
+    model["model"]["merges"].pop()
+    (other / "tokenizer.json").write_text(json.dumps(model))
+    (same / "model.safetensors").write_bytes(b"weights")
+    found = [
+        hugging_face_tokens(str(folder), append_eod=eod).identity
+        for folder, eod in ((tokenizer, True), (same, True), (other, True), (same, False))
+    ]
+    assert found[0] == found[1] and len(set(found)) == 3
 
 
 def test_large_vocabularies_take_four_bytes():
@@ -353,6 +370,7 @@ def _in_session(session):
 def test_a_stop_while_results_are_moved(shard_mb, moved, lines, tmp_path, monkeypatch):
     prepare(tmp_path / "whole", lines)
     prefix, replace_file = tmp_path / "data", os.replace
+    write_byte_dataset(["an earlier data set"], prefix)
     done = []
 
     def stop(source, target):
@@ -425,6 +443,11 @@ def test_a_worker_that_is_killed(lines, tmp_path):
 
 
 def test_progress(lines, tmp_path, monkeypatch, capsys):
+    counts = []
+    with Workspace(str(tmp_path / "counted"), byte_tokens(), "text") as workspace:
+        for shard in workspace.plan([str(lines)], 5000):
+            workspace.write(shard, counts.append)
+    assert min(counts) >= 0 and sum(counts) == lines.stat().st_size
     monkeypatch.setattr("megatron_dsa.extras.prepare_data.command._EVERY", (0.01, 0.01))
     tokens = replace(byte_tokens(), encode=lambda text: time.sleep(0.002) or [1])
     workspace = Workspace(str(tmp_path / "data"), tokens, "text")
