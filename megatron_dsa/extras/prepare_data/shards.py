@@ -79,15 +79,16 @@ class Workspace:
         pieces = [Piece(TOPICS_NAME, TOPICS, 0, 0, 0)]
         if paths is not None:
             pieces = [piece for path in paths for piece in cut(path, most, self.reader())]
-        shards, some = [], list[Piece]()
+        shards, some, size = [], list[Piece](), 0
         for piece in pieces:
-            if some and sum(each.size for each in some) + piece.size > most:
-                shards.append(self._shard(some))
-                some = []
+            if some and size + piece.size > most:
+                shards.append(self._shard(some, size))
+                some, size = [], 0
             some.append(piece)
-        return [*shards, self._shard(some)]
+            size += piece.size
+        return [*shards, self._shard(some, size)]
 
-    def _shard(self, pieces: list[Piece]) -> Shard:
+    def _shard(self, pieces: list[Piece], size: int) -> Shard:
         facts: list = [_FORMAT, self.tokens.identity, self.key, self.skip_broken]
         for piece in pieces:
             facts.append(asdict(piece) | {"path": os.path.abspath(piece.path)})
@@ -95,7 +96,7 @@ class Workspace:
                 file = os.stat(piece.path)
                 facts.append([file.st_size, file.st_mtime_ns])
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-        return Shard(name, tuple(pieces), sum(piece.size for piece in pieces))
+        return Shard(name, tuple(pieces), size)
 
     def __enter__(self) -> "Workspace":
         with naming(self.folder):
