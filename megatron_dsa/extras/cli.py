@@ -4,13 +4,12 @@ makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.rules.ranges import Range, range_rules
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
+from megatron_dsa.errors import TRACEBACK_FLAG, require
 
 #: Flag -> range, for all commands.
 RANGES: dict[str, Range] = {
@@ -19,6 +18,8 @@ RANGES: dict[str, Range] = {
     "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
     "--step": Range(0, math.inf, "it is an iteration"),
     "--shard-gb": Range(1e-9, 2**20, "it is the size of a file"),
+    "--shard-mb": Range(1e-4, 2**20, "it is the size of a part of the input"),
+    "--workers": Range(1, 2**12, "it is a number of processes"),
     **dict.fromkeys(
         ("--heads", "--dims", "--index-heads", "--index-dim"),
         Range(1, 2**16, "it is a count of heads, or a dimension of one"),
@@ -37,41 +38,6 @@ def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
         return getattr(load_extra(module, f"this command ({function})"), function)(arguments)
 
     return run
-
-
-_BYTE_ORDER_MARK = "\ufeff"
-
-
-def _text_of(path: str) -> str:
-    try:
-        text = Path(path).read_bytes().decode("utf-8")  # read_text would translate ends of lines
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--input {path} must be a text file in UTF-8 ({error}): convert it, or leave it out"
-        ) from None
-    if text.startswith(_BYTE_ORDER_MARK):
-        print(f"note: --input {path} begins with a byte order mark, left out", file=sys.stderr)
-    text = text.removeprefix(_BYTE_ORDER_MARK)
-    if not text:
-        print(f"note: --input {path} is empty, left out", file=sys.stderr)
-    return text
-
-
-def _prepare_data(arguments: argparse.Namespace) -> int:
-    from megatron_dsa.training.data import BYTE_VOCAB, python_documentation, write_byte_dataset
-
-    if arguments.input:
-        documents = [text for path in arguments.input if (text := _text_of(path))]
-        source = f"{len(documents)} file(s)"
-    else:
-        documents = python_documentation()
-        source = "Python's language reference"
-    tokens = write_byte_dataset(documents, arguments.output)
-    print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
-    print(
-        f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"
-    )
-    return 0
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -106,15 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     info.set_defaults(run=_run("info", "print_info"))
     _add_doctor(commands)
-    data = commands.add_parser("prepare-data", help="byte-level Megatron data set from text files")
-    data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
-    data.add_argument(
-        "--input",
-        nargs="+",
-        help="text files in UTF-8, taken byte for byte but for a byte order mark (default: "
-        "Python's documentation)",
-    )
-    data.set_defaults(run=_prepare_data)
+    _add_data(commands)
     _add_conversions(commands)
     _add_trained(commands)
     report = commands.add_parser("report", help="a page on training runs, from TensorBoard's files")
@@ -204,6 +162,44 @@ def _add_doctor(commands) -> None:
     add("--json", action="store_true", help="print the report as JSON")
     add("--allow-unfused", action="store_true", help="exit with 0 without a fused implementation")
     parser.set_defaults(run=_run("doctor", "run"))
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser(
+        "prepare-data", help="Megatron data set from JSON lines, parquet and text files"
+    )
+    data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help=".jsonl and .parquet: a document per record; any other ending: a text file in UTF-8, "
+        "one document; also with .gz (default: Python's documentation)",
+    )
+    data.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer (default: a token per byte of UTF-8)",
+    )
+    data.add_argument(
+        "--jsonl-key", default="text", metavar="KEY", help="key or column of the text (text)"
+    )
+    data.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end documents with the tokenizer's end-of-document token (bytes always do)",
+    )
+    data.add_argument(
+        "--skip-broken", action="store_true", help="leave out records that cannot be read"
+    )
+    data.add_argument("--workers", type=int, help="processes (one per CPU core)")
+    data.add_argument(
+        "--shard-mb",
+        type=float,
+        default=32,
+        help="input of a shard, which a kill loses, in MB (32)",
+    )
+    data.set_defaults(run=_run("prepare_data.command", "run"))
 
 
 def _add_conversions(commands) -> None:

@@ -56,6 +56,7 @@ class Known(NamedTuple):
 
 
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
+_TOKENIZER = "build_tokenizer hugging_face_tokens"
 _LOAD = "load_checkpoint prepare_loading export_hf"
 #: The first entry that fits counts.
 KNOWN = (
@@ -79,6 +80,27 @@ KNOWN = (
         _FLAGS,
         "AssertionError ValueError ZeroDivisionError",
         "Megatron refuses these flags: {error}",
+    ),
+    Known(
+        _TOKENIZER,
+        "ValueError",
+        "Hugging Face tokenizers need the package transformers: pip install 'megatron-dsa[data]'",
+        "name 'AutoTokenizer' is not defined",
+    ),
+    Known(
+        _TOKENIZER,
+        "ValueError",
+        "no tokenizer can be read from {1}: give a folder that exists, with tokenizer.json and "
+        "tokenizer_config.json, in --tokenizer-model (prepare-data: --tokenizer). transformers "
+        "says: {2}",
+        r"Unable to instantiate HuggingFace AutoTokenizer for (.+?)\. Exception: (.*)",
+    ),
+    Known(
+        "_set_wandb_writer",
+        "ModuleNotFoundError",
+        "--wandb-project needs the package wandb: pip install 'megatron-dsa[wandb]', or leave the "
+        "flag out",
+        "wandb",
     ),
     Known(
         "load_checkpoint",

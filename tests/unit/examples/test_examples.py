@@ -180,6 +180,41 @@ def test_more_flags_of_several_lines(tmp_path):
     assert flags[-6:] == ["--seed", "3", "--dsa-dry-run", "--name", "*", "last"]
 
 
+def test_a_run_is_watched(tmp_path, monkeypatch):
+    """TensorBoard's files without a word, all else by variables."""
+    for variables, expected in (
+        ({}, {"data_path": ["data"], "split": "100,0,0", "eval_iters": 0, "wandb_project": None}),
+        (
+            {
+                "DATA_PATH": "0.3 a\n0.7 b", "SPLIT": "99,1,0", "EVAL_STEPS": "8",
+                "EVAL_INTERVAL": "50", "WANDB_PROJECT": "my project",
+                "SAVE_RETAIN_INTERVAL": "1000",
+            },
+            {
+                "data_path": ["0.3", "a", "0.7", "b"], "split": "99,1,0", "eval_iters": 8,
+                "eval_interval": 50, "wandb_project": "my project", "wandb_exp_name": "checkpoints",
+                "save_retain_interval": 1000,
+            },
+        ),
+        (
+            {"VALID_DATA_PATH": "0.5 c 0.5 d", "WANDB_PROJECT": "p", "WANDB_NAME": "a name"},
+            {
+                "train_data_path": ["data"], "valid_data_path": ["0.5", "c", "0.5", "d"],
+                "data_path": None, "split": None, "wandb_exp_name": "a name",
+            },
+        ),
+    ):  # fmt: skip
+        _, flags, _ = launched("v3_2.sh", tmp_path, TRAINING | variables)
+        _, args = configured(flags, SCRIPTS["v3_2.sh"][1], monkeypatch)
+        assert {name: getattr(args, name) for name in expected} == expected
+        assert args.tensorboard_dir == str(tmp_path / "checkpoints/events")
+        (tmp_path / "checkpoints/train.node0.log").unlink()
+    _, flags, _ = launched("v3_2.sh", tmp_path, TRAINING | {"TENSORBOARD_DIR": "elsewhere"})
+    assert flags[flags.index("--tensorboard-dir") + 1] == "elsewhere"
+    done = launch("v3_2.sh", tmp_path, TRAINING | {"VALID_DATA_PATH": "c", "SPLIT": "9,1,0"})
+    assert done.returncode == 2 and "SPLIT must be unset with VALID_DATA_PATH" in done.stderr
+
+
 def test_unknown_recompute_is_refused(tmp_path):
     done = launch("v3_2.sh", tmp_path, TRAINING | {"RECOMPUTE": "most"})
     assert done.returncode == 2 and "got most" in done.stderr

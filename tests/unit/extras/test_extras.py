@@ -19,6 +19,7 @@ LOADED = {
     "lora": ("lora.lora", None),
     "muon": ("muon.table", ["info", "--muon", "glm-5"]),
     "planner": ("planner.command", None),
+    "prepare_data": ("prepare_data.command", ["prepare-data", "--output", "x"]),
     "report": ("report.command", ["report", "x"]),
 }
 #: Imported by scripts of users; no flag loads them.

@@ -12,7 +12,12 @@ ROOT = Path(__file__).resolve().parents[3]
 def run_without(module, *arguments):
     """Run a command in a process in which a module cannot be imported."""
     program = (
-        f"import runpy, sys; sys.modules[{module!r}] = None\n"
+        "import runpy, sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
         "runpy.run_module('megatron_dsa', run_name='__main__', alter_sys=True)"
     )
     return subprocess.run(

@@ -13,8 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.generate import evaluate
+from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 from megatron_dsa.training import data, flag_rules
-from megatron_dsa.training.data import write_byte_dataset
 from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.entry_errors import explain
 from megatron_dsa.training.files.system_errors import naming

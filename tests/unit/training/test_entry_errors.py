@@ -200,6 +200,40 @@ def test_an_optimizer_of_another_learning_rate():
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        (True, "no tokenizer can be read from /nowhere/tokenizer: give a folder that exists, with"),
+        (False, "need the package transformers: pip install 'megatron-dsa[data]'"),
+    ],
+)
+def test_tokenizers(installed, says, monkeypatch):
+    from megatron.core.tokenizers.text.libraries import huggingface_tokenizer
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    if installed:
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.delattr(huggingface_tokenizer, "AutoTokenizer", raising=False)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/tokenizer"]
+    args = parsed([*TINY_FLAGS, *flags], 1, monkeypatch)
+    with pytest.raises(ValueError) as raised:
+        build_tokenizer(args)
+    ending = explain(raised.value)
+    assert ending.code == 2 and says in ending.message and "\n" not in ending.message
+
+
+def test_wandb_that_is_not_installed(monkeypatch):
+    from megatron.training import global_vars
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    args = SimpleNamespace(wandb_project="p", wandb_exp_name="e", rank=0, world_size=1)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        global_vars._set_wandb_writer(args)
+    ending = explain(raised.value)
+    assert ending.code == 2 and "pip install 'megatron-dsa[wandb]'" in ending.message
+
+
 @pytest.fixture
 def rejected(monkeypatch):
     """Megatron's machine after a step that was not a number; ``rejected(save)``."""
@@ -244,9 +278,15 @@ def test_not_a_number_with_save(rejected, alone, capsys):
         (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
         (["prepare-data", "--output", "x", "--input", "."], ".: Is a directory: check the path"),
         (["prepare-data", "--output", "x/"], "--output x/ must end in the name that files begin"),
-        (["prepare-data", "--output", f"{__file__}/x"], "File exists: check the path"),
+        (["prepare-data", "--output", f"{__file__}/x"], "Not a directory: check the path"),
         (["report", "nowhere"], "nowhere is no folder"),
         (["prepare-data", "--output", "x", "--input", sys.executable], "must be a text file"),
+        (["prepare-data", "--output", "x", "--tokenizer", "nowhere"], "nowhere is no folder: give"),
+        (
+            ["prepare-data", "--output", "x", "--tokenizer", "tests"],
+            "no tokenizer can be read from tests",
+        ),
+        (["prepare-data", "--output", "x", "--workers", "0"], "--workers must be"),
         (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "nan"], "--shard-gb must be"),
         (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "inf"], "--shard-gb must be"),
         (["info", "--muon", "glm-5", "--json"], "--json and --muon must not be given together"),
@@ -268,7 +308,7 @@ def test_commands(command, says, monkeypatch, alone, capsys):
     said = capsys.readouterr().err
     assert leaving.value.code == 2 and said.startswith("error: ") and says in said
     monkeypatch.setattr(sys, "argv", ["megatron_dsa", *command, "--traceback"])
-    with pytest.raises((ConfigError, OSError)):
+    with pytest.raises((ValueError, OSError)):
         main()
 
 
