@@ -59,7 +59,7 @@ def prepare_host(argv: list[str]) -> None:
             sys.modules.get("transformer_engine") is None,
             "prepare_host() must be called before Megatron is imported on a machine without a GPU: "
             "Megatron has taken transformer-engine, which needs one. Import it after the call, as "
-            "in the README's script",
+            "in the script of docs/guide/start.md",
         )
         install("no GPU")
     else:

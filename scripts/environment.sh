@@ -28,8 +28,8 @@ find_python() {
 # and tilelang compiles for GPUs that are not there.
 packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,tilelang,muon,test]")
 # What some tests compare with; they are skipped without it.
-peers=("transformers==5.23.0" "peft==0.21.2" "pyarrow==26.0.1")
-stamp=$(printf '%s\n' "${packages[@]}" "${peers[@]}" "$(cksum setup.py)")
+peers=("transformers==5.23.0" "peft==0.21.2" "pyarrow==26.0.1" "playwright==1.65.2" -r docs/requirements.txt)
+stamp=$(printf '%s\n' "${packages[@]}" "${peers[@]}" "$(cksum setup.py docs/requirements.txt)")
 if [[ -x .venv/bin/python && -f .venv/stamp && $(cat .venv/stamp) == "$stamp" ]]; then
   echo "$PWD/.venv/bin/python"
   exit

@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.ops import OPERATIONS
 from tests.functional.launch import train
 
-#: Lines of README's five steps beside those of the training; Megatron's are most of them.
+#: Lines of the guide's five steps beside those of the training; Megatron's are most of them.
 LINES = 67
 HYBRID = {
     "--num-layers": 3, "--csa-compress-ratios": [0, 4, 16], "--csa-window-size": 12,

@@ -265,8 +265,12 @@ def check_training(words):
 def check_command(words: list[str]) -> None:
     """Raise unless a command and the flags of ours that it gives exist."""
     program, *rest = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
-    if program in ("cd", "export", "source", "git", "ruff", "mypy", "pytest"):
+    if program in ("cd", "export", "source", "git", "ruff", "mypy", "pytest", "mkdocs"):
         return
+    if program == "docker" and rest[0] == "run":
+        return
+    if program == "docker":
+        program, rest = "pip", [(ROOT / "Dockerfile").read_text()]
     if program == "pip":
         extras = re.findall(r"megatron-dsa\[([\w,]+)\]", " ".join(rest))
         setup = (ROOT / "setup.py").read_text()

@@ -1,4 +1,4 @@
-"""Flags that are preset: README's and all scripts' commands start with every optional package."""
+"""Flags that are preset: commands of guide and scripts start with every optional package."""
 
 import importlib.util
 import json
@@ -19,6 +19,7 @@ from tests.host import parsed, start
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLES = REPOSITORY / "examples"
+GUIDE = "docs/guide/start.md"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[vgt]*_*.sh"))
 #: What the scripts of large models ask for, with made-up values.
 VARIABLES = {
@@ -40,11 +41,11 @@ VARIABLES = {
 }
 
 
-def readme_block(folder):
-    """Write the commands of README's section on the command line to a script."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def guide_block(folder):
+    """Write the commands of the guide's section on the command line to a script."""
+    text = (REPOSITORY / GUIDE).read_text(encoding="utf-8")
     (block,) = re.findall(r"```bash\n(python -m megatron_dsa prepare-data.*?)```", text, re.S)
-    script = folder / "readme.sh"
+    script = folder / "guide.sh"
     script.write_text(block)
     return ["bash", script]
 
@@ -77,14 +78,14 @@ def with_transformer_engine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
-@pytest.mark.parametrize("script", ["README.md", *SCRIPTS])
+@pytest.mark.parametrize("script", [GUIDE, *SCRIPTS])
 def test_commands_start_with_transformer_engine(
     script, tmp_path, monkeypatch, with_transformer_engine
 ):
     """Megatron's defaults would refuse rope of kind 'rope', and need Apex's kernel."""
     from megatron_dsa.pretrain import model_config_from_args
 
-    command = readme_block(tmp_path) if script == "README.md" else [EXAMPLES / script]
+    command = guide_block(tmp_path) if script == GUIDE else [EXAMPLES / script]
     found = trainings(command, tmp_path)
     assert found
     for flags in found:

@@ -494,8 +494,8 @@ def test_what_is_printed(capsys):
         assert part in out, part
 
 
-def test_the_flags_of_the_readme_are_planned_for_eight_gpus(capsys):
-    page = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
+def test_the_flags_of_the_guide_are_planned_for_eight_gpus(capsys):
+    page = (Path(__file__).parents[4] / "docs/guide/start.md").read_text(encoding="utf-8")
     flags = shlex.split(re.search(r"^flags=\((.*?)^\)$", page, re.M | re.S)[1])
     status = dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-world", "8"])
     captured = capsys.readouterr()
