@@ -29,6 +29,7 @@ MODULES = (
     "csa",
     "config.options",
     "config.model",
+    "config.transformer",
     "config.presets",
     "layers.freezing",
     "training.checkpoints",

@@ -240,7 +240,7 @@ def test_not_a_number_with_save(rejected, alone, capsys):
 @pytest.mark.parametrize(
     "command, says",
     [
-        (["import-hf", "--input", "nowhere", "--output", "x"], "config.json is missing"),
+        (["import-hf", "--input", ".", "--output", "x"], "config.json is missing"),
         (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
         (["prepare-data", "--output", "x", "--input", "."], ".: Is a directory: check the path"),
         (["prepare-data", "--output", "x/"], "--output x/ must end in the name that files begin"),
@@ -252,7 +252,7 @@ def test_not_a_number_with_save(rejected, alone, capsys):
         (["info", "--muon", "glm-5", "--json"], "--json and --muon must not be given together"),
         (["info", "--support-table", "--json"], "must not be given together"),
         (["info", "--muon-per-head", "all"], "--muon-per-head all needs --muon"),
-        (["info", "--muon", "nosuch"], "--muon nosuch: must be a released model, one of deepseek"),
+        (["info", "--muon", "nosuch"], "--muon nosuch must be a released model; available: v3.2"),
         (
             ["generate", "--load", "x", "--prompt", "a", "--temperature", "inf"],
             "--temperature must be finite",
