@@ -39,7 +39,12 @@ from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_ch
 from megatron_dsa.extras.huggingface.trained_config import check_trained
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
-from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
+from megatron_dsa.training.checkpoints import (
+    base_of,
+    distributed_checkpoint,
+    entries_of,
+    redirect,
+)
 from megatron_dsa.training.files.whole import WholeFiles
 
 
@@ -150,7 +155,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
         )
     with _one_process():
         _note(*check_trained(directory, hf, arguments.config))
-        stored = StoredParameters(directory)
+        stored = StoredParameters(directory, base_of(directory))
 
         def empty(dtype: torch.dtype | None = None):
             model: Any = empty_model(hf, stage, mtp, dtype, features, **adapters)
