@@ -127,6 +127,30 @@ def test_resume_is_the_uninterrupted_run(runs, whole, tmp_path):
         assert all(found[name].equal(expected[name]) for name in found)
 
 
+@pytest.mark.parametrize(
+    ("base", "changes", "kept"),
+    [
+        ({"--dsa-stage": "dense"}, {}, ".indexer."),
+        ({}, {"--padded-vocab-size": 272}, "embedding.|output_layer."),
+    ],
+    ids=["fresh indexers", "more rows that pad the vocabulary"],
+)
+def test_what_the_base_lacks_is_saved(base, changes, kept, runs, tmp_path):
+    flags = runs[1] | {"--save": tmp_path / "base", "--train-iters": 2}
+    train(flags | base, one_process=True)
+    flags |= LORA | changes | {"--train-iters": 4}
+    start = {"--pretrained-checkpoint": tmp_path / "base", "--save": tmp_path / "whole"}
+    lora = train(flags | start, one_process=True)
+    start = {"--load": tmp_path / "whole", "--ckpt-step": 2, "--save": tmp_path / "resumed"}
+    resumed = train(flags | start, one_process=True)
+    assert figures(resumed) == figures(lora)[2:]
+    expected, found = read(tmp_path / "whole"), read(tmp_path / "resumed")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in found)
+    weights = [x for x in found if "_lora_" not in x]
+    assert weights and all(re.search(kept, name) for name in weights)
+
+
 @pytest.mark.parametrize("form", [[], ["--adapter"]], ids=["merged", "adapter"])
 def test_exports_are_equal_to_the_byte(form, runs, whole, tmp_path):
     pytest.importorskip("safetensors")
