@@ -11,7 +11,7 @@ import torch
 from megatron_dsa import __version__, patches
 from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
 from megatron_dsa.config.extras import load_extra, optional_extra
-from megatron_dsa.config.model import CSAFields, DSAOptions, uses_csa
+from megatron_dsa.config.model import CSAFields, DSAOptions
 from megatron_dsa.config.presets import AROUND, PRESETS
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import did_you_mean, require
@@ -57,12 +57,12 @@ def collect_info() -> dict:
             }
             for i in range(torch.cuda.device_count())
         ],
-        "operations": {model: _operations(model_ops(name)) for model, name in MODELS.items()},
+        "operations": {name: _operations(model_ops(name)) for name in MODELS},
         "selected_attention": {
-            model: _attention(name, "sparse") for model, name in MODELS.items() if not _is_v4(name)
+            name: _attention(name, "sparse") for name in MODELS if not _is_v4(name)
         },
         "visible_attention": {
-            model: _attention(name, "dense") for model, name in MODELS.items() if not _is_v4(name)
+            name: _attention(name, "dense") for name in MODELS if not _is_v4(name)
         },
     }
     return {"verdict": _verdict(info)} | info
@@ -88,8 +88,8 @@ def _verdict(info: dict) -> str:
     )
 
 
-#: Models whose operations are listed, and their presets.
-MODELS = {"DeepSeek-V3.2": "v3.2", "DeepSeek-V4-Pro": "v4-pro"}
+#: Models whose operations are listed.
+MODELS = ("v3.2", "v4-pro")
 #: Options that call all operations between them.
 SETTINGS = (
     DSAOptions(stage="sparse", evaluate_indexer=True),
@@ -107,7 +107,7 @@ def model_ops(name: str) -> dict[str, RequiredOp]:
             continue
         config = model_config(name, options)
         # V4's layers with an indexer call everything that the others do.
-        ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
+        ratios = getattr(config, "csa_compress_ratios", None) or [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     if _is_v4(name):
