@@ -28,7 +28,6 @@ MODULES = (
     "specs",
     "csa",
     "config.options",
-    "config.model",
     "config.transformer",
     "config.presets",
     "layers.freezing",

@@ -1,4 +1,4 @@
-"""Fields that a model has beside Megatron's MLA configuration, and facts of any configuration.
+"""This package's fields of a model, and facts of any transformer configuration.
 
 Megatron is not imported: commands that only print read these.
 """

@@ -1,4 +1,4 @@
-"""``info``: the calls that it lists are those of Megatron's configurations; its verdict."""
+"""``info``: it lists the calls of Megatron's configurations; its verdict."""
 
 from unittest import mock
 
