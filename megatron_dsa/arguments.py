@@ -160,7 +160,7 @@ def check_own_flags(words: list[str]) -> None:
     wrong = [x for x in flags if x.startswith(OWN_PREFIX) and not x.startswith(MEGATRON_PREFIXES)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    numbers = {flag: _numbers(given_values(words, flag)) for flag in FLAGS}
+    numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # the last wins
     for ok, message in (*range_rules(vars(parsed), FLAGS), *range_rules(numbers, FLAGS)):
         require(ok, message)
 
