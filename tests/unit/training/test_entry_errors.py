@@ -128,13 +128,13 @@ def test_a_tokenizer_that_is_not_there(kind, folder, monkeypatch):
     with pytest.raises((AssertionError, OSError, ValueError)) as raised:
         build_tokenizer(args)
     ending = explain(raised.value)
-    assert ending.code == 2 and "the model must be a folder that exists" in ending.message
+    assert ending.code == 2 and "a folder that exists" in ending.message
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({}, "--wandb-project needs the package wandb, which"),
+        ({}, "--wandb-project needs the package wandb: pip install"),
         ({"wandb_exp_name": ""}, "--wandb-project needs --wandb-exp-name, and --wandb-save-dir"),
     ],
 )
