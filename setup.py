@@ -39,6 +39,7 @@ setup(
         "megatron_dsa.extras.report": ["page.html"],
         "": ["README.md"],
     },
+    entry_points={"console_scripts": ["megatron-dsa = megatron_dsa.__main__:main"]},
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={

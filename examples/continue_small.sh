@@ -18,7 +18,7 @@ source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 export PYTHONWARNINGS=ignore
 mkdir -p "$run"
-rm -rf "$run"/{checkpoint,imported,warmup,sparse,sft,exported,train.log,data*}
+rm -rf "$run"/{checkpoint,imported,warmup,sparse,sft,exported*,cache,train.log,data*}
 command() { "$python" -m megatron_dsa "$@" 2>>"$run/train.log"; }
 
 echo "== checkpoint, import, data"
@@ -50,4 +50,5 @@ stage sft sparse "$sft_steps" --dsa-indexer-use-sparse-loss --sft --data-path "$
 
 echo "== export"
 command export-hf --input "$run/sft" --config "$run/checkpoint" --output "$run/exported"
-echo "$run/exported is the trained model in the format of $run/checkpoint"
+command export-hf --input "$run/sft" --config "$run/checkpoint" --output "$run/exported-fp8" --quantise fp8
+echo "the trained model, in the format of $run/checkpoint: $run/exported, and in fp8: $run/exported-fp8"

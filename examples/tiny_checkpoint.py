@@ -2,8 +2,9 @@
 
     python examples/tiny_checkpoint.py glm-5 runs/continue_small
 
-writes ``checkpoint/`` (weights and tokenizer as transformers saves them), ``text.jsonl`` (docstrings
-of Python's standard library) and ``chat.jsonl`` (questions about them). Needs ``transformers``.
+writes ``checkpoint/`` (weights and tokenizer as transformers saves them), ``text.jsonl``
+(docstrings of Python's standard library) and ``chat.jsonl`` (questions about them). Needs
+``transformers``.
 """
 
 import argparse
@@ -25,6 +26,12 @@ TEMPLATE = (
     "{%- if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+#: Modules whose docstrings are the text.
+MODULES = (
+    *("argparse", "collections", "datetime", "functools", "heapq", "inspect", "itertools"),
+    *("json", "math", "os", "pathlib", "random", "re", "shutil", "statistics", "string"),
+    *("subprocess", "tarfile", "textwrap", "threading", "typing", "zipfile"),
+)
 _COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
     "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -44,9 +51,10 @@ MODELS = {
     "v3.2": _COMMON | _MLA | {"model_type": "deepseek_v32"},
     "v4": _COMMON
     | {
-        "model_type": "deepseek_v4", "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 32, "o_groups": 2,
-        "o_lora_rank": 32, "sliding_window": 32, "num_hidden_layers": 4, "hc_mult": 2,
-        "num_nextn_predict_layers": 0, "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0,
+        "model_type": "deepseek_v4", "intermediate_size": 64, "num_key_value_heads": 1,
+        "head_dim": 32, "o_groups": 2, "o_lora_rank": 32, "sliding_window": 32,
+        "num_hidden_layers": 4, "hc_mult": 2, "num_nextn_predict_layers": 0,
+        "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0,
         "layer_types": ["sliding_attention", "compressed_sparse_attention",
                         "heavily_compressed_attention", "compressed_sparse_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
@@ -57,9 +65,7 @@ MODELS = {
 
 def docstrings() -> Iterator[tuple[str, str]]:
     """Yield names and docstrings of public functions of Python's standard library."""
-    for name in ("argparse", "collections", "datetime", "functools", "heapq", "inspect", "itertools",
-                 "json", "math", "os", "pathlib", "random", "re", "shutil", "statistics", "string",
-                 "subprocess", "tarfile", "textwrap", "threading", "typing", "zipfile"):  # fmt: skip
+    for name in MODULES:
         module = importlib.import_module(name)
         for member in sorted(vars(module)):
             text = inspect.getdoc(getattr(module, member))
@@ -93,7 +99,12 @@ def main() -> None:
     tokenizer_of([text for _, text in found]).save_pretrained(checkpoint)
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(**MODELS[options.model])
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for name, table in model.state_dict().items():
+        if name.endswith("tid2eid"):  # transformers leaves the experts of a token at zero
+            draws = torch.rand(len(table), config.n_routed_experts)
+            table.copy_(draws.argsort(1)[:, : table.shape[1]])
+    model.save_pretrained(checkpoint)
     rows = {
         "text": [{"text": f"{name}\n{text}"} for name, text in found],
         "chat": [

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from megatron_dsa.config.presets import AROUND, PRESETS
-from megatron_dsa.extras.huggingface.build import flags_of
+from megatron_dsa.config.presets import AROUND, LATENT_EPSILON, PRESETS
 from megatron_dsa.extras.huggingface.config_json import check_model, parse_config
+from megatron_dsa.extras.huggingface.flags import flags_of
 from tests.cases.launch_scripts import EXAMPLES, TRAINING, launch, launched, logs
 from tests.cases.released_models import CONFIGS, GLM_5
 from tests.host import parsed
@@ -33,10 +33,10 @@ def configured(flags, world, monkeypatch):
 
 #: Script -> preset, GPUs, pipeline ranks of its defaults.
 SCRIPTS = {
-    "v3_2.sh": ("deepseek-v3.2", 256, 8),
+    "v3_2.sh": ("v3.2", 256, 8),
     "glm_5.sh": ("glm-5", 256, 8),
-    "v4_flash.sh": ("deepseek-v4-flash", 128, 4),
-    "v4_pro.sh": ("deepseek-v4-pro", 512, 8),
+    "v4_flash.sh": ("v4-flash", 128, 4),
+    "v4_pro.sh": ("v4-pro", 512, 8),
 }
 WARM_UP, LONG = {"STAGE": "warmup"}, {"SEQ_LENGTH": "131072", "CP": "4"}
 RUNS = [
@@ -66,9 +66,9 @@ def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
     assert launcher[2:4] == ["--nnodes", str(world // 8)]
     config, args = configured(flags, world, monkeypatch)
     check_model(parse_config(released), config)
-    for field, value in (AROUND[preset] | PRESETS[preset]).items():
-        if field != "dsa":
-            assert getattr(config, field) == value, field
+    fields = AROUND[preset] | PRESETS[preset]
+    assert config.dsa.latent_norm_epsilon == fields.pop(LATENT_EPSILON, None)
+    assert all(getattr(config, field) == value for field, value in fields.items())
     assert args.padded_vocab_size == released["vocab_size"]
     assert args.mtp_num_layers == released["num_nextn_predict_layers"]
     assert args.seq_length == int(variables.get("SEQ_LENGTH", 4096))

@@ -93,9 +93,9 @@ def test_too_few_tokens_to_evaluate(documents, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "trained_model", lambda *_: contextlib.nullcontext(loaded))
     says = f"^--data-path {prefix} must have more tokens than a .* got {2 * len(documents)}: give"
     with pytest.raises(ConfigError, match=says):
-        main(["evaluate", "--load", "there", "--data-path", prefix])
+        main(["evaluate", "--load", ".", "--data-path", prefix])
     with pytest.raises(ConfigError, match=r"there is no file .*other\.idx"):
-        main(["evaluate", "--load", "there", "--data-path", f"{tmp_path}/other"])
+        main(["evaluate", "--load", ".", "--data-path", f"{tmp_path}/other"])
 
 
 @pytest.mark.parametrize(

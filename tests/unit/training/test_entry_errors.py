@@ -114,6 +114,41 @@ def test_hidden_size_that_is_no_multiple_of_heads(monkeypatch):
     assert pretrain.model_config_from_args(args).transformer.hidden_size == 30
 
 
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [("HuggingFaceTokenizer", "nowhere/there"), ("HuggingFaceTokenizer", None),
+     ("SentencePieceTokenizer", "/nowhere")],
+)  # fmt: skip
+def test_a_tokenizer_that_is_not_there(kind, folder, monkeypatch):
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = parsed([*TINY_FLAGS, "--tokenizer-type", kind], 1, monkeypatch)
+    args.tokenizer_model = folder
+    with pytest.raises((AssertionError, OSError, ValueError)) as raised:
+        build_tokenizer(args)
+    ending = explain(raised.value)
+    assert ending.code == 2 and "a folder that exists" in ending.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "--wandb-project needs the package wandb: pip install"),
+        ({"wandb_exp_name": ""}, "--wandb-project needs --wandb-exp-name, and --wandb-save-dir"),
+    ],
+)
+def test_wandb_that_cannot_run(settings, says, monkeypatch):
+    from megatron.training.global_vars import _set_wandb_writer
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    values = {"wandb_project": "a", "wandb_exp_name": "b", "rank": 0, "world_size": 1}
+    with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
+        _set_wandb_writer(SimpleNamespace(**values | settings))
+    ending = explain(raised.value)
+    assert ending.code == 2 and ending.message.startswith(says)
+
+
 def init_process_group(*arguments, **settings):
     """Where errors of processes that look for each other at the start come from."""
     return TCPStore("localhost", *arguments, is_master=True, **settings)
@@ -274,7 +309,7 @@ def test_not_a_number_with_save(rejected, alone, capsys):
 @pytest.mark.parametrize(
     "command, says",
     [
-        (["import-hf", "--input", "nowhere", "--output", "x"], "config.json is missing"),
+        (["import-hf", "--input", ".", "--output", "x"], "config.json is missing"),
         (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
         (["prepare-data", "--output", "x", "--input", "."], ".: Is a directory: check the path"),
         (["prepare-data", "--output", "x/"], "--output x/ must end in the name that files begin"),
@@ -292,7 +327,7 @@ def test_not_a_number_with_save(rejected, alone, capsys):
         (["info", "--muon", "glm-5", "--json"], "--json and --muon must not be given together"),
         (["info", "--support-table", "--json"], "must not be given together"),
         (["info", "--muon-per-head", "all"], "--muon-per-head all needs --muon"),
-        (["info", "--muon", "nosuch"], "--muon nosuch: must be a released model, one of deepseek"),
+        (["info", "--muon", "nosuch"], "--muon nosuch must be a released model; available: v3.2"),
         (
             ["generate", "--load", "x", "--prompt", "a", "--temperature", "inf"],
             "--temperature must be finite",
