@@ -120,8 +120,7 @@ def log_choice(choice: Choice, policy: Policy) -> None:
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if choice.no_gpu:
         # The same reason for every operation: one line says it, or the head of the table.
-        if not choices_are_collected():
-            log_once(level, NO_GPU)
+        log_once(logging.DEBUG if choices_are_collected() else level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and choices_are_collected():
         level = logging.DEBUG
