@@ -32,8 +32,8 @@ def machine() -> str:
 def software() -> str:
     """Return the versions that were trained with, and the commit where the package is a clone."""
     commit = f" (commit {found})" if (found := _commit()) else ""
-    others = (f"{name} {installed_version(name)}" for name in ("megatron-core", "torch"))
-    return ", ".join((f"megatron_dsa {megatron_dsa.__version__}{commit}", *others))
+    megatron = f"megatron-core {installed_version('megatron-core')}"
+    return f"megatron_dsa {megatron_dsa.__version__}{commit}, {megatron}, torch {torch.__version__}"
 
 
 def _commit() -> str:
