@@ -7,6 +7,7 @@
 #           as a DeepSeek-V3.2
 #   reload  imports that, and evaluates: the loss must be that of the model that was exported
 # All flags of the model come from the two config.json. Arguments are appended to each stage's flags.
+# Every call begins anew.
 #   RUN_DIR  where data, checkpoints, log and report go   (runs/dense_to_sparse)
 #   STEPS    optimizer steps of the three stages          ("100 50 50")
 #   PYTHON   interpreter with everything installed        (sets up .venv and takes that)
@@ -14,8 +15,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${RUN_DIR:-runs/dense_to_sparse}
 read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-100 50 50}"
+stages=4
 source examples/small_stages.sh
-rm -rf "$run/dense" "$run/sparse" "$run/trained"
+rm -rf "$run"/{checkpoints,events,dense,sparse,trained,train.log}
 
 mkdir -p "$run/v3" "$run/v3.2"
 shape='"vocab_size": 257, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -56,8 +58,9 @@ stage sparse $((warmup_steps + sparse_steps)) 1e-3 "$@"
 sparse=$(validation)
 convert v3.2 sparse
 
-echo "== reload"
-stage sparse 1 1e-3 --dsa-load-hf "$run/sparse" --skip-train "$@"
+number=4
+echo "== stage 4/4, reload"
+train sparse 1 1e-3 --dsa-load-hf "$run/sparse" --skip-train "$@"
 reloaded=$(validation)
 report
 echo "validation loss: dense $dense, sparse $sparse, exported and reloaded $reloaded"
@@ -65,3 +68,4 @@ if [[ $reloaded != "$sparse" ]]; then
   echo "$run/sparse is not the model that was trained: see $run/train.log" >&2
   exit 1
 fi
+printf '%-11s %s\n' page "$run/report.html" checkpoint "$run/sparse" log "$log"

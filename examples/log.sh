@@ -1,6 +1,7 @@
 # Sourced by the scripts that train. `logged FILE COMMAND...` runs a command and appends all that it prints
 # to FILE; the terminal shows what `training_lines` lets through. Where the command fails, the end of FILE
-# is shown, too. The exit code is the command's.
+# is shown, too. The exit code is the command's; `stopped` is true after a signal.
+stopped=false
 
 training_lines() { # losses, validations, checkpoints, warnings, errors, and what megatron_dsa says
   grep -E --line-buffered \
@@ -10,18 +11,23 @@ training_lines() { # losses, validations, checkpoints, warnings, errors, and wha
     true # no line to show is no failure
 }
 
+show_end() { # log, exit code
+  echo "exit code $2; all of the log is in $1, its end:" >&2
+  tail -n 20 "$1" >&2
+}
+
 logged() { # file, command
   local log=$1 status signalled shown training
   shift
   mkdir -p "$(dirname "$log")"
-  # tee ignores Ctrl-C, to keep what is printed after it.
-  exec 3> >(tee -ai "$log" | training_lines)
+  # Signals are the training's: what it prints after one is shown and kept.
+  exec 3> >(trap '' INT TERM && tee -a "$log" | training_lines)
   shown=$!
   "$@" >&3 2>&1 &
   training=$!
   exec 3>&-
   # A signal to the script is passed on: Megatron may save a checkpoint (--exit-signal-handler).
-  trap 'signalled=true; kill -TERM "$training" 2>/dev/null || true' INT TERM
+  trap 'signalled=true stopped=true; kill -TERM "$training" 2>/dev/null || true' INT TERM
   while true; do
     status=0 signalled=false
     wait "$training" || status=$?
@@ -29,9 +35,22 @@ logged() { # file, command
   done
   trap - INT TERM
   wait "$shown" || true
-  if [[ $status != 0 ]]; then
-    echo "exit code $status; all of the log is in $log, its end:" >&2
-    tail -n 20 "$log" >&2
-  fi
+  if ((status)) && ! { $stopped && ((status == 143)); }; then show_end "$log" "$status"; fi
   return "$status"
+}
+
+last_step() { # folder of checkpoints: step of the last one
+  cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+}
+
+same_settings() { # folder of a run, settings: the first call sets them, others are refused
+  local file=$1/settings.txt
+  if [[ ! -f $file ]]; then
+    mkdir -p "$1"
+    echo "$2" >"$file"
+  elif [[ $(<"$file") != "$2" ]]; then
+    printf '%s was begun with other settings: choose another RUN_DIR, or remove it\n  there %s\n  now   %s\n' \
+      "$1" "$(<"$file")" "$2" >&2
+    return 2
+  fi
 }

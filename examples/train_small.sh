@@ -5,6 +5,7 @@
 #   sparse  every token attends to the 48 keys (of up to 256) that the indexer selects
 # Every flag is Megatron's or this package's; on a GPU cluster the same entry point and flags are
 # launched with torchrun. Arguments are appended to each stage's flags and override them.
+# Ctrl-C or SIGTERM saves a checkpoint; the same command then continues from it.
 #   RUN_DIR  where data, checkpoints, log and report go   (runs/train_small)
 #   STEPS    optimizer steps of the three stages          ("150 100 150")
 #   PYTHON   interpreter with everything installed        (sets up .venv and takes that)
@@ -12,7 +13,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${RUN_DIR:-runs/train_small}
 read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-150 100 150}"
+stages=3
 source examples/small_stages.sh
+same_settings "$run" "steps $dense_steps $warmup_steps $sparse_steps, flags $*"
 
 model=(--dsa-model v3.2-tiny) # python -m megatron_dsa flags v3.2-tiny prints the flags of the model
 attention=(--attention-backend dsa_fused) # fused kernels where they can run, else torch; the log says which
@@ -21,3 +24,4 @@ stage warmup $((dense_steps + warmup_steps)) 3e-3 "$@"
 stage sparse $((dense_steps + warmup_steps + sparse_steps)) 1e-3 "$@"
 report
 lines
+ending examples/train_small_v4.sh

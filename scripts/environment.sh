@@ -36,18 +36,27 @@ if [[ -x .venv/bin/python && -f .venv/stamp && $(cat .venv/stamp) == "$stamp" ]]
 fi
 
 python=$(find_python)
-say "> creating .venv with $("$python" --version) ($python)"
+mkdir -p .venv
+log=.venv/install.log
+: >"$log"
+quietly() { # command: prints to the log, whose end is shown if it fails
+  local status=0
+  "$@" >>"$log" 2>&1 || status=$?
+  if ((status)); then say "$1 failed, all of its output is in $log, the end:" && tail -n 20 "$log" >&2; fi
+  return "$status"
+}
+say "> installing into .venv, with $("$python" --version) ($python): 5 GB, most of it torch; see $log"
 if command -v uv >/dev/null; then
-  say "> installing with uv (torch is a few GB; the download is the long part)"
-  uv venv --quiet --allow-existing --python "$python" .venv >&2
+  quietly uv venv --allow-existing --python "$python" .venv
   install=(uv pip install --python .venv/bin/python)
 else
-  say "> installing with pip (uv is faster; torch is a few GB, the download is the long part)"
-  "$python" -m venv .venv
-  .venv/bin/python -m pip install --upgrade pip >&2
+  quietly "$python" -m venv .venv
+  quietly .venv/bin/python -m pip install --upgrade pip
   install=(.venv/bin/python -m pip install)
 fi
-"${install[@]}" "${packages[@]}" >&2
-"${install[@]}" "${peers[@]}" >&2 || say "> went without ${peers[*]}: tests that need it are skipped"
+quietly "${install[@]}" "${packages[@]}"
+quietly "${install[@]}" "${peers[@]}" || say "> went without ${peers[*]}: tests that need it are skipped"
+installed=(.venv/lib/python3*/site-packages/*.dist-info)
+say "> installed ${#installed[@]} packages in $SECONDS s"
 printf '%s' "$stamp" > .venv/stamp
 echo "$PWD/.venv/bin/python"

@@ -97,24 +97,17 @@ export RANK=${RANK:-0} LOCAL_RANK=${LOCAL_RANK:-0} WORLD_SIZE=${WORLD_SIZE:-1}
 export MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-0} # 0: any that is free
 
 step_of() { # run: step of its last checkpoint
-  cat "$run/$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+  last_step "$run/$1"
 }
 
 check_settings() { # those of RUN_DIR are what this call has; the first one sets them
-  local file=$run/settings.txt now
+  local now
   if ((seq_length < 512 || seq_length > document_tokens)); then
     echo "LENGTH must be 512 to $document_tokens, the tokens of a document, got $seq_length" >&2
     return 2
   fi
   now="seed ${SEED:-1}, steps $dense_steps $warmup_steps $sparse_steps, first TOPK ${topks[0]}, ${model[*]:0:6}, batch $batch${RATE:+, rate $RATE}${LENGTH:+, length $LENGTH}"
-  if [[ ! -f $file ]]; then
-    mkdir -p "$run"
-    echo "$now" >"$file"
-  elif [[ $(<"$file") != "$now" ]]; then
-    printf '%s was begun with other settings: choose another RUN_DIR\n  there %s\n  now   %s\n' \
-      "$run" "$(<"$file")" "$now" >&2
-    return 2
-  fi
+  same_settings "$run" "$now"
 }
 
 train() { # run, run that it starts from or "", stage, last step, flags

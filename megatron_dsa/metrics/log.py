@@ -267,9 +267,9 @@ def say_how_trained(config) -> None:
     if not has_indexers(config):
         return
     if indexer_is_trained(config):
-        _log_once(logging.INFO, f"megatron_dsa {options_of(config).describe_loss()}")
+        _log_once(logging.INFO, options_of(config).describe_loss())
     else:
-        _log_once(logging.WARNING, "megatron_dsa indexer frozen: --dsa-indexer-loss-coeff 0")
+        _log_once(logging.WARNING, "indexer frozen: --dsa-indexer-loss-coeff 0")
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.errors import require
 from megatron_dsa.layers.cuda_graphs import describe_graphs
 from megatron_dsa.ops.dispatch import Choice, collect_choices
+from megatron_dsa.ops.dispatch.choice_log import NO_GPU
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
@@ -130,7 +131,8 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
         # Calls of several shapes may differ in their reasons: the first one stands.
-        remarks.setdefault((choice.operation, choice.candidate.name), choice.remark())
+        remark = "" if choice.no_gpu else choice.remark()
+        remarks.setdefault((choice.operation, choice.candidate.name), remark)
     table = [("operation", "implementation", "reason")]
     table += sorted((*key, remark) for key, remark in remarks.items())
     widths = [max(len(row[column]) for row in table) for column in (0, 1)]
@@ -144,7 +146,8 @@ def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | No
     """Print the table of rank 0's model, and how it attends if there are two ways to."""
     choices = list(choices)
     if choices:
-        print_rank_0("> megatron_dsa runs (--dsa-log-dispatch: all rejected candidates):")
+        why = f"{NO_GPU}; " if any(choice.no_gpu for choice in choices) else ""
+        print_rank_0(f"> megatron_dsa runs ({why}--dsa-log-dispatch: all rejected candidates):")
         for line in start_table(choices):
             print_rank_0(f">   {line}")
         if attention is not None:

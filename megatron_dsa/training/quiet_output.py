@@ -59,6 +59,8 @@ LONG_RECORDS = (
     ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient"),
     ("megatron.core.datasets.indexed_dataset", "\tExtract the "),
 )
+#: Printed where ``--load`` holds no checkpoint: beginnings of the two lines.
+_NO_CHECKPOINT = ("WARNING: could not find the metadata file", "    will not load any checkpoints")
 
 
 def _is_shown(record: logging.LogRecord, table: tuple[tuple[str, str], ...] = RECORDS) -> bool:
@@ -96,11 +98,15 @@ def _shows_all(args: argparse.Namespace) -> bool:
 def quiet_output() -> Iterator[None]:
     """Let Megatron print neither its arguments nor names of parameters, but at level DEBUG.
 
-    Its theoretical memory, computed for dense attention, is also left out.
+    Also left out are its theoretical memory, computed for dense attention, the memory of a GPU that
+    is not there, and the warning about a missing checkpoint where ``--load`` is ``--save``: that is
+    a first start.
     """
-    from megatron.training import arguments, training  # prepared by then
+    import torch
+    from megatron.training import arguments, checkpointing, get_args, training  # prepared by then
 
     print_arguments, report_memory = arguments._print_args, training.report_theoretical_memory
+    report_gpu_memory, print_line = training.report_memory, checkpointing.print_rank_0
 
     def summarise_arguments(title: str, args: argparse.Namespace) -> None:
         if _shows_all(args):
@@ -117,9 +123,22 @@ def quiet_output() -> Iterator[None]:
         if _shows_all(args):
             report_memory(args, *more, **settings)
 
+    def gpu_memory(*args: Any, **settings: Any) -> None:
+        if torch.cuda.is_available():
+            report_gpu_memory(*args, **settings)
+
+    def checkpoint_line(message: str, *more: Any) -> None:
+        args = get_args() if message.startswith(_NO_CHECKPOINT) else None
+        if args is None or args.load != args.save or _shows_all(args):
+            print_line(message, *more)
+        elif message.startswith(_NO_CHECKPOINT[0]):
+            print_line(f"> no checkpoint in {args.load} yet: this run begins", *more)
+
     with (
         mock.patch.object(arguments, "_print_args", summarise_arguments),
         mock.patch.object(training, "report_theoretical_memory", theoretical_memory),
+        mock.patch.object(training, "report_memory", gpu_memory),
+        mock.patch.object(checkpointing, "print_rank_0", checkpoint_line),
     ):
         for name, _ in LONG_RECORDS:
             logging.getLogger(name).addFilter(_is_shown_briefly)

@@ -23,6 +23,7 @@ from megatron_dsa.ops.dispatch.operation import TIMES
 from megatron_dsa.training.data import check_cp_layout, get_batch
 from megatron_dsa.training.flag_rules import MUON, apply_yarn_flags, check_flags
 from megatron_dsa.training.model import DSAModelConfig
+from megatron_dsa.training.provenance import record_provenance
 
 
 def loss_function(
@@ -83,6 +84,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
 def model_config_from_args(args) -> DSAModelConfig:
     """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
     check_flags(args)
+    record_provenance(args)
     check_cp_layout(args)
     TIMES.on = args.dsa_time_operations
     if args.dsa_log_dispatch:

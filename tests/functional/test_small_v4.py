@@ -5,7 +5,7 @@ import re
 import subprocess
 
 from tests.cases.launch_scripts import EXAMPLES
-from tests.functional.launch import REPOSITORY
+from tests.functional.launch import REPOSITORY, parse_steps
 
 #: Half of the sequences of a step.
 LESS = ("--global-batch-size", "4")
@@ -20,25 +20,25 @@ def test_a_small_whole_v4_trains(tmp_path, python):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    steps = re.findall(
-        r"^iteration +(\d+)/ *\d+ \| lm loss: (\S+)(?: \| indexer loss: (\S+))?"
-        r" \| mtp_1 loss: (\S+) \| [\d.]+ ms$",
-        done.stdout, re.M,
-    )  # fmt: skip
-    assert [int(number) for number, *_ in steps] == [*range(1, 11)]
+    log = (tmp_path / "train.log").read_text()
+    steps = parse_steps(log)
+    assert [step["iteration"] for step in steps] == [*range(1, 11)]
     first, last = steps[0], steps[-1]
-    assert all(5.5 < float(loss) < 6.5 for loss in (first[1], first[3]))
-    assert all(0 < float(loss) < 5 for loss in (last[1], last[3]))
+    assert all(5.5 < first[name] < 6.5 for name in ("lm loss", "mtp_1 loss"))
+    assert all(0 < last[name] < 5 for name in ("lm loss", "mtp_1 loss"))
     # The first stage has no indexers.
-    assert [bool(loss) for _, _, loss, _ in steps] == [False] * 8 + [True] * 2
-    ran = dict(re.findall(r"^>   (\w+): torch (\d+)$", done.stdout, re.M))
+    assert ["indexer loss" in step for step in steps] == [False] * 8 + [True] * 2
+    ran = dict(re.findall(r"^>   (\w+): torch (\d+)$", log, re.M))
     connections = {"hyper_connection_read", "hyper_connection_write", "hyper_connection_head"}
     assert connections | {"compressor", "indexer_topk", "sparse_indexer_loss"} <= set(ran)
-    log = (tmp_path / "train.log").read_text()
     for part in ("hyper-connections", "experts", "multi-token prediction", "router"):
         assert re.search(rf"megatron_dsa counts .*{part} [\d.]+ %", log), part
     assert "seq_load_balancing_loss" in log
+    for stage, end in ((1, "8/8"), (2, "10/10")):
+        shown = rf"stage {stage}/2, step {end}, loss [\d.]+, MTP loss [\d.]+.*, [\d.]+ s a step"
+        assert re.search(f"^{shown}$", done.stdout, re.M), done.stdout
+    assert "WARNING" not in log and "memory (MB)" not in log
     assert (tmp_path / "report.html").exists()
     starts = ("The ", "An expression", "class ")
-    written = done.stdout.splitlines()[-3:]
+    written = done.stdout.partition("== three lines\n")[2].splitlines()[:3]
     assert all(line.startswith(start) for line, start in zip(written, starts, strict=True))

@@ -189,7 +189,7 @@ def test_no_fused_package_falls_back_aloud(data):
     """Without optional packages it trains, and says what runs and why."""
     run = train({"--data-path": data, "--train-iters": 1})
     if torch.cuda.is_available():
-        start = "megatron_dsa sparse_attention_forward:"
+        start = "dispatch:sparse_attention_forward:"
         line = next(x for x in run.log.splitlines() if start in x)
         assert "torch" in line and "flashmla" in line
         assert run.log.count(start) == 1

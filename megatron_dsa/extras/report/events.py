@@ -1,5 +1,7 @@
 """Reading TensorBoard's files of runs."""
 
+import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ class RunLog:
         texts: tag -> the text that was written last.
         starts: first step and ``--dsa-stage`` (or nothing) of every process whose steps count, in
             ascending order; empty if the arguments were not written.
+        sessions: first and last time of writing of every process, in seconds since 1970.
+        folder: of the event files.
     """
 
     name: str
@@ -30,6 +34,8 @@ class RunLog:
     restarts: dict[str, list[float]]
     texts: dict[str, str]
     starts: tuple[tuple[int, str], ...] = ()
+    sessions: tuple[tuple[float, float], ...] = ()
+    folder: Path | None = None
 
     def stages(self) -> list[tuple[int, str]]:
         """Return the stages of training with their first steps; empty if they are unknown."""
@@ -129,23 +135,40 @@ def read_run(name: str, folder: Path) -> RunLog:
     )
     events.Reload()
     tags = events.Tags()
-    scalars, restarts = {}, {}
+    scalars, restarts, times = {}, {}, set()
     for tag in tags["scalars"]:
         seen = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
+        times.update(event.wall_time for event in seen)
         restarts[tag] = [event.value for event in seen]
         scalars[tag] = sorted({event.step: event.value for event in seen}.items())
-    written = {
-        tag.removesuffix("/text_summary"): [
+    written, begun = {}, set()
+    for tag in tags["tensors"]:
+        if not tag.endswith("/text_summary"):
+            continue
+        seen = sorted(events.Tensors(tag), key=lambda event: event.wall_time)
+        texts_of_tag = [
             (event.step, event.tensor_proto.string_val[0].decode(errors="backslashreplace"))
-            for event in sorted(events.Tensors(tag), key=lambda event: event.wall_time)
+            for event in seen
             if event.tensor_proto.string_val
         ]
-        for tag in tags["tensors"]
-        if tag.endswith("/text_summary")
-    }
+        written[tag.removesuffix("/text_summary")] = texts_of_tag
+        if tag.startswith("seq_length/"):  # Megatron writes its arguments at every start
+            begun.update(event.wall_time for event in seen)
     texts = {tag: entries[-1][1] for tag, entries in written.items() if entries}
     end = max((series[-1][0] for series in scalars.values()), default=0)
-    return RunLog(name, scalars, restarts, texts, _starts(written, end))
+    return RunLog(
+        name, scalars, restarts, texts, _starts(written, end), _sessions(begun, times), folder
+    )
+
+
+def _sessions(begun: set[float], times: set[float]) -> tuple[tuple[float, float], ...]:
+    """Return first and last time of writing of every process that wrote scalars."""
+    starts = sorted(begun) or sorted(times)[:1]
+    found = []
+    for start, following in itertools.zip_longest(starts, starts[1:], fillvalue=math.inf):
+        if later := [time for time in times if start <= time < following]:
+            found.append((start, max(later)))
+    return tuple(found)
 
 
 def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:

@@ -2,11 +2,14 @@
 
 import math
 import statistics
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 from megatron_dsa.extras.report.events import RunLog, Series
 from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.training.provenance import MACHINE, SOFTWARE
 
 #: Figures that are logged only on request -> beginning of their tags, and flags to get them.
 ON_REQUEST = {
@@ -156,6 +159,51 @@ def calls(log: RunLog) -> dict[str, dict[str, int]]:
         operation, implementation = name.split("/", 1)
         count = round(log.counted(CALLS + name))
         found.setdefault(operation, {})[implementation] = count
+    return found
+
+
+def origin(log: RunLog) -> dict[str, str]:
+    """Return when, where, on what and with what a run was trained; empty if not logged."""
+    seconds = sum(end - start for start, end in log.sessions)
+    starts = len(log.sessions)
+    began = datetime.fromtimestamp(log.sessions[0][0], UTC) if log.sessions else None
+    taken = f"{_duration(seconds)}, {starts} starts" if starts > 1 else _duration(seconds)
+    names = ("data_path", "train_data_path", "per_split_data_args_path", "data_args_path")
+    data = next((text for name in names if (text := _argument(log, name))), "")
+    return {
+        "began": f"{began:%Y-%m-%d %H:%M} UTC" if began else "",
+        "took": taken if began else "",
+        "machine": _argument(log, MACHINE),
+        "data": data.strip("[]").replace("'", "").replace(",", "")[:SHOWN],
+        "software": _argument(log, SOFTWARE),
+    }
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def files(log: RunLog) -> dict[str, Path]:
+    """Return the files and folders of a run that exist, by their kinds and names.
+
+    Logs and tables lie in the folder of the events or of the checkpoints, or in the folder of both.
+    """
+    if log.folder is None:
+        return {}
+    found = {"events": log.folder}
+    folders = [log.folder]
+    saved = _argument(log, "save")
+    if saved and (checkpoints := Path(saved).absolute()).is_dir():
+        found["checkpoints"] = checkpoints
+        folders.append(checkpoints)
+        if checkpoints.parent == log.folder.parent:
+            folders.append(checkpoints.parent)
+    for folder in folders:
+        for pattern in ("train*.log", "*.csv"):
+            found |= {path.name: path for path in sorted(folder.glob(pattern))}
     return found
 
 

@@ -1,9 +1,11 @@
 """A report as one HTML page that needs nothing else, or as one picture."""
 
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 
@@ -45,6 +47,8 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
             "name": run.name,
             "color": color_of(number),
             "attention": facts.attention(run),
+            "origin": facts.origin(run),
+            "files": _links(facts.files(run), path),
             "results": facts.results(run),
             "calls": facts.calls(run),
             "shares": facts.step_shares(run),
@@ -54,6 +58,7 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
     columns = [
         name for name in described[0]["results"] if any(run["results"][name] for run in described)
     ]
+    origin = [name for name in described[0]["origin"] if any(r["origin"][name] for r in described)]
     models: dict[str, list[str]] = {}
     for run in runs:
         if text := facts.model(run):
@@ -66,6 +71,7 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
         version=__version__,
         runs=described,
         columns=columns,
+        origin=origin,
         models=models,
         charts=[(panel, svg) for panel in PANELS if (svg := draw_svg(panel, runs))],
         missing=facts.missing(runs),
@@ -75,6 +81,12 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
     )
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
+
+
+def _links(files: dict[str, Path], page: Path) -> dict[str, str]:
+    """Return addresses relative to the page: they survive a move of both."""
+    start = page.absolute().parent
+    return {name: quote(os.path.relpath(file, start)) for name, file in files.items()}
 
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:

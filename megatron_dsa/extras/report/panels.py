@@ -115,18 +115,29 @@ def validations(log: RunLog) -> dict[str, Series]:
     }
 
 
+def smoothed(series: Series) -> Series:
+    """Return exponential means over 1/20 of a series, without its NaNs."""
+    keep = 1 - 1 / max(2, len(series) / 20)
+    means: Series = []
+    total = weight = 0.0
+    for step, value in series:
+        if math.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+            means.append((step, total / weight))
+    return means
+
+
 def draw_loss(axis, runs: list[RunLog]) -> bool:
-    """Draw the training loss as a thin line, the validation loss with points."""
+    """Draw the training loss faintly, its smoothed line, and the validation loss with points."""
     drawn = []
     for number, run in enumerate(runs):
-        look, sets = _look_of(number), validations(run)
-        training = run.scalars.get("lm loss", [])
-        faint = 0.35 if sets else 1.0
-        label = None if sets else run.name
-        drawn.append(_line(axis, training, **look, lw=1, alpha=faint, label=label))
-        for name, series in sets.items():
+        look, training = _look_of(number), run.scalars.get("lm loss", [])
+        drawn.append(_line(axis, training, **look, lw=0.8, alpha=0.35))
+        drawn.append(_line(axis, smoothed(training), **look, lw=1.6, label=run.name))
+        for name, series in validations(run).items():
             label = " ".join(filter(None, (run.name, "validation", name)))
-            drawn.append(_line(axis, series, **look, lw=1.6, marker="o", ms=3, label=label))
+            look = {"color": color_of(number), "ls": "none", "marker": "o", "ms": 4}
+            drawn.append(_line(axis, series, **look, label=label))
     later = [value for run in runs for value in _later(run.scalars.get("lm loss", []))]
     if later:  # losses of an untrained model would flatten the rest
         room = 0.05 * (max(later) - min(later)) or 0.1
@@ -166,6 +177,22 @@ def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> 
     return any(drawn)
 
 
+def _draw_tag(
+    axis, runs: list[RunLog], tag: str, smooth: bool = False, yscale: str = "linear"
+) -> bool:
+    """Draw a figure of the whole model; ``smooth``: its smoothed line, and the figure faintly."""
+    drawn = []
+    for number, run in enumerate(runs):
+        look, series = _look_of(number), run.scalars.get(tag, [])
+        if smooth:
+            _line(axis, series, **look, lw=0.8, alpha=0.35)
+            series = smoothed(series)
+        drawn.append(_line(axis, series, **look, lw=1.5, label=run.name))
+    if any(drawn):
+        axis.set_yscale(yscale)
+    return any(drawn)
+
+
 def _draw_from_zero(axis, runs: list[RunLog], series_of: Callable[[RunLog], Series]) -> bool:
     drawn = [
         _line(axis, series_of(run), **_look_of(number), lw=1.4, label=run.name)
@@ -187,7 +214,7 @@ def _memory(run: RunLog) -> Series:
 PANELS = (
     Panel(
         "Language-model loss",
-        "Training (faint) and validation (points); the start may lie above.",
+        "Training as logged (faint) and smoothed, validation (points); the start may lie above.",
         draw_loss,
         "loss (nats per token)",
     ),
@@ -205,6 +232,19 @@ PANELS = (
         partial(_draw_layers, tag=FIGURES["dsa attention mass captured"]),
         "attention mass captured",
         _PERCENT,
+    ),
+    Panel(
+        "Learning rate",
+        "By the schedule; parts of a model may have other rates.",
+        partial(_draw_tag, tag="learning-rate"),
+        "learning rate",
+    ),
+    Panel(
+        "Gradient norm",
+        "Before clipping, as logged (faint) and smoothed.",
+        partial(_draw_tag, tag="grad-norm", smooth=True, yscale="log"),
+        "gradient norm",
+        ticker.StrMethodFormatter("{x:g}"),
     ),
     Panel(
         "Speed",

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsa.ops.dispatch.packages import Reason
 from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, Policy
-from megatron_dsa.ops.dispatch.support import Candidate, OpCall
+from megatron_dsa.ops.dispatch.support import Candidate
 
 logger = logging.getLogger("megatron_dsa.ops.dispatch")
 
@@ -27,7 +27,8 @@ _logged: set[str] = set()
 class Choice:
     """The candidate that runs a call, and why those before it do not.
 
-    ``named``: by the user. ``never_run``: its kernels never ran on such a GPU.
+    ``named``: by the user. ``never_run``: its kernels never ran on such a GPU. ``no_gpu``: torch
+    runs because the machine has none.
     """
 
     operation: str
@@ -35,6 +36,7 @@ class Choice:
     rejected: tuple[tuple[str, Reason], ...] = ()
     named: bool = False
     never_run: bool = False
+    no_gpu: bool = False
 
     @property
     def is_fallback(self) -> bool:
@@ -47,6 +49,8 @@ class Choice:
             return _NEVER_RUN
         if self.named:
             return f"named by {FLAG} or {VARIABLE}"
+        if self.no_gpu:
+            return "no GPU"
         if self.candidate.fused or not self.rejected:
             return ""
         name, reason = self.rejected[0]
@@ -107,16 +111,16 @@ def choices_unlogged() -> Iterator[None]:
         package.setLevel(level)
 
 
-def log_choice(choice: Choice, policy: Policy, call: OpCall) -> None:
+def log_choice(choice: Choice, policy: Policy) -> None:
     """Log a new choice, and warnings of its package."""
     package = choice.candidate.support.package
     if package is not None and (untested := package.untested()):
         log_once(logging.WARNING, untested)
     # A fallback is a warning unless it was asked for: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
-    if level == logging.WARNING and call.device == "cpu" and not torch.cuda.is_available():
-        # The same reason for every operation: one line says it.
-        log_once(level, NO_GPU)
+    if choice.no_gpu:
+        # The same reason for every operation: one line says it, or the head of the table.
+        log_once(logging.DEBUG if choices_are_collected() else level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and choices_are_collected():
         level = logging.DEBUG
@@ -130,4 +134,4 @@ def log_once(level: int, line: str) -> None:
         return
     _logged.add(line)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        logger.log(level, "megatron_dsa %s", line)
+        logger.log(level, line)

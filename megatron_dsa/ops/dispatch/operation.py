@@ -314,8 +314,10 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, logged: bool) ->
         choice = _choose_first(operation, call, policy)
     if call.capability in choice.candidate.support.not_run:
         choice = replace(choice, never_run=True)
+    if policy.fused and choice.is_fallback and call.device == "cpu":
+        choice = replace(choice, no_gpu=not torch.cuda.is_available())
     if logged:
-        log_choice(choice, policy, call)
+        log_choice(choice, policy)
     return choice
 
 

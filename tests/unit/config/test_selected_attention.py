@@ -146,9 +146,9 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
         }
     lines = [line for line in caplog.messages if "selected keys" in line]
     assert lines == [
-        "megatron_dsa selected keys: masked dense attention (sequences of 40 tokens, 4 heads on a "
+        "selected keys: masked dense attention (sequences of 40 tokens, 4 heads on a "
         "rank); masked is cheaper up to about 74 tokens",
-        "megatron_dsa selected keys: sparse attention (sequences of 1000000 tokens, 4 heads on a "
+        "selected keys: sparse attention (sequences of 1000000 tokens, 4 heads on a "
         "rank); masked is cheaper up to about 74 tokens",
     ]
 

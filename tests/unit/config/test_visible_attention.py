@@ -103,9 +103,9 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
         assert kind in dispatch.report()
     lines = [line for line in caplog.messages if "visible keys" in line]
     assert lines == [
-        "megatron_dsa visible keys: masked dense attention (64 tokens of a microbatch); masked up "
+        "visible keys: masked dense attention (64 tokens of a microbatch); masked up "
         f"to {MOST_KEPT} tokens",
-        "megatron_dsa visible keys: dense attention (1000000 tokens of a microbatch); masked up to "
+        "visible keys: dense attention (1000000 tokens of a microbatch); masked up to "
         f"{MOST_KEPT} tokens",
     ]
 

@@ -179,4 +179,4 @@ def test_a_frozen_indexer_is_evaluated_and_announced_once(training_log, capsys, 
         values.append(float(line.split()[-1]))
     assert values[0] > 0 and values[1] == pytest.approx(0.5 * values[0], rel=1e-5)
     said = [r.getMessage() for r in caplog.records if "indexer frozen" in r.getMessage()]
-    assert said == ["megatron_dsa indexer frozen: --dsa-indexer-loss-coeff 0"]
+    assert said == ["indexer frozen: --dsa-indexer-loss-coeff 0"]

@@ -9,7 +9,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from megatron.training import arguments, training
+import torch
+from megatron.training import arguments, checkpointing, global_vars, training
 
 from megatron_dsa.training import quiet_output as quiet
 from megatron_dsa.training.quiet_output import (
@@ -128,15 +129,50 @@ def test_start(way, monkeypatch, capsys, caplog):
         assert "a value" in out and "not printed" not in out and len(records) == 4
 
 
+@pytest.mark.parametrize("save", ["here", "there"])
+def test_a_first_start_needs_no_warning(save, monkeypatch, capsys):
+    """``--load`` of another folder than ``--save`` should have found a checkpoint."""
+    args = argparse.Namespace(
+        load="here", save=save, logging_level=None, non_persistent_global_ckpt_dir=None,
+        non_persistent_ckpt_type=None, exit_on_missing_checkpoint=False,
+    )  # fmt: skip
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    monkeypatch.delenv("MEGATRON_LOGGING_LEVEL", raising=False)
+    with quiet_output():
+        checkpointing._load_base_checkpoint("here", args, rank0=False)
+        checkpointing.print_rank_0("another line")
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert rest[-1] == "another line"
+    if save == "here":
+        assert first == "> no checkpoint in here yet: this run begins" and len(rest) == 1
+    else:
+        assert first.startswith("WARNING: could not find the metadata file") and len(rest) == 2
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_memory_of_a_gpu_that_is_there(gpu, monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(
+        training, "report_memory", lambda name, process_group=None: said.append(name)
+    )
+    with quiet_output():
+        training.report_memory("after", process_group=None)
+    assert said == ["after"] * gpu
+
+
 def test_nothing_is_changed_afterwards():
     loggers = [logging.getLogger(name) for name, _ in LONG_RECORDS]
-    before = arguments._print_args, training.report_theoretical_memory
+    changed = (
+        (arguments, "_print_args"), (training, "report_theoretical_memory"),
+        (training, "report_memory"), (checkpointing, "print_rank_0"),
+    )  # fmt: skip
+    before = [getattr(*each) for each in changed]
     filters = [list(logger.filters) for logger in loggers]
     with pytest.raises(KeyError), quiet_output():
-        assert arguments._print_args is not before[0]
-        assert training.report_theoretical_memory is not before[1]
+        assert all(getattr(*each) is not was for each, was in zip(changed, before, strict=True))
         raise KeyError
-    assert (arguments._print_args, training.report_theoretical_memory) == before
+    assert [getattr(*each) for each in changed] == before
     assert [logger.filters for logger in loggers] == filters
 
 

@@ -22,7 +22,7 @@ from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.report import facts
 from megatron_dsa.extras.report.events import RunLog, find_runs, read_run
 from megatron_dsa.extras.report.page import draw_svg, write_png
-from megatron_dsa.extras.report.panels import PANELS, draw_loss, thinned
+from megatron_dsa.extras.report.panels import PANELS, draw_loss, smoothed, thinned
 
 LAYERS = (2, 3, 10)
 
@@ -36,6 +36,8 @@ def write_session(folder, steps, *, arguments=(), loss=0.0, calls=1):
             scalars = {
                 "lm loss": loss + 5 / step,
                 "batch-size": 4,
+                "learning-rate": 0.1 / step,
+                "grad-norm": 1.0 + step,
                 "iteration-time": 0.25,
                 "throughput": 300.0,
                 "dsa/mfu": 0.3,
@@ -162,6 +164,19 @@ def test_a_run_that_becomes_nan_is_reported_as_nan():
         pyplot.close(axis.figure)
 
 
+def test_smoothed_lines_follow_their_series():
+    """Exponential means, from the first value on; a NaN is left out."""
+    series = [(step, float(step % 2)) for step in range(400)]
+    series[10] = (10, math.nan)
+    means = dict(smoothed(series))
+    assert means[0] == 0 and 10 not in means and len(means) == 399
+    assert all(abs(means[step] - 0.5) < 0.1 for step in range(60, 400))
+    weights = [0.95 ** (5 - step) for step in range(6)]
+    values = [step % 2 for step in range(6)]
+    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert means[5] == pytest.approx(mean)
+
+
 def test_shares_of_a_step_add_up_to_it(runs):
     dense, sparse = map(facts.step_shares, runs)
     assert sparse == pytest.approx(
@@ -185,7 +200,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.ids, self.fetched, self.tags = [], [], set()
+        self.ids, self.fetched, self.links, self.tags = [], [], [], set()
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -193,6 +208,8 @@ class Page(html.parser.HTMLParser):
         for name, value in attributes:
             if name == "id":
                 self.ids.append(value)
+            elif tag == "a":
+                self.links.append(value)
             elif name in ("src", "href", "xlink:href") and not value.startswith("#"):
                 self.fetched.append(value)
 
@@ -200,10 +217,13 @@ class Page(html.parser.HTMLParser):
 def test_page_needs_nothing_else(logs, tmp_path, capsys):
     """No scripts, nothing to fetch, foreign text escaped, charts with colours of the page."""
     target = tmp_path / "report.html"
-    assert main(["report", str(logs), "--output", str(target), "--title", "a < b"]) == 0
+    shutil.copytree(logs, tmp_path / "logs")
+    command = ["report", str(tmp_path / "logs"), "--output", str(target), "--title", "a < b"]
+    assert main(command) == 0
     assert "2 run(s): dense, sparse <b>" in capsys.readouterr().out
     text = target.read_text(encoding="utf-8")
     page = Page(text)
+    assert page.links == ["logs/dense/events", "logs/sparse%20%3Cb%3E/events"]
     assert not page.fetched and not page.tags & {"script", "link", "img", "b", "i"}
     assert len(set(page.ids)) == len(page.ids)
     assert "a &lt; b" in text and "sparse &lt;b&gt;" in text and "&lt;i&gt;&amp;" in text
@@ -279,7 +299,7 @@ def test_picture(logs, tmp_path):
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path):
-    log = RunLog("run", {"learning-rate": [(1, 0.1)]}, {}, {})
+    log = RunLog("run", {"batch-size": [(1, 4)]}, {}, {})
     with pytest.raises(ConfigError, match="nothing that is drawn, write a page"):
         write_png([log], "title", tmp_path / "report.png")
     assert not pyplot.get_fignums()

@@ -108,7 +108,7 @@ def test_a_fallback_is_one_short_warning(operation, caplog, monkeypatch):
         operation.run(replace(CPU, topk=1024), Policy())
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == "megatron_dsa made_up: torch (first: no first)"
+    assert record.getMessage() == "made_up: torch (first: no first)"
 
 
 def test_a_short_line_holds_what_is_wrong(having):
@@ -137,8 +137,8 @@ def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeyp
             operation.choose(replace(HOPPER, heads=heads), Policy())
         assert len(choices) == 2
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("WARNING", "megatron_dsa made_up: torch (first: not 7 heads)"),
-        ("INFO", "megatron_dsa made_up: first"),
+        ("WARNING", "made_up: torch (first: not 7 heads)"),
+        ("INFO", "made_up: first"),
     ]
 
 
@@ -169,12 +169,12 @@ def test_without_a_gpu_one_line_stands_for_all_fallbacks(
             assert one.run(CPU, Policy()) == "torch"
     dispatched = [r for r in caplog.records if r.name == "megatron_dsa.ops.dispatch"]
     loud = [r.getMessage() for r in dispatched if r.levelno > logging.DEBUG]
-    assert loud == ["megatron_dsa no GPU: torch runs everything"]
+    assert loud == ["no GPU: torch runs everything"]
     assert dispatched[0].levelno == logging.WARNING
     details = [r.getMessage() for r in dispatched if r.levelno == logging.DEBUG]
     assert [line.split(":")[0] for line in details] == [
-        f"megatron_dsa {operation.name}",
-        f"megatron_dsa {other.name}",
+        operation.name,
+        other.name,
     ]
     assert all("second: needs a GPU" in line for line in details)
     assert dispatch.report() == {operation.name: {"torch": 2}, other.name: {"torch": 1}}

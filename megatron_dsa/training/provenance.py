@@ -1,0 +1,50 @@
+"""Machine and software of a run, as arguments: Megatron writes those to TensorBoard and W&B."""
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+
+import megatron_dsa
+from megatron_dsa.training.launching import world_size
+from megatron_dsa.versions import installed_version
+
+#: Names of the arguments.
+MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
+
+
+def record_provenance(args: argparse.Namespace) -> None:
+    """Set both arguments, on the rank that writes them."""
+    if args.tensorboard_dir and args.rank == args.world_size - 1:
+        setattr(args, MACHINE, machine())
+        setattr(args, SOFTWARE, software())
+
+
+def machine() -> str:
+    """Return the number of GPUs of the job and their name, or the number of CPU cores."""
+    if torch.cuda.is_available():
+        return f"{world_size()} x {torch.cuda.get_device_name()}"
+    return f"CPU, {world_size()} process(es) on {os.cpu_count()} cores"
+
+
+def software() -> str:
+    """Return the versions that were trained with, and the commit where the package is a clone."""
+    commit = f" (commit {found})" if (found := _commit()) else ""
+    megatron = f"megatron-core {installed_version('megatron-core')}"
+    return f"megatron_dsa {megatron_dsa.__version__}{commit}, {megatron}, torch {torch.__version__}"
+
+
+def _commit() -> str:
+    root = Path(megatron_dsa.__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""  # installed: a folder above may be another project's clone
+    try:
+        done = subprocess.run(
+            ["git", "-C", root, "describe", "--always", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return ""
+    return done.stdout.strip()
