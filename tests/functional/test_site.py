@@ -1,4 +1,4 @@
-"""The documentation site and a report page, built and opened in headless Chromium.
+"""The documentation site, built and opened in headless Chromium.
 
 ``mkdocs build --strict`` refuses broken links between pages; here all links of the built pages are
 followed once more, read from their HTML. Browser tests need Chromium and ``playwright``.
@@ -7,7 +7,6 @@ followed once more, read from their HTML. Browser tests need Chromium and ``play
 import functools
 import http.server
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,34 +16,15 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 
-from tests.functional.launch import launch, train
+from tests.cases.chromium import WIDTHS, opened, windows
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://repository.invalid/megatron-dsa"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-QUIET = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
-WIDTHS = (390, 1280)
 #: Pages with the widest tables, code, formulas and charts.
 OPENED = (
     *("/", "/pages/", "/performance/", "/evidence/", "/guide/start/", "/guide/flags/"),
     *("/design/architecture/", "/design/maths/", "/kernels/masked_attention/", "/develop/tests/"),
 )
-#: Elements wider than the window, but for content of an element that scrolls or clips.
-STICKING_OUT = """() => {
-  const width = document.documentElement.clientWidth;
-  const style = (x) => getComputedStyle(x);
-  const contained = (x) => x && (style(x).overflowX != "visible" || contained(x.parentElement));
-  const box = (x) => x.getBoundingClientRect();
-  return [...document.querySelectorAll("body *")]
-    .filter((x) => box(x).width > 0 && box(x).right > width + 1)
-    .filter((x) => !contained(x.parentElement) && style(x).position != "fixed")
-    .map((x) => x.outerHTML.slice(0, 120));
-}"""
-
-
 #: True once the site's script has put every table into an element that scrolls.
 READY = "!document.querySelector('article > table, article :not(.md-typeset__table) > table')"
 
@@ -85,15 +65,9 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    """A headless Chromium's windows, with one cache."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        pytest.skip(f"needs Chromium: none of {', '.join(BROWSERS)} is installed")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=program, args=QUIET)
-        yield chromium.new_context()
-        chromium.close()
+    """A headless Chromium, which keeps files of the site between pages."""
+    with windows() as context:
+        yield context
 
 
 @pytest.fixture(scope="module")
@@ -154,59 +128,20 @@ def test_every_page_is_on_the_site(site):
     assert wanted | {"/changes/"} <= linked
 
 
-def opened(window, address: str, width: int) -> tuple[object, list[str]]:
-    """Open a page; return it and a list of its defects, which later events extend."""
-    page = window.new_page()
-    page.set_viewport_size({"width": width, "height": 844})
-    wrong: list[str] = []
-    page.on("console", lambda x: wrong.append(x.text) if x.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
-    page.on("response", lambda x: wrong.append(f"{x.status}: {x.url}") if x.status >= 400 else None)
-    page.goto(address)
-    page.wait_for_function(READY)
-    if page.evaluate("document.documentElement.scrollWidth") > width:
-        wrong.append(f"scrolls sideways at {width} px")
-    wrong += page.evaluate(STICKING_OUT)
-    return page, wrong
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_site_in_a_browser(width, address, browser):
     found = {}
     for path in OPENED:
-        page, wrong = opened(browser, urljoin(address, path), width)
-        if wrong:
-            found[path] = wrong
+        page, defects = opened(browser, urljoin(address, path), width, READY)
+        if defects:
+            found[path] = defects
         page.close()
     assert not found
 
 
 def test_search(address, browser):
-    page, wrong = opened(browser, address, 1280)
+    page, defects = opened(browser, address, 1280, READY)
     page.get_by_role("textbox", name="Search").press_sequentially("zigzag")
     page.locator(".md-search-result__link").first.wait_for(timeout=20000)
     assert page.locator(".md-search-result__link", has_text="Parallelism").count()
-    assert not wrong
-
-
-@pytest.fixture(scope="module")
-def report(data, tmp_path_factory):
-    """Page of a run of three steps."""
-    folder = tmp_path_factory.mktemp("report")
-    logged = ("--log-timers-to-tensorboard", "--log-throughput", "--dsa-time-operations")
-    flags = {"--data-path": data, "--train-iters": 3, "--tensorboard-dir": folder / "run"}
-    train(flags | dict.fromkeys(logged, True))
-    command = {"report": str(folder / "run"), "--output": folder / "report.html"}
-    launch(command, module="megatron_dsa")
-    return folder / "report.html"
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_report_in_a_browser(width, report, browser):
-    page, wrong = opened(browser, report.as_uri(), width)
-    page.evaluate("document.querySelectorAll('details').forEach((x) => { x.open = true; })")
-    wrong += page.evaluate(STICKING_OUT)
-    assert page.locator("svg").count() >= 3
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert not wrong
+    assert not defects

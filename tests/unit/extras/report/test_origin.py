@@ -2,7 +2,6 @@
 
 import argparse
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.report import facts
 from megatron_dsa.extras.report.events import RunLog, read_run
 from megatron_dsa.training import provenance
-from tests.cases.chromium import PROGRAM, Browser
+from tests.cases.chromium import WIDTHS, opened, windows
 
 #: Seconds since 1970 of 2026-01-02 03:04:05 UTC.
 BEGUN = 1767323045
@@ -30,6 +29,7 @@ def write_run(folder):
         "seq_length": 100, "save": str(folder / "check points"), "dsa_stage": "dense",
         "data_path": ["0.3", "data/a", "0.7", "data/b"], "dsa_machine": "8 x NVIDIA H200",
         "dsa_software": "megatron_dsa 1.0 (commit abc)",
+        "is_global_batch_size_explicitly_specified_and_longer": "no",
     }  # fmt: skip
     for begun, steps, seconds in ((BEGUN, range(1, 11), 10), (BEGUN + 1800, range(11, 24), 5)):
         with SummaryWriter(str(folder / "events")) as writer:
@@ -87,17 +87,15 @@ def test_what_the_entry_point_writes(monkeypatch):
     assert "commit" not in provenance.software()
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_page_in_a_browser(width, tmp_path):
     """No message on the console, nothing wider than the window, and every link leads somewhere."""
     write_run(tmp_path)
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "events"), "--output", str(page)]) == 0
-    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
-        browser.open(page, width)
-        assert browser.evaluate("document.querySelectorAll('svg').length") == 3
-        assert browser.widest() <= width
-        links = browser.evaluate("[...document.links].map(link => decodeURI(link.pathname))")
+    with windows() as context:
+        shown, defects = opened(context, page.as_uri(), width)
+        assert shown.locator("svg").count() == 3
+        links = shown.evaluate("[...document.links].map(link => decodeURI(link.pathname))")
         assert len(links) == 4 and all(Path(link).exists() for link in links)
-        assert not browser.messages
+        assert not defects

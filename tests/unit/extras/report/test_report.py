@@ -254,6 +254,14 @@ def test_no_axis_prints_a_formula(runs):
         pyplot.close(figure)
 
 
+def test_a_short_range_of_a_logarithmic_axis_prints_no_formula():
+    """Between two powers of ten the ticks in between have labels."""
+    series = {"dsa/indexer-loss/layer-1": [(1, 2.1e-3), (2, 4.2e-3)]}
+    (panel,) = (panel for panel in PANELS if panel.title == "Indexer loss")
+    svg = draw_svg(panel, [RunLog("run", series, {}, {})])
+    assert "4e\N{MINUS SIGN}03" in svg and "mathdefault" not in svg
+
+
 @pytest.mark.parametrize("name", ["$\\frac{$", "a\nb", "name"])
 def test_names_and_texts_that_are_no_markup(name, tmp_path):
     """Formulas in names; texts of event files and titles that are not UTF-8."""
