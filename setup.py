@@ -11,6 +11,7 @@ VERSION = re.search(
 ).group(1)
 
 REPORT = ["tensorboard>=2.18", "matplotlib>=3.9", "jinja2>=3"]
+DATA = ["pyarrow>=17", "transformers>=5", "jinja2>=3"]
 TEST = [
     *(
         "build>=1",
@@ -38,6 +39,7 @@ setup(
         "megatron_dsa.extras.report": ["page.html"],
         "": ["README.md"],
     },
+    entry_points={"console_scripts": ["megatron-dsa = megatron_dsa.__main__:main"]},
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={
@@ -58,8 +60,10 @@ setup(
         "muon": ["emerging-optimizers>=0.3,<1"],
         # Checkpoints of Hugging Face.
         "hf": ["safetensors>=0.6"],
-        # --sft: tokenizers and chat templates.
-        "sft": ["transformers>=5", "jinja2>=3"],
+        # Tokenizers of Hugging Face, chat templates (--sft), and parquet files for prepare-data.
+        "data": DATA,
+        # --wandb-project.
+        "wandb": ["wandb>=0.18"],
         # The command report.
         "report": REPORT,
         "test": TEST,

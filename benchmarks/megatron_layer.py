@@ -19,7 +19,6 @@ from megatron_dsa.config.options import DSAOptions
 
 SEED = 0
 
-MODELS = {"v4-flash": "deepseek-v4-flash", "v4-pro": "deepseek-v4-pro"}
 #: What all presets have in common here. Rope's values are V4's and change no time.
 SETTINGS = {
     "num_layers": 4,
@@ -110,8 +109,8 @@ class LayerSpec:
 
 def layer_config(spec: LayerSpec, **more):
     """Return the configuration of a layer, with fields ``more``; Megatron has to be running."""
-    from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
     from megatron_dsa.config.presets import preset
+    from megatron_dsa.config.transformer import CSATransformerConfig, DSATransformerConfig
     from megatron_dsa.patches import cpu_host
 
     options = DSAOptions(
@@ -134,7 +133,7 @@ def layer_config(spec: LayerSpec, **more):
         if tiny:
             config = CSATransformerConfig(**_TINY_CSA | changes)
         else:
-            config = preset(MODELS[spec.preset], **changes)
+            config = preset(spec.preset, **changes)
     else:
         changes = {key: value for key, value in changes.items() if not key.startswith("csa_")}
         changes |= {"num_layers": more.get("num_layers", 1), "normalization": "RMSNorm"}
@@ -142,7 +141,7 @@ def layer_config(spec: LayerSpec, **more):
         if tiny:
             config = DSATransformerConfig(**_TINY_DSA | changes | heads)
         else:
-            config = preset("deepseek-v3.2", **changes | heads)
+            config = preset("v3.2", **changes | heads)
     config.finalize_model_grads_func = None
     return config
 

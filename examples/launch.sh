@@ -2,7 +2,7 @@
 # array `model` before: --dsa-model, with all flags of the model. One call per node; slurm.sbatch makes these calls.
 #
 #   what is trained on what
-#     DATA_PATH      --data-path of a data set in the format of Megatron           (no default)
+#     DATA_PATH      --data-path: a data set of prepare-data, or a blend "0.3 A 0.7 B" (no default)
 #     TOKENIZER      folder or name of the Hugging Face tokenizer                  (no default)
 #     CHECKPOINTS    folder to load from, if it holds a checkpoint, and to save to (no default)
 #     TRAIN_STEPS, GLOBAL_BATCH, LR   steps, sequences per step, learning rate     (no default)
@@ -10,6 +10,13 @@
 #     INDEXER_LOSS_COEFF  weight of the indexers' loss                             (1.0)
 #     SEQ_LENGTH     tokens of a sequence                                          (4096)
 #     SAVE_INTERVAL  steps from checkpoint to checkpoint                           (500)
+#     SAVE_RETAIN_INTERVAL  of older checkpoints keep those of multiples of this   (all)
+#   how it is watched
+#     SPLIT          shares of DATA_PATH for training, validation and test         (100,0,0)
+#     VALID_DATA_PATH  data set, or blend, of the validation, in place of SPLIT    (none)
+#     EVAL_STEPS, EVAL_INTERVAL  steps of a validation, and from one to the next   (0: none; 1000)
+#     TENSORBOARD_DIR  folder of TensorBoard's files, for megatron_dsa report      (CHECKPOINTS/events)
+#     WANDB_PROJECT, WANDB_NAME  project and run of Weights & Biases               (none; name of CHECKPOINTS)
 #   how it is spread
 #     NODES, GPUS_PER_NODE, NODE_RANK, MASTER_ADDR, MASTER_PORT   as torchrun's    (one node of 8)
 #     TP, PP, CP, EP ranks that share heads, layers, sequences, experts
@@ -38,7 +45,7 @@ if $dry_run; then
   : "${TRAIN_STEPS:=1000}" "${GLOBAL_BATCH:=$((nodes * gpus))}" "${LR:=1e-5}"
 fi
 unset=()
-for entry in "DATA_PATH --data-path of a data set in the format of Megatron" \
+for entry in "DATA_PATH --data-path: a data set of prepare-data, or a blend" \
   "TOKENIZER folder or name of the Hugging Face tokenizer" \
   "CHECKPOINTS folder to load from, if it holds a checkpoint, and to save to" \
   "TRAIN_STEPS optimizer steps" "GLOBAL_BATCH sequences per step" "LR learning rate"; do
@@ -51,6 +58,14 @@ if ((${#unset[@]})); then
   exit 2
 fi
 
+read -rd '' -a data <<<"$DATA_PATH" || true # a blend has several words
+read -rd '' -a validation <<<"${VALID_DATA_PATH:-}" || true
+if ((${#validation[@]})); then
+  if [[ -n ${SPLIT:-} ]]; then echo "SPLIT must be unset with VALID_DATA_PATH: unset one of them" >&2 && exit 2; fi
+  data=(--train-data-path "${data[@]}" --valid-data-path "${validation[@]}")
+else
+  data=(--data-path "${data[@]}" --split "${SPLIT:-100,0,0}")
+fi
 if [[ $stage == warmup ]]; then : "${RECOMPUTE:=none}"; fi
 case ${RECOMPUTE:=selective} in
   # Attention and the projections from its latents run again in the backward.
@@ -91,12 +106,19 @@ training=(
   # Schedule: MORE_FLAGS (--lr-decay-style, --lr-warmup-iters, --min-lr), Megatron's default is linear.
   # A later stage has other steps and rates than the checkpoint says.
   --lr "$LR" --override-opt_param-scheduler
-  --data-path "$DATA_PATH" --split 100,0,0
+  "${data[@]}"
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"
   --load "$CHECKPOINTS" --save "$CHECKPOINTS" --save-interval "${SAVE_INTERVAL:-500}"
-  # A line with losses and TFLOP/s every tenth step; no validation (Megatron wants an interval, too).
-  --log-interval 10 --log-throughput --eval-iters 0 --eval-interval 1000
+  # A line with losses and TFLOP/s every tenth step.
+  --log-interval 10 --log-throughput
+  --eval-iters "${EVAL_STEPS:-0}" --eval-interval "${EVAL_INTERVAL:-1000}"
+  --tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINTS/events}"
+  --log-timers-to-tensorboard --log-memory-to-tensorboard
 )
+if [[ -n ${SAVE_RETAIN_INTERVAL:-} ]]; then training+=(--save-retain-interval "$SAVE_RETAIN_INTERVAL"); fi
+if [[ -n ${WANDB_PROJECT:-} ]]; then
+  training+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "${WANDB_NAME:-$(basename "$CHECKPOINTS")}")
+fi
 flags=(
   "${model[@]}" "${parallel[@]}" "${recompute[@]}" "${training[@]}" "${more[@]}" "$@"
 )

@@ -1,28 +1,31 @@
 """Command line flags, added to Megatron's own parser.
 
 Those of the model are made from the fields of the configurations; those of a run stand here.
+Megatron is imported late: :func:`check_own_flags` refuses wrong flags before.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from megatron.core.transformer.enums import AttnBackend
-
 from megatron_dsa.config.fields import Option, choices_of, given_values, option_fields, said
 from megatron_dsa.config.gpus import GPUS
-from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
+from megatron_dsa.config.model import CSAFields, DSAOptions
 from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.config.rules.ranges import FLAGS, range_rules, schedule_rules
-from megatron_dsa.errors import TRACEBACK_FLAG, require
+from megatron_dsa.errors import TRACEBACK_FLAG, require, suggest_names
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch.policy import FLAG, check_operations
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
+#: Flags of this package begin like this, and Megatron's for its bundled DSA.
+OWN_PREFIX, MEGATRON_PREFIXES = "--dsa-", ("--dsa-indexer-", "--dsa-kernel-backend")
+USAGE = "%(prog)s [flags of Megatron and of megatron_dsa]"
 #: Layer specs that ``--spec`` may name beside it.
 SPECS = "megatron_dsa.specs"
 _FORMER_OPERATIONS = {
@@ -56,6 +59,8 @@ class _BackendAction(argparse.Action):
     """
 
     def __call__(self, parser, namespace, value, option_string=None):
+        from megatron.core.transformer.enums import AttnBackend
+
         if value in BACKENDS:
             namespace.dsa_attention_backend = value
             setattr(namespace, self.dest, AttnBackend.auto)
@@ -69,6 +74,8 @@ class _BackendAction(argparse.Action):
 
 
 def _replace_attention_backend(parser: argparse.ArgumentParser, ours) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
     old = parser._option_string_actions["--attention-backend"]
     for option in old.option_strings:
         del parser._option_string_actions[option]
@@ -106,7 +113,7 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """
     _repair_help(parser)
     # Without it, argparse prints the names of all of Megatron's flags before an error.
-    parser.usage = "%(prog)s [flags of Megatron and of megatron_dsa]"
+    parser.usage = USAGE
     group = parser.add_argument_group("megatron_dsa")
     # Ours are printed first.
     parser._action_groups.insert(0, parser._action_groups.pop())
@@ -116,23 +123,60 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parser._option_string_actions["--sft"].dest = "dsa_sft"
     parser.set_defaults(sft=False, dsa_sft=False)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
+    _add_own_flags(group)
+    _add_models(parser)
+    suggest_names(parser)
+    return parser
+
+
+def _add_own_flags(group) -> None:
     _add_options(group, DSAOptions)
-    _add_options(group, CSATransformerConfig)
+    _add_options(group, CSAFields)
     _add_run_arguments(group)
     add_dry_run_arguments(group)
     for old, why in FORMER.items():
         group.add_argument(old, action=_RefuseFormer, why=why, nargs="*", help=argparse.SUPPRESS)
-    _add_models(parser, group)
-    return parser
-
-
-def _add_models(parser: argparse.ArgumentParser, group) -> None:
     group.add_argument(
         MODEL_FLAG,
         choices=MODELS,
         help="Set the flags of this model; flags of the command line win. 'python -m megatron_dsa "
         "flags NAME' prints them.",
     )
+
+
+def check_own_flags(words: list[str]) -> None:
+    """Refuse wrong values of this package's flags, unknown flags by its names, and wrong numbers.
+
+    Megatron's own parser would refuse them after seconds of imports.
+
+    Raises:
+        ConfigError: a number is out of range.
+        SystemExit: anything else, with code 2.
+    """
+    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    _add_own_flags(parser)
+    suggest_names(parser)
+    if {"-h", "--help", "--help-dsa"} & set(words):
+        return
+    parsed, others = parser.parse_known_args(words)
+    flags = [word.partition("=")[0] for word in others]
+    wrong = [x for x in flags if x.startswith(OWN_PREFIX) and not x.startswith(MEGATRON_PREFIXES)]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # the last wins
+    for ok, message in (*range_rules(vars(parsed), FLAGS), *range_rules(numbers, FLAGS)):
+        require(ok, message)
+
+
+def _numbers(words: list[str]) -> list[float]:
+    found = []
+    for word in words:
+        with contextlib.suppress(ValueError):  # Megatron's parser refuses it
+            found.append(float(word))
+    return found
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dsa_model_changes=[])
     parse = parser.parse_known_args
 
@@ -332,6 +376,8 @@ def megatron_argv(argv: list[str]) -> list[str]:
     Megatron parses ``sys.argv`` a second time (fault-tolerance set-up), without our flags: unknown
     flags do not disturb it, but a value that is not in its enum does.
     """
+    from megatron.core.transformer.enums import AttnBackend
+
     out = []
     for previous, item in zip(["", *argv], argv, strict=False):
         flag, _, value = item.partition("=")

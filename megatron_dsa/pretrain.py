@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dsa.arguments import add_dsa_arguments, check_own_flags, megatron_argv
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host, install
@@ -81,6 +82,7 @@ def main() -> None:
 
 
 def _main() -> None:
+    check_own_flags(sys.argv[1:])
     if "--dsa-dry-run" in sys.argv[1:]:
         install("transformer-engine")  # the planner imports Megatron
         sys.exit(load_extra("planner.command", "--dsa-dry-run").dry_run(sys.argv))
@@ -89,7 +91,6 @@ def _main() -> None:
     from megatron.training import arguments, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
     from megatron_dsa.training.model import embedding_ranks

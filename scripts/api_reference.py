@@ -28,7 +28,7 @@ MODULES = (
     "specs",
     "csa",
     "config.options",
-    "config.model",
+    "config.transformer",
     "config.presets",
     "layers.freezing",
     "training.checkpoints",

@@ -28,7 +28,7 @@ find_python() {
 # and tilelang compiles for GPUs that are not there.
 packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,tilelang,muon,test]")
 # What some tests compare with; they are skipped without it.
-peers=("transformers==5.23.0" "peft==0.21.2")
+peers=("transformers==5.23.0" "peft==0.21.2" "pyarrow==26.0.1")
 stamp=$(printf '%s\n' "${packages[@]}" "${peers[@]}" "$(cksum setup.py)")
 if [[ -x .venv/bin/python && -f .venv/stamp && $(cat .venv/stamp) == "$stamp" ]]; then
   echo "$PWD/.venv/bin/python"

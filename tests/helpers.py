@@ -53,10 +53,13 @@ def never_waits(call):
 def no_room(size):
     """Let no file grow beyond ``size`` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bytecode = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python would leave it cut off, for later runs
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = bytecode
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 

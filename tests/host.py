@@ -82,7 +82,8 @@ def of_all_queries(options):
 def small_config(*, dtype=torch.float64, options=None, **changes):
     """A DSA configuration of a few thousand parameters."""
     start()
-    from megatron_dsa.config.model import DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.transformer import DSATransformerConfig
 
     settings = _small_settings(dtype) | {
         "kv_lora_rank": 16,
@@ -97,7 +98,8 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
 def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
     """A configuration of hybrid attention whose layers all have the same compression ratio."""
     start()
-    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.transformer import CSATransformerConfig
 
     settings = _small_settings(dtype) | {
         "kv_lora_rank": 12,
@@ -129,7 +131,7 @@ def v32_config(options, heads=16, **changes):
         "gradient_accumulation_fusion": False, "persist_layer_norm": False,
         "bias_dropout_fusion": False,
     }  # fmt: skip
-    return preset("deepseek-v3.2", dsa=options, **settings | changes)
+    return preset("v3.2", dsa=options, **settings | changes)
 
 
 def hidden_like(module, rows, batch=1):

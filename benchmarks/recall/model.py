@@ -31,7 +31,8 @@ def build(preset: str, tokens: int, engine: bool, device: torch.device) -> torch
     """Return the model in bf16, with transformer-engine's linears or Megatron's own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.config.model import DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.transformer import DSATransformerConfig
     from megatron_dsa.specs import dsa_block_spec
 
     torch.manual_seed(SEED)

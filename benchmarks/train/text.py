@@ -4,7 +4,8 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
-from megatron_dsa.training.data import python_documentation, write_byte_dataset
+from megatron_dsa.extras.prepare_data.inputs import python_documentation
+from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 
 #: Folders of the standard library that are tables, tests, or no part of it.
 LEFT_OUT = {"encodings", "test", "tests", "site-packages", "dist-packages", "pydoc_data"}

@@ -1,14 +1,15 @@
-"""Configuration of a model, beside Megatron's MLA configuration, and what follows from it."""
+"""This package's fields of a model, and facts of any transformer configuration.
+
+Megatron is not imported: commands that only print read these.
+"""
 
 # Without ``from __future__ import annotations``: flags are made from the types of fields.
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-from megatron_dsa.config.fields import option, option_fields
+from megatron_dsa.config.fields import option
 from megatron_dsa.config.options import DSAOptions
 from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
 from megatron_dsa.config.rules.hash_routing import hash_rules
@@ -18,19 +19,15 @@ from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rul
 from megatron_dsa.config.rules.ranges import option_rules
 from megatron_dsa.config.rules.table import uses_csa
 from megatron_dsa.errors import require
-from megatron_dsa.versions import require_supported_megatron
-
-require_supported_megatron()
 
 #: How the names of an adapter's parameters end, after the name of its linear.
 LORA_A, LORA_B = "_lora_A", "_lora_B"
 
 
 @dataclass
-class DSATransformerConfig(MLATransformerConfig):
-    """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention."""
+class StreamFields:
+    """Fields of hyper-connections and hash routing, of any attention."""
 
-    dsa: DSAOptions = field(default_factory=DSAOptions)
     hc_mult: int = option(
         1,
         "--hc-mult",
@@ -60,38 +57,10 @@ class DSATransformerConfig(MLATransformerConfig):
     #: Rows of these tables: the padded vocabulary, which the model's builder sets.
     moe_hash_vocab_size: int | None = None
 
-    def __post_init__(self):
-        self._derive()
-        super().__post_init__()
-        validate(self)
-
-    def _derive(self) -> None:
-        if self.moe_hash_layers:
-            # Layers with and without a table cannot be stacked in one checkpoint tensor.
-            self.hetereogenous_dist_checkpoint = True
-
-    @classmethod
-    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
-        """Return ``config`` as this class; ``own`` has the fields of a subclass that are given.
-
-        Megatron's ``__post_init__`` rewrites fields and may not run twice: finished fields are
-        copied.
-        """
-        ours = cls.__new__(cls)
-        defaults = {each.name: each.default for each, _ in option_fields(cls)}
-        ours.__dict__.update(defaults | config.__dict__ | own, dsa=options)
-        ours._derive()
-        validate(ours)
-        return ours
-
 
 @dataclass
-class CSATransformerConfig(DSATransformerConfig):
-    """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
-
-    The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
-    rotated; ``kv_lora_rank`` has no meaning. Names come from Megatron's development branch.
-    """
+class CSAFields(StreamFields):
+    """Fields of DeepSeek-V4's attention. Names come from Megatron's development branch."""
 
     csa_compress_ratios: list[int] | None = option(
         None,
@@ -116,19 +85,12 @@ class CSATransformerConfig(DSATransformerConfig):
     )
     o_lora_rank: int = option(1024, "--o-lora-rank", "Rank of a group's output projection.")
 
-    def _derive(self) -> None:
-        super()._derive()
-        if self.csa_compress_ratios is not None:
-            self.csa_compress_ratios = [int(ratio) for ratio in self.csa_compress_ratios]
-            # Layers of different kinds cannot be stacked in one checkpoint tensor.
-            self.hetereogenous_dist_checkpoint = True
-
     @property
-    def head_dim(self) -> int:
+    def head_dim(self: Any) -> int:
         """Dims of a query head and of the key/value head."""
         return self.v_head_dim
 
-    def ratio(self, layer_number: int, is_mtp: bool = False) -> int:
+    def ratio(self: Any, layer_number: int, is_mtp: bool = False) -> int:
         """Return the compression ratio of a layer (numbered from 1)."""
         assert self.csa_compress_ratios is not None
         return self.csa_compress_ratios[layer_number - 1 + (self.num_layers if is_mtp else 0)]
@@ -227,9 +189,9 @@ def validate(config: Any) -> None:
     options = options_of(config)
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
-        rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
-    elif isinstance(config, DSATransformerConfig):
-        rules = chain(option_rules(DSATransformerConfig, config), rules)
+        rules = chain(option_rules(CSAFields, config), csa_rules(config, options))
+    elif isinstance(config, StreamFields):
+        rules = chain(option_rules(StreamFields, config), rules)
     rules = chain(rules, hyper_connection_rules(config), hash_rules(config))
     rules = chain(rules, masked_rules(config, options), lora_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))

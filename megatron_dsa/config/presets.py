@@ -1,13 +1,18 @@
-"""Released models as configurations (the attention alone, or the whole model) and as flags."""
+"""Released models as configurations (the attention alone, or the whole model) and as flags.
+
+The command ``flags`` prints them without torch, whose import takes seconds.
+"""
+
+from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-from torch.nn.functional import silu
+from typing import TYPE_CHECKING, Any
 
 from megatron_dsa.config.fields import flag_words
-from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from megatron_dsa.config.transformer import DSATransformerConfig
 
 
 def _shapes(
@@ -44,20 +49,20 @@ def _yarn(factor: float, original: int) -> dict[str, Any]:
 
 #: The attention of released models as keyword arguments of their configuration's class.
 PRESETS: dict[str, dict[str, Any]] = {
-    "deepseek-v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
+    "v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
     "glm-5": _shapes(layers=78, hidden=6144, heads=64, q_lora=2048, topk=2048, index_heads=32)
     | {"qk_head_dim": 192, "v_head_dim": 256},
-    "deepseek-v4-flash": _shapes(layers=43, hidden=4096, heads=64, q_lora=1024, topk=512)
+    "v4-flash": _shapes(layers=43, hidden=4096, heads=64, q_lora=1024, topk=512)
     | _v4(layers=43, groups=8, first=0),
-    "deepseek-v4-pro": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=1024)
+    "v4-pro": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=1024)
     | _v4(layers=61, groups=16, first=128),
 }
 
 
 def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, Any]:
     return {
-        "gated_linear_unit": True, "activation_func": silu, "hidden_dropout": 0.0,
+        "gated_linear_unit": True, "hidden_dropout": 0.0,
         "num_moe_experts": number, "moe_router_topk": chosen, "moe_ffn_hidden_size": size,
         "moe_shared_expert_intermediate_size": size,  # one of a layer, for all tokens
         "moe_router_topk_scaling_factor": scale, "moe_router_score_function": "sigmoid",
@@ -83,9 +88,11 @@ def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+#: A field of the options, by the name of its flag.
+LATENT_EPSILON = "dsa_latent_norm_epsilon"
 #: MLPs, residual and norms of the models of :data:`PRESETS`, likewise.
 AROUND: dict[str, dict[str, Any]] = {
-    "deepseek-v3.2": _after_dense_layers(layers=61, dense_size=18432)
+    "v3.2": _after_dense_layers(layers=61, dense_size=18432)
     | {
         "moe_router_num_groups": 8, "moe_router_group_topk": 4, "layernorm_epsilon": 1e-6,
         "rotary_base": 10000, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -95,17 +102,17 @@ AROUND: dict[str, dict[str, Any]] = {
     | {
         "layernorm_epsilon": 1e-5, "rotary_base": 1000000, "rope_type": "rope",
         "rotary_scaling_factor": 1.0, "dsa_indexer_k_norm_epsilon": 1e-6,
-        "dsa": DSAOptions(latent_norm_epsilon=1e-6),
+        LATENT_EPSILON: 1e-6,
     },
-    "deepseek-v4-flash": _around_v4(number=256, size=2048, scale=1.5),
-    "deepseek-v4-pro": _around_v4(number=384, size=3072, scale=2.5),
+    "v4-flash": _around_v4(number=256, size=2048, scale=1.5),
+    "v4-pro": _around_v4(number=384, size=3072, scale=2.5),
 }  # fmt: skip
 #: Rows of the models' embeddings, which are no field of a configuration.
 VOCABULARY = {
-    "deepseek-v3.2": 129280,
+    "v3.2": 129280,
     "glm-5": 154880,
-    "deepseek-v4-flash": 129280,
-    "deepseek-v4-pro": 129280,
+    "v4-flash": 129280,
+    "v4-pro": 129280,
 }
 
 
@@ -135,20 +142,28 @@ def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
 def _configuration(
     name: str, around: dict[str, dict[str, Any]], changes: dict[str, Any]
 ) -> DSATransformerConfig:
+    from torch.nn.functional import silu
+
+    from megatron_dsa.config.options import DSAOptions
+    from megatron_dsa.config.transformer import CSATransformerConfig, DSATransformerConfig
+
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}; available: {', '.join(sorted(PRESETS))}")
+        raise ConfigError(f"unknown model {name!r}{did_you_mean(name, PRESETS)}")
     kind = CSATransformerConfig if "csa_compress_ratios" in PRESETS[name] else DSATransformerConfig
     known = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ConfigError(f"preset {name!r}: no such configuration field: {', '.join(unknown)}")
-    fields = PRESETS[name] | around.get(name, {}) | changes
-    if "dsa" in changes and "dsa" in around.get(name, {}):
-        # Options that are given say how it runs; the model's epsilon is part of what it is.
-        own = around[name]["dsa"].latent_norm_epsilon
-        epsilon = changes["dsa"].latent_norm_epsilon or own
-        fields["dsa"] = dataclasses.replace(changes["dsa"], latent_norm_epsilon=epsilon)
-    return kind(**fields)
+    fields = PRESETS[name] | around.get(name, {})
+    epsilon = fields.pop(LATENT_EPSILON, None)
+    if fields.get("gated_linear_unit"):
+        fields["activation_func"] = silu
+    fields |= changes
+    # Options that are given say how it runs; the model's epsilon is part of what it is.
+    options = fields.get("dsa", DSAOptions())
+    if epsilon is not None and options.latent_norm_epsilon is None:
+        options = dataclasses.replace(options, latent_norm_epsilon=epsilon)
+    return kind(**fields | {"dsa": options})
 
 
 #: Flags of every model: Megatron's defaults are another embedding and dropout.
@@ -158,10 +173,10 @@ ALWAYS = (
 )
 #: Positions that the released models were made for, which are no field of a configuration.
 _POSITIONS = {
-    "deepseek-v3.2": 163840,
+    "v3.2": 163840,
     "glm-5": 202752,
-    "deepseek-v4-flash": 1048576,
-    "deepseek-v4-pro": 1048576,
+    "v4-flash": 1048576,
+    "v4-pro": 1048576,
 }
 #: How every model is trained: weight of the indexers' loss, which stage sparse takes over selected
 #: keys.
@@ -203,13 +218,6 @@ TINY: dict[str, dict[str, Any]] = {
         "layernorm_epsilon": 1e-6,
     },
 }  # fmt: skip
-#: Released models by the names of ``--dsa-model`` -> their presets.
-RELEASED = {
-    "v3.2": "deepseek-v3.2",
-    "glm-5": "glm-5",
-    "v4-flash": "deepseek-v4-flash",
-    "v4-pro": "deepseek-v4-pro",
-}
 #: Values of ``--dsa-model``.
 MODELS = ("v3.2-tiny", "v3.2", "glm-5", "v4-tiny", "v4-flash", "v4-pro")
 
@@ -224,8 +232,8 @@ def model_flags(name: str) -> list[str]:
         ConfigError: for an unknown name.
     """
     if name not in MODELS:
-        raise ConfigError(f"unknown model {name!r}; available: {', '.join(MODELS)}")
-    fields = TINY[name] if name in TINY else _released_fields(RELEASED[name])
+        raise ConfigError(f"unknown model {name!r}{did_you_mean(name, MODELS)}")
+    fields = TINY[name] if name in TINY else _released_fields(name)
     fields = fields | _INDEXER_LOSS
     if "num_moe_experts" in fields:
         fields |= _BALANCE
@@ -239,10 +247,8 @@ def model_flags(name: str) -> list[str]:
 def _released_fields(name: str) -> dict[str, Any]:
     """Return the fields of a released model; those of its options by the names of their flags."""
     fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
-    options = fields.pop("dsa", DSAOptions())
     said = ("attention_dropout", "hidden_dropout")  # by ALWAYS
     return {field: value for field, value in fields.items() if field not in said} | {
-        "dsa_latent_norm_epsilon": options.latent_norm_epsilon,
         "init_method_std": 0.02,
         "padded_vocab_size": VOCABULARY[name],
         "max_position_embeddings": _POSITIONS[name],

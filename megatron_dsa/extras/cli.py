@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_dsa import __version__
 from megatron_dsa.config.extras import load_extra
+from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.config.rules.ranges import Range, range_rules
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
+from megatron_dsa.errors import TRACEBACK_FLAG, did_you_mean, require, suggest_names
 
+#: Console script of this module, installed with the package.
+SCRIPT = "megatron-dsa"
 #: Flag -> range, for all commands.
 RANGES: dict[str, Range] = {
     "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
@@ -19,6 +23,8 @@ RANGES: dict[str, Range] = {
     "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
     "--step": Range(0, math.inf, "it is an iteration"),
     "--shard-gb": Range(1e-9, 2**20, "it is the size of a file"),
+    "--shard-mb": Range(1e-4, 2**20, "it is the size of a part of the input"),
+    "--workers": Range(1, 2**12, "it is a number of processes"),
     **dict.fromkeys(
         ("--heads", "--dims", "--index-heads", "--index-dim"),
         Range(1, 2**16, "it is a count of heads, or a dimension of one"),
@@ -30,54 +36,43 @@ RANGES: dict[str, Range] = {
 }
 
 
-def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that imports its module when it runs: the host is prepared before."""
+def _run(module: str, function: str, *paths: str) -> Callable[[argparse.Namespace], int]:
+    """Return a command that imports its module when it runs: the host is prepared before.
+
+    ``paths``: arguments that name existing files or folders, which saves the imports if not.
+    """
 
     def run(arguments: argparse.Namespace) -> int:
+        from megatron_dsa.patches import install
+
+        for name in paths:
+            path = getattr(arguments, name)
+            require(Path(path).exists(), f"--{name} {path} does not exist: check the path")
+        install("transformer-engine")
         return getattr(load_extra(module, f"this command ({function})"), function)(arguments)
 
     return run
 
 
-_BYTE_ORDER_MARK = "\ufeff"
-
-
-def _text_of(path: str) -> str:
-    try:
-        text = Path(path).read_bytes().decode("utf-8")  # read_text would translate ends of lines
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--input {path} must be a text file in UTF-8 ({error}): convert it, or leave it out"
-        ) from None
-    if text.startswith(_BYTE_ORDER_MARK):
-        print(f"note: --input {path} begins with a byte order mark, left out", file=sys.stderr)
-    text = text.removeprefix(_BYTE_ORDER_MARK)
-    if not text:
-        print(f"note: --input {path} is empty, left out", file=sys.stderr)
-    return text
-
-
-def _prepare_data(arguments: argparse.Namespace) -> int:
-    from megatron_dsa.training.data import BYTE_VOCAB, python_documentation, write_byte_dataset
-
-    if arguments.input:
-        documents = [text for path in arguments.input if (text := _text_of(path))]
-        source = f"{len(documents)} file(s)"
-    else:
-        documents = python_documentation()
-        source = "Python's language reference"
-    tokens = write_byte_dataset(documents, arguments.output)
-    print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
-    print(
-        f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"
+def _print_flags(arguments: argparse.Namespace) -> int:
+    if Path(arguments.config).exists():
+        return _run("huggingface.flags", "print_flags")(arguments)
+    require(
+        arguments.config in MODELS,
+        f"{arguments.config} is not there, and no name of --dsa-model: give a config.json, its "
+        f"directory, or a name{did_you_mean(arguments.config, MODELS)}",
     )
+    require(
+        not arguments.without,
+        f"--without is for a config.json, not for {arguments.config}: the flags to leave out can "
+        "be taken from the line",
+    )
+    print(" ".join(model_flags(arguments.config)))
     return 0
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
-    from megatron_dsa.patches import install
-
     for ok, message in range_rules(vars(arguments), RANGES):
         require(ok, message)
     for name, value in vars(arguments).items():
@@ -86,14 +81,16 @@ def run_command(arguments: argparse.Namespace) -> int:
             name in ("prompt", "title") or "" not in map(str, given),
             f"--{name.replace('_', '-')} must not be empty: name a file, a folder or a value",
         )
-    install("transformer-engine")
     return arguments.run(arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets ``run``, a function of the arguments."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_dsa", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    script = Path(sys.argv[0]).name == SCRIPT
+    prog = SCRIPT if script else "python -m megatron_dsa"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.add_argument("--version", action="version", version=f"megatron_dsa {__version__}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
     info.add_argument("--json", action="store_true", help="machine-readable")
     info.add_argument("--support-table", action="store_true", help="what everything can run")
@@ -106,15 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     info.set_defaults(run=_run("info", "print_info"))
     _add_doctor(commands)
-    data = commands.add_parser("prepare-data", help="byte-level Megatron data set from text files")
-    data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
-    data.add_argument(
-        "--input",
-        nargs="+",
-        help="text files in UTF-8, taken byte for byte but for a byte order mark (default: "
-        "Python's documentation)",
-    )
-    data.set_defaults(run=_prepare_data)
+    _add_data(commands)
     _add_conversions(commands)
     _add_trained(commands)
     report = commands.add_parser("report", help="a page on training runs, from TensorBoard's files")
@@ -128,10 +117,13 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     report.add_argument("--title", default="Training report")
     report.set_defaults(run=_run("report.command", "run"))
+    suggest_names(parser)
     for each in commands.choices.values():
         each.add_argument(
             TRACEBACK_FLAG, action="store_true", help="show where an error comes from"
         )
+        suggest_names(each)
+        each.set_defaults(refuse=each.error)
     return parser
 
 
@@ -148,9 +140,9 @@ exit codes, for CI:
      rule for empty rows, invalid ids or ties, repeats that differ although the implementation is
      declared deterministic, or a crash. This also holds for implementations that dispatch would
      not pick first: they are declared to work here. The table marks what dispatch would run.
-  2  nothing wrong was found, but not enough was checked: no fused implementation can run here
-     (say, there is no GPU; --allow-unfused accepts that), or memory ran out; also for wrong
-     arguments
+  2  nothing wrong was found, but not enough was checked: no fused implementation can run on this
+     GPU (--allow-unfused accepts that), or memory ran out; also for wrong arguments
+  3  nothing wrong was found on the CPU, where only torch runs (--allow-unfused makes it 0)
 "not checked" in the report lists every implementation that was left out, with the reason. Without a
 GPU, the torch implementations are checked on the CPU at a smaller shape, which the report names.
 A kernel that hangs has to be stopped by a time limit of yours.
@@ -206,6 +198,44 @@ def _add_doctor(commands) -> None:
     parser.set_defaults(run=_run("doctor", "run"))
 
 
+def _add_data(commands) -> None:
+    data = commands.add_parser(
+        "prepare-data", help="Megatron data set from JSON lines, parquet and text files"
+    )
+    data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help=".jsonl and .parquet: a document per record; any other ending: a text file in UTF-8, "
+        "one document; also with .gz (default: Python's documentation)",
+    )
+    data.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer (default: a token per byte of UTF-8)",
+    )
+    data.add_argument(
+        "--jsonl-key", default="text", metavar="KEY", help="key or column of the text (text)"
+    )
+    data.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end documents with the tokenizer's end-of-document token (bytes always do)",
+    )
+    data.add_argument(
+        "--skip-broken", action="store_true", help="leave out records that cannot be read"
+    )
+    data.add_argument("--workers", type=int, help="processes (one per CPU core)")
+    data.add_argument(
+        "--shard-mb",
+        type=float,
+        default=32,
+        help="input of a shard, which a kill loses, in MB (32)",
+    )
+    data.set_defaults(run=_run("prepare_data.command", "run"))
+
+
 def _add_conversions(commands) -> None:
     into = commands.add_parser(
         "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
@@ -235,14 +265,15 @@ def _add_conversions(commands) -> None:
         command.add_argument(
             "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
         )
-        command.set_defaults(run=_run("huggingface.commands", function))
+        paths = ("input",) if command is into else ("input", "config")
+        command.set_defaults(run=_run("huggingface.commands", function, *paths))
     flags = commands.add_parser(
         "flags", help="Megatron's flags for the model of a config.json, or for a --dsa-model"
     )
     flags.add_argument(
         "config", help="config.json of the model, or its directory, or a name of --dsa-model"
     )
-    flags.set_defaults(run=_run("huggingface.commands", "print_flags"))
+    flags.set_defaults(run=_print_flags)
     for command in (into, flags):
         command.add_argument(
             "--without",
@@ -271,13 +302,13 @@ def _add_trained(commands) -> None:
         help="above 0, draw tokens from the softmax of logits divided by it (0: the most probable)",
     )  # fmt: skip
     write.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    write.set_defaults(run=_run("generate.generate", "run"))
+    write.set_defaults(run=_run("generate.generate", "run", "load"))
     rate.add_argument(
         "--data-path",
         metavar="PREFIX",
         help="indexed data set, all of it (default: validation data of the training)",
     )
-    rate.set_defaults(run=_run("generate.evaluate", "run"))
+    rate.set_defaults(run=_run("generate.evaluate", "run", "load"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -286,4 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError: an error that the user can mend; ``python -m megatron_dsa`` prints a sentence.
     """
-    return run_command(build_parser().parse_args(argv))
+    arguments, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return run_command(arguments)

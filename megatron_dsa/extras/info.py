@@ -11,10 +11,10 @@ import torch
 from megatron_dsa import __version__, patches
 from megatron_dsa.config.attention_choice import MASKED_OPERATIONS, attention_of
 from megatron_dsa.config.extras import load_extra, optional_extra
-from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
-from megatron_dsa.config.presets import PRESETS, model_preset, preset
+from megatron_dsa.config.model import CSAFields, DSAOptions
+from megatron_dsa.config.presets import AROUND, PRESETS
 from megatron_dsa.config.rules.csa import CSA_RATIO
-from megatron_dsa.errors import require
+from megatron_dsa.errors import did_you_mean, require
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops, stream_ops, visible_ops
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
@@ -33,8 +33,8 @@ from megatron_dsa.versions import (
 
 def collect_info() -> dict:
     """Return versions, GPU, and for every operation what would run and why the rest would not."""
-    optional_extra("muon.patch")  # adds its patches to the table
-    return {
+    optional_extra("muon")  # adds its patches to the table
+    info = {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -57,18 +57,39 @@ def collect_info() -> dict:
             }
             for i in range(torch.cuda.device_count())
         ],
-        "operations": {model: _operations(model_ops(name)) for model, name in MODELS.items()},
+        "operations": {name: _operations(model_ops(name)) for name in MODELS},
         "selected_attention": {
-            model: _attention(name, "sparse") for model, name in MODELS.items() if not _is_v4(name)
+            name: _attention(name, "sparse") for name in MODELS if not _is_v4(name)
         },
         "visible_attention": {
-            model: _attention(name, "dense") for model, name in MODELS.items() if not _is_v4(name)
+            name: _attention(name, "dense") for name in MODELS if not _is_v4(name)
         },
     }
+    return {"verdict": _verdict(info)} | info
 
 
-#: Models whose operations are listed, and their presets.
-MODELS = {"DeepSeek-V3.2": "deepseek-v3.2", "DeepSeek-V4-Pro": "deepseek-v4-pro"}
+def _verdict(info: dict) -> str:
+    """Return the first line: the device, and whether fused kernels run its operations."""
+    device = info["gpus"][0]["name"] if info["gpus"] else "CPU"
+    if (problem := info["megatron-core"]["problem"]) is not None:
+        return f"{device}: no training, {problem}"
+    fused: dict[str, bool] = {}
+    for operations in info["operations"].values():
+        for name, entry in operations.items():
+            fused[name] = fused.get(name, True) and entry["fused"]
+    others = [name for name, is_fused in fused.items() if not is_fused]
+    if len(others) == len(fused):
+        return f"{device}: torch runs everything"
+    if not others:
+        return f"{device}: fused kernels run all {len(fused)} operations"
+    return (
+        f"{device}: fused kernels run {len(fused) - len(others)} of {len(fused)} operations, torch "
+        f"runs {', '.join(others)}"
+    )
+
+
+#: Models whose operations are listed.
+MODELS = ("v3.2", "v4-pro")
 #: Options that call all operations between them.
 SETTINGS = (
     DSAOptions(stage="sparse", evaluate_indexer=True),
@@ -84,9 +105,9 @@ def model_ops(name: str) -> dict[str, RequiredOp]:
     for options in SETTINGS:
         if options.selected_attention == "masked" and _is_v4(name):
             continue
-        config = _config(name, options)
+        config = model_config(name, options)
         # V4's layers with an indexer call everything that the others do.
-        ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
+        ratios = getattr(config, "csa_compress_ratios", None) or [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     if _is_v4(name):
@@ -101,16 +122,30 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-def _config(name: str, options: DSAOptions) -> DSATransformerConfig:
-    # V4's streams also call operations.
-    return (model_preset if _is_v4(name) else preset)(
-        name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
-        dsa_indexer_use_sparse_loss=options.stage == "sparse",
+#: Megatron's defaults of fields on which calls depend.
+_MEGATRON = {
+    "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
+    "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
+    "dsa_indexer_scoring_relu": True, "dsa_indexer_rotate_activation": True,
+}  # fmt: skip
+
+
+def model_config(name: str, options: DSAOptions) -> CSAFields:
+    """Return the fields of a released model on which its calls depend.
+
+    Megatron's configuration would say the same, after seconds of imports.
+    """
+    config = CSAFields()
+    vars(config).update(
+        _MEGATRON | PRESETS[name] | {"hc_mult": AROUND[name].get("hc_mult", 1)}, dsa=options,
+        dsa_indexer_loss_coeff=0.01, dsa_indexer_use_sparse_loss=options.stage == "sparse",
+        params_dtype=torch.bfloat16,
     )  # fmt: skip
+    return config
 
 
 def _attention(name: str, stage: Any) -> dict:
-    choice = attention_of(_config(name, DSAOptions(stage=stage)))
+    choice = attention_of(model_config(name, DSAOptions(stage=stage)))
     return {"masked_up_to_tokens": choice.masked_up_to, "says": choice.describe()}
 
 
@@ -197,7 +232,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     )
     require(
         arguments.muon in {None, *PRESETS},
-        f"--muon {arguments.muon}: must be a released model, one of {', '.join(sorted(PRESETS))}",
+        f"--muon {arguments.muon} must be a released model"
+        f"{did_you_mean(str(arguments.muon), PRESETS)}",
     )
     require(
         arguments.muon_per_head == "none" or arguments.muon is not None,
@@ -206,6 +242,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 
 def _print_info(info: dict) -> None:
+    print(info["verdict"])
     print(f"megatron_dsa {info['megatron_dsa']}")
     print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
     megatron = info["megatron-core"]

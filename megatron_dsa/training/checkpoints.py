@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.model import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.config.rules.lora import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
@@ -50,6 +51,11 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     install_checkpoint_repairs()
     install("tracker file", read_tracker)
     directory = checkpoint_directory(args)
+    functions: dict[str, Any] = {"load": load}
+    if (base := _base_of_saves(args, directory)) is not None:
+        functions["save"] = load_extra("lora.base", "--lora-rank").saving_without(
+            base, args.lora_base
+        )
     # A release (imported weights) has no optimizer.
     if directory is not None and directory.name != "release":
         with reading(directory):
@@ -74,7 +80,36 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
         say_dropped_indexers(args, directory)
         check_hash_layers(args, directory)
         check_adapters(args, directory)
-    return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
+    return mock.patch.multiple(checkpointing.dist_checkpointing, **functions)
+
+
+def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | None:
+    """Return the base that checkpoints of this run name and leave out, if any; print it.
+
+    Sets ``args.lora_base``, which Megatron saves with all arguments.
+    """
+    args.lora_base, reference = None, None
+    if getattr(args, "lora_rank", None) is None:
+        return None
+    extra = load_extra("lora.base", "--lora-rank")
+    if directory is not None and (reference := _saved_base(directory)) is not None:
+        extra.look_below(reference, args.pretrained_checkpoint)
+    if not args.save or args.ckpt_format != "torch_dist":
+        return None
+    base = None if directory is None else base_of(directory)
+    said = "no --pretrained-checkpoint has them (import-hf writes one)"
+    if directory is not None and base is None:
+        said = f"{directory} lies in --save, where it may be deleted"
+        if directory.parent.resolve() != Path(args.save).resolve():
+            reference, base = extra.describe(directory), directory
+    args.lora_base = reference
+    if this_rank() == 0:
+        print(
+            f"> checkpoints of this run hold the frozen weights also: {said}"
+            if base is None
+            else f"> checkpoints of this run hold no frozen weights: keep their base {base}"
+        )
+    return base
 
 
 def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
@@ -228,17 +263,44 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
 
 def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
-    indexers or go by the names of other layer sets."""
+    indexers, go by the names of other layer sets, or hold adapters only."""
     with reading(Path(checkpoint_dir)):
         available = redirect(sharded_state_dict, checkpoint_dir)
         check_shapes(sharded_state_dict, checkpoint_dir, available)
-        return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        if (base := base_of(checkpoint_dir)) is None:
+            return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        extra = load_extra("lora.base", "--lora-rank")
+        return extra.load(sharded_state_dict, checkpoint_dir, base, *args, **kwargs)
+
+
+def _saved_base(checkpoint_dir) -> dict[str, str | None] | None:
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint_dir))
+    return getattr(common.get("args"), "lora_base", None)
+
+
+def base_of(checkpoint_dir) -> Path | None:
+    """Return the base of a checkpoint that holds adapters only; ``None`` of any other.
+
+    Raises:
+        ConfigError: the base is gone, or was changed.
+    """
+    if (reference := _saved_base(checkpoint_dir)) is None:
+        return None
+    return load_extra("lora.base", "--lora-rank").find(reference, checkpoint_dir)
+
+
+def stored_entries(checkpoint_dir) -> dict[str, ShardedBase]:
+    """Return everything in the files of a distributed checkpoint, by key, without its data."""
+    install_checkpoint_repairs()
+    return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
 
 
 def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
-    """Return everything that a distributed checkpoint holds, by key, without its data."""
-    install_checkpoint_repairs()
-    return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
+    """Return :func:`stored_entries`, and the weights of the base of adapters."""
+    entries = stored_entries(checkpoint_dir)
+    if (base := base_of(checkpoint_dir)) is None:
+        return entries
+    return load_extra("lora.base", "--lora-rank").frozen_entries(base) | entries
 
 
 def redirect(sharded_state_dict, checkpoint_dir) -> dict[str, ShardedBase]:
@@ -267,7 +329,7 @@ def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> Non
             # Objects of a layer kind or stacking that the checkpoint does not have; they hold
             # quantisation statistics, which training finds again.
             del parent[name]
-        elif (found := _same_under_another_name(entry, available)) is not None:
+        elif (found := same_under_another_name(entry, available)) is not None:
             parent[name] = found
             renamed.append(entry.key)
         elif is_adapter_parameter(entry.key):
@@ -304,7 +366,7 @@ def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) ->
     for parent, name, entry in list(nested_entries(sharded_state_dict.get("optimizer"))):
         if ".state." not in entry.key or entry.key in available:
             continue
-        if (found := _same_under_another_name(entry, available)) is not None:
+        if (found := same_under_another_name(entry, available)) is not None:
             parent[name] = found
         elif not isinstance(entry, ShardedObject):
             missing.append(entry.key)
@@ -317,7 +379,8 @@ def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) ->
         )
 
 
-def _same_under_another_name(entry, available: dict):
+def same_under_another_name(entry, available: dict):
+    """Return ``entry`` as it is found in a checkpoint, or ``None`` if it is not."""
     for key in (entry.key, *_other_norm_names(entry.key)):
         if key in available:
             return dataclasses.replace(entry, key=key)

@@ -1,17 +1,14 @@
-"""Data: a text file becomes Megatron's own indexed data set; batches for a GPT training step."""
+"""Data: Megatron's indexed data sets, and batches for a GPT training step."""
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from megatron.core import mpu
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
@@ -24,50 +21,12 @@ from megatron_dsa.config.model import options_of
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.layout.sharding import Sharding, global_positions_of
 from megatron_dsa.training.data_files import check_data_sets
-from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.training.sft import sft_datasets
 
 #: Bytes are their own token ids; this one ends a document.
 BYTE_EOD = 256
 BYTE_VOCAB = 257
-
-
-def python_documentation() -> list[str]:
-    """Return the texts of Python's language reference (``pydoc_data.topics``), one per topic."""
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)]
-
-
-def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
-    """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one token per byte; return the token count.
-
-    Each document ends with :data:`BYTE_EOD`. Train on it with ``--tokenizer-type NullTokenizer
-    --vocab-size 257``. Existing files are replaced, the index last.
-
-    Raises:
-        ConfigError: there is no text, or a file of the result is a link or a folder.
-        FileError: the files cannot be written.
-    """
-    documents = [text for text in documents if text]
-    if not documents:
-        raise ConfigError("the text is empty: give a file with at least one line")
-    folder, name = os.path.split(prefix)
-    require(
-        name not in ("", ".", ".."),
-        f"--output {prefix} must end in the name that files begin with, got a folder: add a name",
-    )
-    tokens = 0
-    with WholeFiles(folder) as files:
-        builder = IndexedDatasetBuilder(str(files.path(f"{name}.bin")), dtype=numpy.uint16)
-        for text in documents:
-            ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
-            builder.add_document(ids, [len(ids)])
-            tokens += len(ids)
-        builder.data_file.flush()  # errors are of this file
-        builder.finalize(str(files.path(f"{name}.idx")))
-    return tokens
 
 
 class GPTDataset(gpt_dataset.GPTDataset):

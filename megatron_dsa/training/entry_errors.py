@@ -43,7 +43,8 @@ class Known(NamedTuple):
         through: functions; the error came through one of them; empty: any.
         kinds: names of classes of the error or its cause.
         says: the sentence, with ``{error}`` (its first line, or the check that failed),
-            ``{launch}`` (variables of the launcher), ``{save}`` and the groups of ``text``.
+            ``{launch}`` (variables of the launcher), ``{executable}`` (Python), ``{save}`` and the
+            groups of ``text``.
         text: regular expression that its text must have.
     """
 
@@ -56,6 +57,7 @@ class Known(NamedTuple):
 
 
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
+_TOKENIZER = "build_tokenizer hugging_face_tokens"
 _LOAD = "load_checkpoint prepare_loading export_hf"
 #: The first entry that fits counts.
 KNOWN = (
@@ -79,6 +81,27 @@ KNOWN = (
         _FLAGS,
         "AssertionError ValueError ZeroDivisionError",
         "Megatron refuses these flags: {error}",
+    ),
+    Known(
+        _TOKENIZER,
+        "ValueError",
+        "Hugging Face tokenizers need the package transformers: pip install 'megatron-dsa[data]'",
+        "name 'AutoTokenizer' is not defined",
+    ),
+    Known(
+        _TOKENIZER,
+        "ValueError",
+        "no tokenizer can be read from {1}: give a folder that exists, with tokenizer.json and "
+        "tokenizer_config.json, in --tokenizer-model (prepare-data: --tokenizer). transformers "
+        "says: {2}",
+        r"Unable to instantiate HuggingFace AutoTokenizer for (.+?)\. Exception: (.*)",
+    ),
+    Known(
+        "_set_wandb_writer",
+        "ModuleNotFoundError",
+        "--wandb-project needs the package wandb: pip install 'megatron-dsa[wandb]', or leave the "
+        "flag out",
+        "wandb",
     ),
     Known(
         "load_checkpoint",
@@ -114,6 +137,19 @@ KNOWN = (
         "({error}): give the --train-iters, --lr and the like of then, or "
         "--override-opt-param-scheduler to take these, or --use-checkpoint-opt-param-scheduler to "
         "keep those",
+    ),
+    Known(
+        "build_tokenizer",
+        "AssertionError OSError ValueError",
+        "no tokenizer can be read by --tokenizer-type and --tokenizer-model: the model must be a "
+        "folder that exists, with tokenizer.json and tokenizer_config.json for "
+        "HuggingFaceTokenizer, or the file that the type needs ({error})",
+    ),
+    Known(
+        "_set_wandb_writer",
+        "ValueError TypeError",
+        "--wandb-project needs --wandb-exp-name, and --wandb-save-dir unless there is --save: add "
+        "them, or drop it ({error})",
     ),
     Known(
         "init_process_group",
@@ -211,6 +247,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
+            fields["executable"] = sys.executable
             fields["save"] = _folder() if "{save}" in known.says else ""
             message = known.says.format(found[0], *found.groups(), **fields)
             return Ending(message, known.code, known.traceback)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config.fields import flag_of, option_fields, said
-from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
+from megatron_dsa.config.model import CSAFields, DSAOptions, StreamFields
 from megatron_dsa.config.rules.sizes import TENSOR, share_rules
 from megatron_dsa.config.rules.table import Must
 from megatron_dsa.errors import require
@@ -149,8 +149,8 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
 
 def _of_v4() -> str:
     """Return the names of the flags that only V4's attention reads."""
-    shared = {each.name for each, _ in option_fields(DSATransformerConfig)}
-    names = [pair for pair in option_fields(CSATransformerConfig) if pair[0].name not in shared]
+    shared = {each.name for each, _ in option_fields(StreamFields)}
+    names = [pair for pair in option_fields(CSAFields) if pair[0].name not in shared]
     names += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
 
@@ -194,7 +194,7 @@ _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
 
 
 def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
-    fields = (*option_fields(CSATransformerConfig), *option_fields(DSAOptions))
+    fields = (*option_fields(CSAFields), *option_fields(DSAOptions))
     defaults = {about.dest: each.default for each, about in fields if each.type is not bool}
     for names, holds, needed in _NEEDS:
         values = {name: getattr(args, name) for name in names.split()}

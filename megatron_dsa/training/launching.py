@@ -10,6 +10,13 @@ from pathlib import Path
 
 from megatron_dsa.errors import require
 
+#: Variables of a launcher, and the values of one process without any.
+_ALONE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+}  # fmt: skip
+#: Sizes of a job by launchers that do not set torch's variables.
+_OTHER_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
 #: Lock of the extension of ``CheckpointWithoutOutput``, below the folder of the Python version.
 _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
@@ -34,7 +41,8 @@ def world_size() -> int:
 def check_launch() -> None:
     """Check ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    Rank 0 of several prints where it waits for the others.
+    Without any of them, this process becomes a job of one, unless another launcher started
+    several. Rank 0 of several prints where it waits for the others.
 
     Raises:
         ConfigError: a variable is missing or out of range.
@@ -43,6 +51,9 @@ def check_launch() -> None:
 
     if torch.distributed.is_initialized():
         return
+    several = any(os.environ.get(name, "1") != "1" for name in _OTHER_SIZES)
+    if not several and not set(_ALONE) & set(os.environ):
+        os.environ.update(_ALONE)
     world = environment_number("WORLD_SIZE", 1, least=1)
     gpus = torch.cuda.device_count()
     required = ["MASTER_ADDR", "MASTER_PORT"]
@@ -50,8 +61,8 @@ def check_launch() -> None:
         # A launcher may show every process one GPU of its own.
         required = ["RANK", *(["LOCAL_RANK"] if gpus > 1 else []), *required]
     for name in required:
-        several = f" with WORLD_SIZE {world}" if "RANK" in name else ""
-        require(os.environ.get(name), f"{name} must be set{several}: {_LAUNCHER}")
+        case = f" with WORLD_SIZE {world}" if "RANK" in name else ""
+        require(os.environ.get(name), f"{name} must be set{case}: {_LAUNCHER}")
     fix = (
         f"start one process per GPU (--nproc-per-node {gpus}), or show it more of them "
         "(CUDA_VISIBLE_DEVICES)"

@@ -27,6 +27,8 @@ WARNINGS = (
     ),
     # Parts of Megatron that are imported along and not used.
     ("MimoModelConfig is experimental", r"megatron\."),
+    # Commands have no ranks.
+    ("Could not determine rank from torch.distributed, RANK", r"megatron\."),
     # A default of Megatron's own, for CUDA graphs.
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
     # The compiler gives the path of the file as the module.
@@ -43,6 +45,8 @@ WARNINGS = (
 RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    # Data sets hold longer documents than a sample.
+    ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
     # Also logged by saves that are not asynchronous.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
     # In every run, at the level of warnings.

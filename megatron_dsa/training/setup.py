@@ -15,7 +15,7 @@ from megatron.training.argument_utils import (
 
 from megatron_dsa.arguments import field_values, options_from_args
 from megatron_dsa.config.extras import load_extra
-from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
+from megatron_dsa.config.transformer import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.ops.dispatch import log_all_candidates

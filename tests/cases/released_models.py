@@ -118,8 +118,8 @@ V4_PRO = V4 | {
 }
 #: By name of the preset.
 CONFIGS = {
-    "deepseek-v3.2": DEEPSEEK_V32,
+    "v3.2": DEEPSEEK_V32,
     "glm-5": GLM_5,
-    "deepseek-v4-flash": V4_FLASH,
-    "deepseek-v4-pro": V4_PRO,
+    "v4-flash": V4_FLASH,
+    "v4-pro": V4_PRO,
 }

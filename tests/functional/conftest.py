@@ -32,7 +32,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def short_documents(tmp_path_factory):
     """``--data-path`` of documents of any length, many of them shorter than a sample."""
-    from megatron_dsa.training.data import write_byte_dataset
+    from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 
     prefix = tmp_path_factory.mktemp("documents") / "lines"
     lines = (REPOSITORY / "LICENSE").read_text(encoding="utf-8").splitlines()
@@ -43,7 +43,7 @@ def short_documents(tmp_path_factory):
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
     """``--data-path`` of this package's source as byte tokens, so that no two batches are alike."""
-    from megatron_dsa.training.data import write_byte_dataset
+    from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 
     prefix = tmp_path_factory.mktemp("source") / "source"
     files = sorted((REPOSITORY / "megatron_dsa").rglob("*.py"))

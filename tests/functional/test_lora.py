@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -60,12 +61,16 @@ def test_a_base_is_left_as_it_is(runs):
         f"adapters of rank 4, scale 2: {trained:,} parameters are trained, {frozen:,} are fr"
         in (lora.log)
     )
-    before, after = read(folder / "base"), read(folder / "lora")
-    weights = [name for name in before if name.startswith(("decoder.", "embedding.", "output_"))]
-    assert weights and all(before[name].equal(after[name]) for name in weights)
+    assert f"hold no frozen weights: keep their base {folder / 'base/iter_0000002'}" in lora.log
+    after = read(folder / "lora")
+    assert not after.keys() & read(folder / "base").keys()
     states = [name for name in after if name.startswith("optimizer.") and "exp_avg" in name]
-    adapters = [name for name in after if name.startswith("decoder.") and "_lora_" in name]
-    assert adapters and all(after[name].any() for name in adapters)
+    adapters = after.keys() - set(states)
+    assert (
+        len(adapters) == 44
+        and all("_lora_" in name for name in adapters)
+        and all(after[name].any() for name in adapters)
+    )
     assert states and all("_lora_" in name for name in states)
     assert lora.column("lm loss")[-1] < base.column("lm loss")[-1]
 
@@ -77,6 +82,110 @@ def count(state):
         for name, tensor in state.items()
         if name.startswith(("decoder.", "embedding.", "output_"))
     )
+
+
+def figures(run):
+    """All that is logged of the steps but their times."""
+    return [{name: x for name, x in step.items() if "time" not in name} for step in run.steps]
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(runs):
+    """The same run with its base in ``--save``, whose checkpoints hold the base; folder and log."""
+    folder, flags, _, _ = runs
+    shutil.copytree(folder / "base", folder / "whole")
+    start = {"--load": folder / "whole", "--save": folder / "whole", "--finetune": True}
+    return folder / "whole", train(flags | LORA | start | {"--train-iters": 6}, one_process=True)
+
+
+def test_checkpoints_without_the_base_are_small_and_say_the_same(runs, whole):
+    folder, _, _, lora = runs
+    assert f"hold the frozen weights also: {whole[0] / 'iter_0000002'} lies in" in whole[1].log
+    assert figures(whole[1]) == figures(lora)
+    adapters, everything = read(folder / "lora"), read(whole[0])
+    assert all(adapters[name].equal(everything[name]) for name in adapters)
+    weights = everything.keys() - adapters.keys()
+    frozen = sum(everything[name].nbytes for name in weights)
+    small, large = (size_of(x / "iter_0000006") for x in (folder / "lora", whole[0]))
+    assert weights and small < 0.75 * large and large - small > frozen
+    print(f"a checkpoint takes {large:,} bytes with the base, {small:,} without it")
+
+
+def test_resume_is_the_uninterrupted_run(runs, whole, tmp_path):
+    """To the last bit, from adapters alone and from a checkpoint that holds the base."""
+    folder, flags, _, lora = runs
+    for source in (folder / "lora", whole[0]):
+        start = {"--load": source, "--ckpt-step": 4, "--save": tmp_path / source.name}
+        run = train(flags | LORA | start | {"--train-iters": 6}, one_process=True)
+        assert figures(run) == figures(lora)[4:]
+        found, expected = read(tmp_path / source.name), read(folder / "lora")
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "kept"),
+    [
+        ({"--dsa-stage": "dense"}, {}, ".indexer."),
+        ({}, {"--padded-vocab-size": 272}, "embedding.|output_layer."),
+    ],
+    ids=["fresh indexers", "more rows that pad the vocabulary"],
+)
+def test_what_the_base_lacks_is_saved(base, changes, kept, runs, tmp_path):
+    flags = runs[1] | {"--save": tmp_path / "base", "--train-iters": 2}
+    train(flags | base, one_process=True)
+    flags |= LORA | changes | {"--train-iters": 4}
+    start = {"--pretrained-checkpoint": tmp_path / "base", "--save": tmp_path / "whole"}
+    lora = train(flags | start, one_process=True)
+    start = {"--load": tmp_path / "whole", "--ckpt-step": 2, "--save": tmp_path / "resumed"}
+    resumed = train(flags | start, one_process=True)
+    assert figures(resumed) == figures(lora)[2:]
+    expected, found = read(tmp_path / "whole"), read(tmp_path / "resumed")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in found)
+    weights = [x for x in found if "_lora_" not in x]
+    assert weights and all(re.search(kept, name) for name in weights)
+
+
+@pytest.mark.parametrize("form", [[], ["--adapter"]], ids=["merged", "adapter"])
+def test_exports_are_equal_to_the_byte(form, runs, whole, tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    for source in (runs[0] / "lora", whole[0]):
+        output = tmp_path / source.name
+        arguments = ("--input", source, "--config", tmp_path / "config.json", "--output", output)
+        command("export-hf", *arguments, *form)
+    files = {path.name for path in (tmp_path / "lora").glob("*.safetensors*")}
+    assert files == {path.name for path in (tmp_path / "whole").glob("*.safetensors*")} != set()
+    for name in files:
+        assert (tmp_path / "lora" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_base_that_moves_or_changes(runs, tmp_path):
+    """It is found below --pretrained-checkpoint, and nothing is trained on other weights."""
+    folder, flags, _, _ = runs
+    base, moved = tmp_path / "base", tmp_path / "moved"
+    shutil.copytree(folder / "base", base)
+    flags = flags | LORA | {"--load": tmp_path / "lora", "--save": tmp_path / "lora"}
+    first = train(flags | {"--pretrained-checkpoint": base, "--train-iters": 2})
+    base.rename(moved)
+    gone = train(flags | {"--train-iters": 4}, check=False)
+    message = f"holds adapters only, and their base {base / 'iter_0000002'} is gone"
+    assert gone.returncode == 2 and message in gone.log
+    found = train(flags | {"--train-iters": 4, "--pretrained-checkpoint": moved})
+    assert f"keep their base {moved / 'iter_0000002'}" in found.log and first.steps
+    assert [step["iteration"] for step in found.steps] == [3, 4]
+    file = next((moved / "iter_0000002").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # as small as a change can be, where a sample is
+    file.write_bytes(content)
+    changed = train(flags | {"--train-iters": 6, "--pretrained-checkpoint": moved}, check=False)
+    message = f"the base {moved / 'iter_0000002'} of the adapters in checkpoint"
+    assert changed.returncode == 2 and message in changed.log and not changed.steps
 
 
 @pytest.mark.ranks(2)
@@ -106,7 +215,7 @@ def check_steps(run, expected, figures=("lm loss", "indexer loss", "grad norm"))
 
 
 def check_adapters_and_moments(folder, expected):
-    """Check adapters and moments of the last checkpoint; frozen weights are equal to the bit."""
+    """Check adapters and moments of the last checkpoint; frozen weights in it to the bit."""
     found, wanted = read(folder), read(expected)
     assert set(found) == set(wanted)
     for name, tensor in found.items():
@@ -241,6 +350,7 @@ def test_a_whole_v4(v4, tmp_path):
     from megatron_dsa.extras.huggingface.files import CheckpointReader
 
     folder, _, trained = v4
+    assert "hold the frozen weights also: no --pretrained-checkpoint has them" in trained.log
     assert (
         "attn.wo_a, attn.wo_b, attn.compressor.wkv, attn.compressor.wgate, attn.in" in trained.log
     )

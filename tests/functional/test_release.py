@@ -185,6 +185,8 @@ def test_first_steps_from_the_wheel(python, tmp_path):
     assert not Path(where).is_relative_to(REPOSITORY / "megatron_dsa")
     assert Path(where).is_relative_to(Path(python).parents[1])
     assert f"megatron_dsa {megatron_dsa.__version__}" in wheel("-m", "megatron_dsa", "info")
+    script = run(Path(python).with_name("megatron-dsa"), "--version", cwd=tmp_path)
+    assert script.strip() == f"megatron_dsa {megatron_dsa.__version__}"
     wheel("-m", "megatron_dsa", "prepare-data", "--output", "topics")
     flags = command_line(TINY | {"--data-path": "topics", "--save": "run", "--save-interval": 4})
     log = wheel("-m", "megatron_dsa.pretrain", *flags)

@@ -90,7 +90,8 @@ def test_every_option_has_a_flag():
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from megatron_dsa.config.fields import option_fields
-    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.transformer import CSATransformerConfig
 
     names = {each.name for each in dataclasses.fields(DSAOptions)}
     assert names - {each.name for each, _ in option_fields(DSAOptions)} == {
@@ -106,7 +107,8 @@ def test_every_option_has_a_flag():
 def test_flags_that_are_not_given_leave_the_defaults():
     from megatron_dsa.arguments import field_values, options_from_args
     from megatron_dsa.config.fields import option_fields
-    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.transformer import CSATransformerConfig
 
     args = parse()
     assert options_from_args(args) == DSAOptions()
@@ -141,7 +143,8 @@ GIVEN = {
 def test_every_flag_reaches_its_field():
     from megatron_dsa.arguments import field_values
     from megatron_dsa.config.fields import option_fields
-    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.transformer import CSATransformerConfig
 
     args = parse(*(word for flag in GIVEN for word in [flag, *GIVEN[flag][0].split()]))
     found = {}

@@ -53,6 +53,7 @@ LATE = {
     # Without a GPU, Megatron is prepared before anything imports it.
     "pretrain.py": "the host is prepared",
     "extras/cli.py": "the host is prepared",
+    "config/presets.py": "flags are printed without torch",
     # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",
 }

@@ -8,7 +8,7 @@ from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.testing.cases import Shape
 from megatron_dsa.testing.comparison import Comparison
 
-OK, WRONG, NOT_PROVEN = 0, 1, 2
+OK, WRONG, NOT_PROVEN, NO_GPU = 0, 1, 2, 3
 _FULL_SIZE = " at full size"
 
 
@@ -106,11 +106,14 @@ class Report:
         if self.incomplete or not self.results:
             return NOT_PROVEN
         fused = any(result.fused for result in self.results)
-        return OK if fused or allow_unfused else NOT_PROVEN
+        if fused or allow_unfused:
+            return OK
+        return NO_GPU if self.environment["gpu"] is None else NOT_PROVEN
 
 
 def print_report(report: Report, code: int) -> None:
     environment = report.environment
+    print(_verdict(report, code))
     print(f"megatron_dsa {environment['megatron_dsa']}, torch {environment['torch']}")
     gpu = environment["gpu"]
     if gpu is None:
@@ -134,7 +137,6 @@ def print_report(report: Report, code: int) -> None:
         print(f"  {line}")
     for remark in report.remarks:
         print(f"note: {remark}")
-    print(_last_line(report, code))
 
 
 def _row(result: Verdict) -> dict[str, str]:
@@ -168,7 +170,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
         print(f"  {line.rstrip()}")
 
 
-def _last_line(report: Report, code: int) -> str:
+def _verdict(report: Report, code: int) -> str:
     wrong, count = report.wrong(), len(report.results)
     if code == WRONG:
         chosen = sum(result.chosen for result in wrong)
@@ -178,6 +180,10 @@ def _last_line(report: Report, code: int) -> str:
     if code == NOT_PROVEN:
         missing = "; ".join(report.incomplete) or "no fused implementation could be checked"
         return f"NOT PROVEN: {missing} ({count} combinations checked, all ok)"
+    if code == NO_GPU:
+        return (
+            f"NO GPU: torch on the CPU is right ({count} combinations), no fused implementation ran"
+        )
     return f"ok: all {count} combinations"
 
 
@@ -186,7 +192,7 @@ def as_json(report: Report, code: int) -> dict:
     results = [
         _plain(x) | {"ok": x.ok, "verdict": x.verdict, "wrong": x.wrong()} for x in report.results
     ]
-    said = {"exit_code": code, "verdict": _last_line(report, code)}
+    said = {"exit_code": code, "verdict": _verdict(report, code)}
     return said | _plain(report) | {"results": results}
 
 

@@ -28,7 +28,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config.training_config import TokenizerConfig
 
 from megatron_dsa.arguments import add_dsa_arguments
-from megatron_dsa.config.model import CSATransformerConfig
+from megatron_dsa.config.transformer import CSATransformerConfig
 from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.checkpoints import distributed_checkpoint, prepare_loading

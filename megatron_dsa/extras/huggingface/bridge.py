@@ -23,7 +23,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_model_config
 from transformers import PretrainedConfig
 
-from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, has_adapters, validate
+from megatron_dsa.config.model import DSAOptions, has_adapters, validate
+from megatron_dsa.config.transformer import DSATransformerConfig
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.config_json import HFModel, parse_config
 from megatron_dsa.extras.huggingface.models import MODELS

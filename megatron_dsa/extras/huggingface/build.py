@@ -1,4 +1,4 @@
-"""The model of a config.json: as a Megatron model without memory, and as flags."""
+"""The model of a config.json as a Megatron model without memory."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -7,18 +7,10 @@ from typing import Any
 import torch
 
 from megatron_dsa.config.extras import load_extra
-from megatron_dsa.config.fields import flag_words
-from megatron_dsa.config.model import (
-    CSATransformerConfig,
-    DSAOptions,
-    DSATransformerConfig,
-    has_adapters,
-)
-from megatron_dsa.config.presets import ALWAYS
+from megatron_dsa.config.model import DSAOptions, has_adapters
+from megatron_dsa.config.transformer import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.extras.huggingface.config_json import HFModel
-from megatron_dsa.extras.huggingface.features import check_prediction, described_features
-from megatron_dsa.extras.huggingface.models import FEATURE_FIELDS
-from megatron_dsa.extras.huggingface.names import PREDICTION
+from megatron_dsa.extras.huggingface.flags import fields_of
 from megatron_dsa.layers.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
@@ -31,7 +23,7 @@ def transformer_config(
     Without ``mtp_num_layers`` among them, the model has no multi-token prediction; its residuals
     are plain and its routing is learned but for the ``features`` of ``names.py`` that are given.
     """
-    fields = _fields_of(hf, features)
+    fields = fields_of(hf, features)
     kind = DSATransformerConfig
     if "csa_compress_ratios" in fields:
         kind = CSATransformerConfig
@@ -49,11 +41,6 @@ def transformer_config(
         "dsa": DSAOptions(stage=stage, latent_norm_epsilon=hf.latent_norm_epsilon),
     }
     return kind(**fields | fixed | settings)
-
-
-def _fields_of(hf: HFModel, features: Collection[str]) -> dict[str, Any]:
-    left = {x for feature, keys in FEATURE_FIELDS.items() if feature not in features for x in keys}
-    return {name: value for name, value in hf.fields.items() if name not in left}
 
 
 def gpt_model(config, vocab_size: int, length: int) -> Any:
@@ -127,40 +114,3 @@ def widest_dtype(
     ]
     found = {dtype for dtype in map(stored, free) if dtype is not None}
     return functools.reduce(torch.promote_types, found) if found else config.params_dtype
-
-
-def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
-    """Return the flags of ``python -m megatron_dsa.pretrain`` that describe a model.
-
-    Parallel layout, data, precision and schedule are not among them. ``without`` has features that
-    are left out.
-    """
-    features = described_features(hf) - set(without)
-    check_prediction(hf, features)
-    mtp = hf.mtp_layers if PREDICTION in features else 0
-    fields = _fields_of(hf, features) | {
-        "dsa_latent_norm_epsilon": hf.latent_norm_epsilon,
-        "dsa_stage": None if hf.has_indexer else "dense",
-        "mtp_num_layers": mtp or None,
-        # The model's own size: a tokenizer may have fewer tokens.
-        "padded_vocab_size": hf.vocab_size,
-        "max_position_embeddings": hf.raw.get("max_position_embeddings"),
-    }
-    if "csa_compress_ratios" in fields:
-        fields["csa_compress_ratios"] = fields["csa_compress_ratios"][: hf.num_layers + mtp]
-    return [x for field, value in fields.items() for x in flag_words(field, value)] + list(ALWAYS)
-
-
-def unsaid(hf: HFModel) -> list[str]:
-    """Return what these flags cannot say of the model, a sentence each."""
-    notes = list(hf.remarks)
-    base = hf.fields["rotary_base"]
-    if base != int(base):
-        notes.append(f"rope_theta = {base}: --rotary-base takes whole numbers")
-    notes.append(
-        "--dsa-indexer-loss-coeff is yours to add: 1.0 trains the indexers, 0 freezes them"
-        if hf.has_indexer
-        else "the model has no indexers; --dsa-stage warmup adds them, with "
-        "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk of your choice"
-    )
-    return notes

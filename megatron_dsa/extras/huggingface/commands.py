@@ -1,4 +1,4 @@
-"""The commands ``import-hf``, ``export-hf``, ``flags``: between Hugging Face and Megatron.
+"""The commands ``import-hf`` and ``export-hf``: between Hugging Face and Megatron.
 
 Conversions take one process, no GPU, and no more memory than a file or two of the result. The
 Megatron checkpoint is a distributed one: runs of any parallel layout write and load it.
@@ -22,15 +22,13 @@ from megatron_dsa.config.model import (
     is_indexer_parameter,
     linears_with_adapters,
 )
-from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.adapters import export_adapter
-from megatron_dsa.extras.huggingface.build import empty_model, flags_of, unsaid, widest_dtype
+from megatron_dsa.extras.huggingface.build import empty_model, widest_dtype
 from megatron_dsa.extras.huggingface.config_json import HFModel, read_config
 from megatron_dsa.extras.huggingface.convert import Import, export_model, open_checkpoint
 from megatron_dsa.extras.huggingface.features import (
     check_features,
-    check_names,
     described_features,
     features_to_build,
 )
@@ -41,7 +39,12 @@ from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_ch
 from megatron_dsa.extras.huggingface.trained_config import check_trained
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
-from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
+from megatron_dsa.training.checkpoints import (
+    base_of,
+    distributed_checkpoint,
+    entries_of,
+    redirect,
+)
 from megatron_dsa.training.files.whole import WholeFiles
 
 
@@ -152,7 +155,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
         )
     with _one_process():
         _note(*check_trained(directory, hf, arguments.config))
-        stored = StoredParameters(directory)
+        stored = StoredParameters(directory, base_of(directory))
 
         def empty(dtype: torch.dtype | None = None):
             model: Any = empty_model(hf, stage, mtp, dtype, features, **adapters)
@@ -235,29 +238,6 @@ def _precision(arguments: argparse.Namespace, hf: HFModel) -> ReleasedPrecision 
             "scale of its own, and released weights do not come back to the byte"
         )
     return precision
-
-
-def print_flags(arguments: argparse.Namespace) -> int:
-    """Print one line of flags; notes on the rest go to the standard error."""
-    named = not Path(arguments.config).exists()
-    require(
-        not named or arguments.config in MODELS,
-        f"{arguments.config} is not there, and no name of --dsa-model: give a config.json, its "
-        f"directory, or one of {', '.join(MODELS)}",
-    )
-    if named:
-        require(
-            not arguments.without,
-            f"--without is for a config.json, not for {arguments.config}: the flags to leave out "
-            "can be taken from the line",
-        )
-        print(" ".join(model_flags(arguments.config)))
-        return 0
-    hf = read_config(arguments.config)
-    check_names(hf, arguments.without)
-    print(" ".join(flags_of(hf, arguments.without)))
-    _note(*unsaid(hf))
-    return 0
 
 
 def _release(arguments: argparse.Namespace) -> tuple[Path, bool]:

@@ -62,12 +62,17 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class StoredParameters:
-    """Reads parameters of a distributed checkpoint."""
+    """Reads parameters of a distributed checkpoint, or else of the base of its adapters."""
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, base: str | Path | None = None):
         self._reader = FileSystemReader(directory)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._base = None if base is None else StoredParameters(base)
+
+    def _holder(self, key: str) -> "StoredParameters":
+        stored = key in self._metadata.state_dict_metadata
+        return self if stored or self._base is None else self._base
 
     def read(self, entry: Entry) -> torch.Tensor:
         """Return a parameter, in the dtype that it is stored in."""
@@ -76,13 +81,15 @@ class StoredParameters:
         return self._read(entry)
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        stored: dict[str, Any] = self._metadata.state_dict_metadata
         return functools.reduce(
-            torch.promote_types, (stored[x.key].properties.dtype for x in _parts(entry))
+            torch.promote_types, (self._stored(x.key).properties.dtype for x in _parts(entry))
         )
 
+    def _stored(self, key: str) -> Any:
+        return self._holder(key)._metadata.state_dict_metadata[key]
+
     def _read(self, part: ShardedTensor) -> torch.Tensor:
-        stored: Any = self._metadata.state_dict_metadata[part.key]
+        stored = self._stored(part.key)
         chunk = _chunk(part)
         tensor = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(part.key, stored, [chunk])
@@ -94,7 +101,7 @@ class StoredParameters:
             f"{part.key} is {tuple(stored.size)} in the checkpoint and {tuple(part.global_shape)} "
             "by config.json: give the config.json of the model that was trained",
         )
-        self._reader.read_data(LoadPlan(items), _IntoTensor(tensor)).wait()
+        self._holder(part.key)._reader.read_data(LoadPlan(items), _IntoTensor(tensor)).wait()
         return tensor.view(part.local_shape)
 
 

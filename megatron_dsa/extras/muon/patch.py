@@ -23,17 +23,7 @@ from megatron_dsa.extras.muon.optimizer import (
     is_left_to_adamw,
 )
 from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
-from megatron_dsa.patches import OURS, TABLE, Patch
 
-TABLE["Muon"] = Patch(
-    "orthogonalises tables and stacks of matrices as one matrix",
-    "extras.muon.patch:read_marks_of_muon", "layer specs", "--optimizer muon", upstream=OURS,
-)  # fmt: skip
-TABLE["layer-wise gather"] = Patch(
-    "cannot gather parameters of two precisions, nor of different sizes over gloo",
-    "extras.muon.patch:repair_gather_of_layer_wise_optimizer", "layer specs",
-    "--optimizer muon --use-distributed-optimizer",
-)  # fmt: skip
 #: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 

@@ -23,20 +23,43 @@ _TP_MODES = {
 
 def shortage(plan: Plan) -> str | None:
     """Return why the plan does not fit in the GPU's memory, or ``None``."""
-    worst, rank = max((stage.memory.peak, -rank) for rank, stage in enumerate(plan.stages))
+    worst, rank = _worst(plan)
     if worst <= plan.gpu.memory_gib * _GIB:
         return None
     return (
-        f"out of memory: pipeline rank {-rank} needs {worst / _GIB:.1f} GiB of the "
+        f"out of memory: pipeline rank {rank} needs {worst / _GIB:.1f} GiB of the "
         f"{plan.gpu.memory_gib} that {plan.gpu.name} has. Shard the model over more ranks, divide "
         "the optimizer (--use-distributed-optimizer), recompute (--recompute-granularity), or "
         "shorten --seq-length or --micro-batch-size"
     )
 
 
+def _worst(plan: Plan) -> tuple[int, int]:
+    """Return the highest peak in bytes, and the first pipeline rank that has it."""
+    worst, rank = max((stage.memory.peak, -rank) for rank, stage in enumerate(plan.stages))
+    return worst, -rank
+
+
 def describe(plan: Plan) -> str:
-    parts = (_job, _packages, _stages, _memory, _layers, _choices, _work, _traffic, _remarks)
+    """Return the plan in lines, the verdict first."""
+    parts = (
+        _verdict,
+        _job,
+        _packages,
+        _stages,
+        _memory,
+        _layers,
+        _choices,
+        _work,
+        _traffic,
+        _remarks,
+    )
     return "\n".join(line for part in parts for line in part(plan))
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    fits = "fits" if shortage(plan) is None else "does not fit"
+    yield f"{fits}, {_worst(plan)[0] / _GIB:.1f} of {plan.gpu.memory_gib} GiB"
 
 
 def _job(plan: Plan) -> Iterator[str]:

@@ -85,7 +85,7 @@ def test_presets(name):
     assert config.csa_compress_ratios[-1] == 0 and config.ratio(1, is_mtp=True) == 0
     assert config.csa_compress_ratios[2:5] == [4, 128, 4]
     counts = {ratio: config.csa_compress_ratios.count(ratio) for ratio in (0, 4, 128)}
-    expected = {"deepseek-v4-flash": (3, 21, 20), "deepseek-v4-pro": (1, 30, 31)}
+    expected = {"v4-flash": (3, 21, 20), "v4-pro": (1, 30, 31)}
     assert tuple(counts.values()) == expected[name]
 
 

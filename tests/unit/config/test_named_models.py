@@ -22,14 +22,14 @@ def parse(*flags):
 @pytest.mark.parametrize("name", ["v3.2", "glm-5", "v4-flash", "v4-pro"])
 def test_named_models_are_the_released_ones(name):
     """The flags of their config.json are among them."""
-    from megatron_dsa.config.presets import MODELS, RELEASED, TINY, model_flags
-    from megatron_dsa.extras.huggingface.build import flags_of
+    from megatron_dsa.config.presets import MODELS, PRESETS, TINY, model_flags
     from megatron_dsa.extras.huggingface.config_json import parse_config
+    from megatron_dsa.extras.huggingface.flags import flags_of
     from tests.cases.released_models import CONFIGS
 
-    assert name in MODELS and set(MODELS) == set(TINY) | set(RELEASED)
+    assert name in MODELS and set(MODELS) == set(TINY) | set(PRESETS)
     named = vars(parse(*model_flags(name)))
-    released = vars(parse(*flags_of(parse_config(CONFIGS[RELEASED[name]]))))
+    released = vars(parse(*flags_of(parse_config(CONFIGS[name]))))
     default = vars(parse())
     said = {key for key, value in released.items() if value != default[key]}
     # V4's attention does not read it. Experts in every layer are written in two ways.

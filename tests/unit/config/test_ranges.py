@@ -163,7 +163,7 @@ def test_empty_words_name_nothing(command):
 
 def test_text_that_is_no_unicode():
     with pytest.raises(ConfigError, match=r"^--prompt .* must be text in UTF-8"):
-        cli.main(["generate", "--load", "none", "--prompt", "a\udcff"])
+        cli.main(["generate", "--load", ".", "--prompt", "a\udcff"])
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-320])
@@ -228,7 +228,7 @@ def test_alpha_of_adapters(alpha):
 )
 def test_values_from_python(name, value, message):
     """Where no command line gives them their type."""
-    config = preset("deepseek-v3.2", transformer_impl="local", dsa_indexer_loss_coeff=1.0)
+    config = preset("v3.2", transformer_impl="local", dsa_indexer_loss_coeff=1.0)
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):
         validate(config)

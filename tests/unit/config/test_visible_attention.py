@@ -157,12 +157,12 @@ def test_plans_choose_for_their_gpu(fused):
 
 def test_info_says_which(fused, capsys):
     (model,) = info.collect_info()["visible_attention"]
-    assert model == "DeepSeek-V3.2"
+    assert model == "v3.2"
     assert "visible_bits" in info.collect_info()["operations"][model]
     fused()
     found = info.collect_info()
     assert found["visible_attention"][model]["masked_up_to_tokens"] == MOST_KEPT
     assert found["operations"][model]["visible_bits"]["runs"] == "made_up"
-    assert "visible_bits" not in found["operations"]["DeepSeek-V4-Pro"]
+    assert "visible_bits" not in found["operations"]["v4-pro"]
     info.print_info(build_parser().parse_args(["info"]))
     assert "visible keys: dense attention (no sequence length is given)" in capsys.readouterr().out

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from megatron_dsa.config.presets import AROUND, PRESETS
-from megatron_dsa.extras.huggingface.build import flags_of
+from megatron_dsa.config.presets import AROUND, LATENT_EPSILON, PRESETS
 from megatron_dsa.extras.huggingface.config_json import check_model, parse_config
+from megatron_dsa.extras.huggingface.flags import flags_of
 from tests.cases.launch_scripts import EXAMPLES, TRAINING, launch, launched, logs
 from tests.cases.released_models import CONFIGS, GLM_5
 from tests.host import parsed
@@ -33,10 +33,10 @@ def configured(flags, world, monkeypatch):
 
 #: Script -> preset, GPUs, pipeline ranks of its defaults.
 SCRIPTS = {
-    "v3_2.sh": ("deepseek-v3.2", 256, 8),
+    "v3_2.sh": ("v3.2", 256, 8),
     "glm_5.sh": ("glm-5", 256, 8),
-    "v4_flash.sh": ("deepseek-v4-flash", 128, 4),
-    "v4_pro.sh": ("deepseek-v4-pro", 512, 8),
+    "v4_flash.sh": ("v4-flash", 128, 4),
+    "v4_pro.sh": ("v4-pro", 512, 8),
 }
 WARM_UP, LONG = {"STAGE": "warmup"}, {"SEQ_LENGTH": "131072", "CP": "4"}
 RUNS = [
@@ -66,9 +66,9 @@ def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
     assert launcher[2:4] == ["--nnodes", str(world // 8)]
     config, args = configured(flags, world, monkeypatch)
     check_model(parse_config(released), config)
-    for field, value in (AROUND[preset] | PRESETS[preset]).items():
-        if field != "dsa":
-            assert getattr(config, field) == value, field
+    fields = AROUND[preset] | PRESETS[preset]
+    assert config.dsa.latent_norm_epsilon == fields.pop(LATENT_EPSILON, None)
+    assert all(getattr(config, field) == value for field, value in fields.items())
     assert args.padded_vocab_size == released["vocab_size"]
     assert args.mtp_num_layers == released["num_nextn_predict_layers"]
     assert args.seq_length == int(variables.get("SEQ_LENGTH", 4096))
@@ -178,6 +178,41 @@ def test_more_flags_of_several_lines(tmp_path):
     launcher, flags, _ = launched("v3_2.sh", tmp_path, variables, "last")
     assert launcher == ["-m"]
     assert flags[-6:] == ["--seed", "3", "--dsa-dry-run", "--name", "*", "last"]
+
+
+def test_a_run_is_watched(tmp_path, monkeypatch):
+    """TensorBoard's files without a word, all else by variables."""
+    for variables, expected in (
+        ({}, {"data_path": ["data"], "split": "100,0,0", "eval_iters": 0, "wandb_project": None}),
+        (
+            {
+                "DATA_PATH": "0.3 a\n0.7 b", "SPLIT": "99,1,0", "EVAL_STEPS": "8",
+                "EVAL_INTERVAL": "50", "WANDB_PROJECT": "my project",
+                "SAVE_RETAIN_INTERVAL": "1000",
+            },
+            {
+                "data_path": ["0.3", "a", "0.7", "b"], "split": "99,1,0", "eval_iters": 8,
+                "eval_interval": 50, "wandb_project": "my project", "wandb_exp_name": "checkpoints",
+                "save_retain_interval": 1000,
+            },
+        ),
+        (
+            {"VALID_DATA_PATH": "0.5 c 0.5 d", "WANDB_PROJECT": "p", "WANDB_NAME": "a name"},
+            {
+                "train_data_path": ["data"], "valid_data_path": ["0.5", "c", "0.5", "d"],
+                "data_path": None, "split": None, "wandb_exp_name": "a name",
+            },
+        ),
+    ):  # fmt: skip
+        _, flags, _ = launched("v3_2.sh", tmp_path, TRAINING | variables)
+        _, args = configured(flags, SCRIPTS["v3_2.sh"][1], monkeypatch)
+        assert {name: getattr(args, name) for name in expected} == expected
+        assert args.tensorboard_dir == str(tmp_path / "checkpoints/events")
+        (tmp_path / "checkpoints/train.node0.log").unlink()
+    _, flags, _ = launched("v3_2.sh", tmp_path, TRAINING | {"TENSORBOARD_DIR": "elsewhere"})
+    assert flags[flags.index("--tensorboard-dir") + 1] == "elsewhere"
+    done = launch("v3_2.sh", tmp_path, TRAINING | {"VALID_DATA_PATH": "c", "SPLIT": "9,1,0"})
+    assert done.returncode == 2 and "SPLIT must be unset with VALID_DATA_PATH" in done.stderr
 
 
 def test_unknown_recompute_is_refused(tmp_path):

@@ -272,6 +272,8 @@ def check_command(words: list[str]) -> None:
         setup = (ROOT / "setup.py").read_text()
         for extra in ",".join(extras).split(",") if extras else ():
             assert f'"{extra}": ' in setup, extra
+    elif program == cli.SCRIPT:
+        check_module("megatron_dsa", rest)
     elif program == "sbatch":
         scripts = [word for word in rest if word.startswith("examples/")]
         assert scripts[0].endswith(".sbatch") and (ROOT / scripts[0]).is_file()

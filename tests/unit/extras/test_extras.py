@@ -14,11 +14,12 @@ FOLDERS = sorted(path.name for path in EXTRAS.iterdir() if (path / "__init__.py"
 #: Folder -> a module that its command or flag loads, and a command of it.
 LOADED = {
     "doctor": ("doctor", ["doctor", "--device", "cpu"]),
-    "generate": ("generate.generate", ["generate", "--load", "x", "--prompt", "a"]),
-    "huggingface": ("huggingface.load_hf", ["flags", "x"]),
+    "generate": ("generate.generate", ["generate", "--load", ".", "--prompt", "a"]),
+    "huggingface": ("huggingface.load_hf", ["flags", "."]),
     "lora": ("lora.lora", None),
     "muon": ("muon.table", ["info", "--muon", "glm-5"]),
     "planner": ("planner.command", None),
+    "prepare_data": ("prepare_data.command", ["prepare-data", "--output", "x"]),
     "report": ("report.command", ["report", "x"]),
 }
 #: Imported by scripts of users; no flag loads them.

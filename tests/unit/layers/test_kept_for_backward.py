@@ -274,7 +274,7 @@ def real_sizes(preset: str) -> dict[str, int]:
     return sizes | {"R": p["kv_lora_rank"], "N": p["qk_head_dim"], "V": p["v_head_dim"]}
 
 
-MODELS = {"V3.2": "deepseek-v3.2", "Flash": "deepseek-v4-flash", "Pro": "deepseek-v4-pro"}
+MODELS = {"V3.2": "v3.2", "Flash": "v4-flash", "Pro": "v4-pro"}
 
 
 def test_figures_of_every_tensor():

@@ -331,7 +331,7 @@ def test_checkpoint_names_of_fused_norms():
     """Both ways: transformer-engine keeps the norm inside the linear that follows it."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from megatron_dsa.training.checkpoints import _same_under_another_name
+    from megatron_dsa.training.checkpoints import same_under_another_name
 
     layer = "decoder.layers.1."
     pairs = {
@@ -344,7 +344,7 @@ def test_checkpoint_names_of_fused_norms():
             key = (f"decoder.layers.{saved}") if stacked else layer + saved
             shape = (3, 4) if stacked else (4,)
             there = ShardedTensor.from_rank_offsets(key, torch.zeros(shape))
-            found = _same_under_another_name(entry, {key: there})
+            found = same_under_another_name(entry, {key: there})
             assert found.key == key and found.global_shape == shape
             assert found.global_offset == ((1, 0) if stacked else (0,))
-        assert _same_under_another_name(entry, {}) is None
+        assert same_under_another_name(entry, {}) is None

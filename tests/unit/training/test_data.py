@@ -2,22 +2,19 @@
 
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from megatron.core.datasets.utils import Split
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras import cli
+from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 from megatron_dsa.training import data
 from megatron_dsa.training.data import (
-    BYTE_EOD,
     GPTDataset,
     _pack,
     check_prefixes,
     check_tokens,
     with_room,
-    write_byte_dataset,
 )
 
 
@@ -109,38 +106,6 @@ def test_a_split_without_documents():
     )
     with pytest.raises(ConfigError, match="--split gives the valid data no document of topics"):
         GPTDataset._get_num_epochs(empty, 0)
-
-
-def test_files_of_a_data_set_are_replaced_whole(tmp_path):
-    """A link is not followed, and a failure leaves the files that were there."""
-    target, prefix = tmp_path / "target", tmp_path / "data"
-    target.write_text("kept")
-    write_byte_dataset(["text"], prefix)
-    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(UnicodeEncodeError):
-        write_byte_dataset(["other text", "\ud800"], prefix)
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-    for ending in ("bin", "idx"):
-        link = tmp_path / f"linked.{ending}"
-        link.symlink_to(target)
-        with pytest.raises(ConfigError, match=f"linked.{ending} is a link or no file"):
-            write_byte_dataset(["text"], tmp_path / "linked")
-        link.unlink()
-    assert target.read_text() == "kept"
-
-
-def test_files_are_taken_byte_for_byte(tmp_path, capsys):
-    text, empty, prefix = tmp_path / "text", tmp_path / "empty", tmp_path / "data"
-    text.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
-    empty.write_bytes(b"")
-    cli.main(["prepare-data", "--output", str(prefix), "--input", str(text), str(empty)])
-    tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16)
-    assert tokens.tolist() == [*b"one\r\ntwo\rthree\n", BYTE_EOD]
-    said = capsys.readouterr()
-    assert "byte order mark, left out" in said.err and f"{empty} is empty" in said.err
-    assert "from 1 file(s)" in said.out
-    with pytest.raises(SystemExit):
-        cli.main(["prepare-data", "--output", str(prefix), "--input"])
 
 
 #: Cumulative lengths of two sequences of 8 tokens, as Megatron's data sets give them.

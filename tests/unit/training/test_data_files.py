@@ -13,8 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.generate import evaluate
+from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 from megatron_dsa.training import data, flag_rules
-from megatron_dsa.training.data import write_byte_dataset
 from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.entry_errors import explain
 from megatron_dsa.training.files.system_errors import naming
@@ -93,9 +93,9 @@ def test_too_few_tokens_to_evaluate(documents, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "trained_model", lambda *_: contextlib.nullcontext(loaded))
     says = f"^--data-path {prefix} must have more tokens than a .* got {2 * len(documents)}: give"
     with pytest.raises(ConfigError, match=says):
-        main(["evaluate", "--load", "there", "--data-path", prefix])
+        main(["evaluate", "--load", ".", "--data-path", prefix])
     with pytest.raises(ConfigError, match=r"there is no file .*other\.idx"):
-        main(["evaluate", "--load", "there", "--data-path", f"{tmp_path}/other"])
+        main(["evaluate", "--load", ".", "--data-path", f"{tmp_path}/other"])
 
 
 @pytest.mark.parametrize(

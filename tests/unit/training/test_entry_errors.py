@@ -114,6 +114,41 @@ def test_hidden_size_that_is_no_multiple_of_heads(monkeypatch):
     assert pretrain.model_config_from_args(args).transformer.hidden_size == 30
 
 
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [("HuggingFaceTokenizer", "nowhere/there"), ("HuggingFaceTokenizer", None),
+     ("SentencePieceTokenizer", "/nowhere")],
+)  # fmt: skip
+def test_a_tokenizer_that_is_not_there(kind, folder, monkeypatch):
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = parsed([*TINY_FLAGS, "--tokenizer-type", kind], 1, monkeypatch)
+    args.tokenizer_model = folder
+    with pytest.raises((AssertionError, OSError, ValueError)) as raised:
+        build_tokenizer(args)
+    ending = explain(raised.value)
+    assert ending.code == 2 and "a folder that exists" in ending.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "--wandb-project needs the package wandb: pip install"),
+        ({"wandb_exp_name": ""}, "--wandb-project needs --wandb-exp-name, and --wandb-save-dir"),
+    ],
+)
+def test_wandb_that_cannot_run(settings, says, monkeypatch):
+    from megatron.training.global_vars import _set_wandb_writer
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    values = {"wandb_project": "a", "wandb_exp_name": "b", "rank": 0, "world_size": 1}
+    with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
+        _set_wandb_writer(SimpleNamespace(**values | settings))
+    ending = explain(raised.value)
+    assert ending.code == 2 and ending.message.startswith(says)
+
+
 def init_process_group(*arguments, **settings):
     """Where errors of processes that look for each other at the start come from."""
     return TCPStore("localhost", *arguments, is_master=True, **settings)
@@ -200,6 +235,40 @@ def test_an_optimizer_of_another_learning_rate():
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        (True, "no tokenizer can be read from /nowhere/tokenizer: give a folder that exists, with"),
+        (False, "need the package transformers: pip install 'megatron-dsa[data]'"),
+    ],
+)
+def test_tokenizers(installed, says, monkeypatch):
+    from megatron.core.tokenizers.text.libraries import huggingface_tokenizer
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    if installed:
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.delattr(huggingface_tokenizer, "AutoTokenizer", raising=False)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/tokenizer"]
+    args = parsed([*TINY_FLAGS, *flags], 1, monkeypatch)
+    with pytest.raises(ValueError) as raised:
+        build_tokenizer(args)
+    ending = explain(raised.value)
+    assert ending.code == 2 and says in ending.message and "\n" not in ending.message
+
+
+def test_wandb_that_is_not_installed(monkeypatch):
+    from megatron.training import global_vars
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    args = SimpleNamespace(wandb_project="p", wandb_exp_name="e", rank=0, world_size=1)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        global_vars._set_wandb_writer(args)
+    ending = explain(raised.value)
+    assert ending.code == 2 and "pip install 'megatron-dsa[wandb]'" in ending.message
+
+
 @pytest.fixture
 def rejected(monkeypatch):
     """Megatron's machine after a step that was not a number; ``rejected(save)``."""
@@ -240,19 +309,25 @@ def test_not_a_number_with_save(rejected, alone, capsys):
 @pytest.mark.parametrize(
     "command, says",
     [
-        (["import-hf", "--input", "nowhere", "--output", "x"], "config.json is missing"),
+        (["import-hf", "--input", ".", "--output", "x"], "config.json is missing"),
         (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
         (["prepare-data", "--output", "x", "--input", "."], ".: Is a directory: check the path"),
         (["prepare-data", "--output", "x/"], "--output x/ must end in the name that files begin"),
-        (["prepare-data", "--output", f"{__file__}/x"], "File exists: check the path"),
+        (["prepare-data", "--output", f"{__file__}/x"], "Not a directory: check the path"),
         (["report", "nowhere"], "nowhere is no folder"),
         (["prepare-data", "--output", "x", "--input", sys.executable], "must be a text file"),
+        (["prepare-data", "--output", "x", "--tokenizer", "nowhere"], "nowhere is no folder: give"),
+        (
+            ["prepare-data", "--output", "x", "--tokenizer", "tests"],
+            "no tokenizer can be read from tests",
+        ),
+        (["prepare-data", "--output", "x", "--workers", "0"], "--workers must be"),
         (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "nan"], "--shard-gb must be"),
         (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "inf"], "--shard-gb must be"),
         (["info", "--muon", "glm-5", "--json"], "--json and --muon must not be given together"),
         (["info", "--support-table", "--json"], "must not be given together"),
         (["info", "--muon-per-head", "all"], "--muon-per-head all needs --muon"),
-        (["info", "--muon", "nosuch"], "--muon nosuch: must be a released model, one of deepseek"),
+        (["info", "--muon", "nosuch"], "--muon nosuch must be a released model; available: v3.2"),
         (
             ["generate", "--load", "x", "--prompt", "a", "--temperature", "inf"],
             "--temperature must be finite",
@@ -268,7 +343,7 @@ def test_commands(command, says, monkeypatch, alone, capsys):
     said = capsys.readouterr().err
     assert leaving.value.code == 2 and said.startswith("error: ") and says in said
     monkeypatch.setattr(sys, "argv", ["megatron_dsa", *command, "--traceback"])
-    with pytest.raises((ConfigError, OSError)):
+    with pytest.raises((ValueError, OSError)):
         main()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError, FileError
-from megatron_dsa.training.data import write_byte_dataset
+from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 from megatron_dsa.training.entry_errors import explain
 from tests.helpers import no_room
 

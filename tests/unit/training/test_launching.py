@@ -26,10 +26,9 @@ def launched(monkeypatch):
 
     def launch(**changes):
         for name, value in (TWO | changes).items():
+            monkeypatch.setenv(name, value or "")  # undone also where the call sets it
             if value is None:
-                monkeypatch.delenv(name, raising=False)
-            else:
-                monkeypatch.setenv(name, value)
+                monkeypatch.delenv(name)
         check_launch()
 
     return launch
@@ -66,6 +65,24 @@ def test_rank_0_says_where_it_waits(launched, capsys):
     launched(RANK="1", LOCAL_RANK="1")
     launched(RANK=None, LOCAL_RANK=None, WORLD_SIZE=None, MASTER_PORT="0")
     assert not capsys.readouterr().out
+
+
+ALONE = dict.fromkeys(TWO)
+
+
+def test_one_process_needs_no_launcher(launched, capsys):
+    launched(**ALONE)
+    found = {name: os.environ[name] for name in TWO}
+    expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    assert found == expected | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_several_processes_of_another_launcher_are_no_jobs_of_one(name, launched):
+    launched(**ALONE | {name: "1"})
+    with pytest.raises(ConfigError, match="MASTER_ADDR must be set: torchrun sets it"):
+        launched(**ALONE | {name: "2"})
 
 
 def test_a_launcher_that_shows_every_process_one_gpu(launched, monkeypatch):

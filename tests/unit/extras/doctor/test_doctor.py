@@ -1,6 +1,7 @@
 """The doctor's inputs, full-size calls, arguments, verdicts and printed table."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -143,8 +144,14 @@ def test_wrong_arguments_are_named(capsys, text, said):
 
 
 def test_exit_codes_of_a_report():
-    report = Report({}, [], [])
+    report = Report({"gpu": None}, [], [])
     assert report.exit_code(allow_unfused=True) == 2  # nothing was checked at all
+    report.results = [mock.Mock(ok=True, fused=False)]
+    assert report.exit_code(allow_unfused=False) == 3 and report.exit_code(allow_unfused=True) == 0
+    report.environment = {"gpu": {"name": "a GPU without kernels"}}
+    assert report.exit_code(allow_unfused=False) == 2
+    report.results.append(mock.Mock(ok=False, fused=True))
+    assert report.exit_code(allow_unfused=True) == 1
 
 
 def test_nan_is_the_worst_error():
@@ -171,7 +178,7 @@ def test_the_printed_table(capsys, add):
     assert headings[0][2:4] == ["out", "lse"] and headings[0][-1] == "verdict"
     row = next(line for line in lines if line[:1] == ["*"] and "made_up" in line)
     assert "WRONG" in row and "4.4e-01" in row
-    assert out.splitlines()[-1].startswith("WRONG: 2 of ")
+    assert lines[0][:3] == ["WRONG:", "2", "of"]
 
 
 @pytest.mark.gpu

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megatron_dsa.config.fields import option_fields
-from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
+from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.config.transformer import CSATransformerConfig
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface import commands as huggingface_commands
 from megatron_dsa.extras.huggingface import trained_config
-from megatron_dsa.extras.huggingface.build import flags_of
 from megatron_dsa.extras.huggingface.config_json import parse_config
+from megatron_dsa.extras.huggingface.flags import flags_of
 from tests.host import parsed
 from tests.tiny_models import YARN, published, tiny_config, tokens, transformers_v4
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megatron_dsa.extras.cli import main
-from megatron_dsa.extras.huggingface.build import flags_of
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
+from megatron_dsa.extras.huggingface.flags import flags_of
 from megatron_dsa.extras.huggingface.models import HASH_LAYERS
 from tests.helpers import relative_error
 from tests.host import parsed

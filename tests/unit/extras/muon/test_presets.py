@@ -23,10 +23,10 @@ V4 = {
 }
 #: Preset -> dims that are its own, cut down: heads, groups, widths of keys and values.
 TINY = {
-    "deepseek-v3.2": {"num_attention_heads": 8, "qk_head_dim": 12, "v_head_dim": 12},
+    "v3.2": {"num_attention_heads": 8, "qk_head_dim": 12, "v_head_dim": 12},
     "glm-5": {"num_attention_heads": 4, "qk_head_dim": 12, "v_head_dim": 16},
-    "deepseek-v4-flash": V4 | {"num_attention_heads": 8, "o_groups": 4},
-    "deepseek-v4-pro": V4 | {"num_attention_heads": 16, "o_groups": 8},
+    "v4-flash": V4 | {"num_attention_heads": 8, "o_groups": 4},
+    "v4-pro": V4 | {"num_attention_heads": 16, "o_groups": 8},
 }
 COMMON = {
     "num_layers": 2,
@@ -170,7 +170,7 @@ def test_megatron_groups_parameters_like_the_table(name):
 
 def test_layer_wise_buffers_leave_tables_out():
     """The layer-wise optimizer's own question has the same answer."""
-    model = tiny_model("deepseek-v4-flash")
+    model = tiny_model("v4-flash")
     from megatron.core.optimizer import layer_wise_optimizer
 
     from megatron_dsa.extras.muon.optimizer import is_left_to_adamw
@@ -183,7 +183,7 @@ def test_layer_wise_buffers_leave_tables_out():
 def test_table():
     from megatron_dsa.extras.muon.table import kinds_of, table_of
 
-    lines = table_of(kinds_of([tiny_model("deepseek-v4-flash", "all")], 1))
+    lines = table_of(kinds_of([tiny_model("v4-flash", "all")], 1))
     assert lines[0].split() == [
         "optimizer",
         "parameters",

@@ -25,9 +25,9 @@ def shown(capsys, *arguments):
 @pytest.mark.parametrize(
     ("model", "rows"),
     [
-        ("deepseek-v4-flash", "linear_o_group_proj.weight [8192, 4096] 43 8 blocks of 1024 rows"),
-        ("deepseek-v4-pro", "linear_o_group_proj.weight [16384, 4096] 61 16 blocks of 1024 rows"),
-        ("deepseek-v3.2", "linear_kv_up_proj.weight [32768, 512] 61 one matrix"),
+        ("v4-flash", "linear_o_group_proj.weight [8192, 4096] 43 8 blocks of 1024 rows"),
+        ("v4-pro", "linear_o_group_proj.weight [16384, 4096] 61 16 blocks of 1024 rows"),
+        ("v3.2", "linear_kv_up_proj.weight [32768, 512] 61 one matrix"),
         ("glm-5", "linear_q_up_proj.weight [16384, 2048] 78 one matrix"),
     ],
 )
@@ -43,7 +43,7 @@ def test_released_models(model, rows, capsys):
 
 def test_heads(capsys):
     """128 heads of 128 + 64 rows; GLM-5's keys and values have other sizes."""
-    lines = shown(capsys, "deepseek-v3.2", "--muon-per-head", "attention")
+    lines = shown(capsys, "v3.2", "--muon-per-head", "attention")
     query = "linear_q_up_proj.weight [24576, 1536] 61 128 blocks of 192 rows"
     assert f"Muon {ATTENTION}{query}" in lines
     lines = shown(capsys, "glm-5", "--muon-per-head", "all")
@@ -54,6 +54,8 @@ def test_heads(capsys):
 
 
 def test_an_unknown_model_is_refused(capsys):
-    with pytest.raises(ConfigError, match=r"--muon v5: must be a released model, .*glm-5"):
+    with pytest.raises(
+        ConfigError, match=r"--muon v5 must be a released model; available: .*glm-5"
+    ):
         shown(capsys, "v5")
     assert len(PRESETS) == 4

@@ -475,6 +475,7 @@ def test_out_of_memory(capsys, monkeypatch):
     assert dry_run(command(BF16)) == 1
     captured = capsys.readouterr()
     assert "out of memory: pipeline rank 0" in captured.err and "plan for 1 x" in captured.out
+    assert re.match(r"does not fit, 0\.\d of 0\.3 GiB\n", captured.out)
 
 
 def test_what_is_printed(capsys):
@@ -500,7 +501,9 @@ def test_the_flags_of_the_readme_are_planned_for_eight_gpus(capsys):
     status = dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-world", "8"])
     captured = capsys.readouterr()
     assert status == 0, captured.err
-    assert captured.out.startswith("plan for 8 x ") and "DP 8" in captured.out
+    first, second = captured.out.splitlines()[:2]
+    assert re.fullmatch(r"fits, 0\.\d of [\d.]+ GiB", first)
+    assert second.startswith("plan for 8 x ") and "DP 8" in second
 
 
 def test_nothing_is_left_behind(monkeypatch):

@@ -1,0 +1,60 @@
+"""Megatron's MLA configuration with this package's fields."""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron_dsa.config.fields import option_fields
+from megatron_dsa.config.model import CSAFields, StreamFields, validate
+from megatron_dsa.config.options import DSAOptions
+from megatron_dsa.versions import require_supported_megatron
+
+require_supported_megatron()
+
+
+@dataclass
+class DSATransformerConfig(StreamFields, MLATransformerConfig):
+    """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention."""
+
+    dsa: DSAOptions = field(default_factory=DSAOptions)
+
+    def __post_init__(self):
+        self._derive()
+        super().__post_init__()
+        validate(self)
+
+    def _derive(self) -> None:
+        if self.moe_hash_layers:
+            # Layers with and without a table cannot be stacked in one checkpoint tensor.
+            self.hetereogenous_dist_checkpoint = True
+
+    @classmethod
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
+        """Return ``config`` as this class; ``own`` has the fields of a subclass that are given.
+
+        Megatron's ``__post_init__`` rewrites fields and may not run twice: finished fields are
+        copied.
+        """
+        ours = cls.__new__(cls)
+        defaults = {each.name: each.default for each, _ in option_fields(cls)}
+        ours.__dict__.update(defaults | config.__dict__ | own, dsa=options)
+        ours._derive()
+        validate(ours)
+        return ours
+
+
+@dataclass
+class CSATransformerConfig(CSAFields, DSATransformerConfig):
+    """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
+
+    The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
+    rotated; ``kv_lora_rank`` has no meaning.
+    """
+
+    def _derive(self) -> None:
+        super()._derive()
+        if self.csa_compress_ratios is not None:
+            self.csa_compress_ratios = [int(ratio) for ratio in self.csa_compress_ratios]
+            # Layers of different kinds cannot be stacked in one checkpoint tensor.
+            self.hetereogenous_dist_checkpoint = True

@@ -1,0 +1,76 @@
+"""``examples/continue_small.sh``: a checkpoint of transformers is trained and exported."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cases.launch_scripts import EXAMPLES
+from tests.functional.launch import REPOSITORY
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+@pytest.mark.parametrize("model", ["glm-5", "v3.2", "v4"])
+def test_a_checkpoint_is_continued_and_exported(model, tmp_path, python):
+    """The exported model answers held-out questions as well as the log says."""
+    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHON": python, "RUN_DIR": str(tmp_path), "STEPS": "2 4 12", "MODEL": model}
+    done = subprocess.run(
+        [EXAMPLES / "continue_small.sh", "--log-interval", "1"],
+        env=os.environ | {"PYTHONPATH": places, "MASTER_PORT": "0"} | variables,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"validation loss at .* lm loss value: (\S+)", done.stdout)
+    assert len(losses) == 3
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    # Megatron gives the last twentieth of the conversations to the validation.
+    chats = (tmp_path / "chat.jsonl").read_text().splitlines()
+    held_out = [json.loads(line)["messages"] for line in chats[round(0.95 * len(chats)) :]]
+    before, after, fp8 = (
+        answer_loss(tmp_path / name, tokenizer, held_out)
+        for name in ("checkpoint", "exported", dequantised(tmp_path, python))
+    )
+    assert after < before - 1
+    assert after == pytest.approx(float(losses[-1]), rel=0.02)
+    assert fp8 == pytest.approx(after, rel=0.02) and fp8 != after
+
+
+def dequantised(folder: Path, python: str) -> str:
+    """Bring the export in fp8 back to fp32, which transformers reads on a CPU; return its name."""
+    for arguments in (
+        ("import-hf", "--input", folder / "exported-fp8", "--output", folder / "again"),
+        ("export-hf", "--input", folder / "again", "--config", folder / "checkpoint",
+         "--output", folder / "from-fp8"),
+    ):  # fmt: skip
+        call = [python, "-m", "megatron_dsa", *map(str, arguments)]
+        done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return "from-fp8"
+
+
+def answer_loss(folder: Path, tokenizer, conversations: list) -> float:
+    """Return the mean loss of all answers' tokens, each conversation by itself."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for messages in conversations:
+            whole = tokenizer.apply_chat_template(messages, return_dict=False)
+            asked = tokenizer.apply_chat_template(
+                messages[:-1], add_generation_prompt=True, return_dict=False
+            )
+            assert whole[: len(asked)] == asked
+            ids = torch.tensor([whole[:256]])
+            labels = ids[:, len(asked) :]
+            logits = model(ids).logits[:, len(asked) - 1 : -1]
+            total += float(torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum"))
+            count += labels.numel()
+    return total / count
