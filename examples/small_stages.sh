@@ -18,7 +18,7 @@ noted() { # command: standard error goes to the log, whose end is shown where it
   return "$status"
 }
 if [[ ! -f $data.idx ]]; then
-  noted "$python" -m megatron_dsa prepare-data --output "$data" | sed -n '1s/ in .*\.bin and .*//p'
+  noted "$python" -m megatron_dsa prepare-data --output "$data" | sed -n "1s/, in .*/ of Python's documentation/p"
 fi
 
 training=(

@@ -135,23 +135,24 @@ def read_run(name: str, folder: Path) -> RunLog:
     )
     events.Reload()
     tags = events.Tags()
-    scalars, restarts, times = {}, {}, set()
+    scalars, restarts = {}, {}
+    times: set[float] = set()
     for tag in tags["scalars"]:
         seen = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
         times.update(event.wall_time for event in seen)
         restarts[tag] = [event.value for event in seen]
         scalars[tag] = sorted({event.step: event.value for event in seen}.items())
-    written, begun = {}, set()
+    written: dict[str, list[tuple[int, str]]] = {}
+    begun: set[float] = set()
     for tag in tags["tensors"]:
         if not tag.endswith("/text_summary"):
             continue
         seen = sorted(events.Tensors(tag), key=lambda event: event.wall_time)
-        texts_of_tag = [
+        written[tag.removesuffix("/text_summary")] = [
             (event.step, event.tensor_proto.string_val[0].decode(errors="backslashreplace"))
             for event in seen
             if event.tensor_proto.string_val
         ]
-        written[tag.removesuffix("/text_summary")] = texts_of_tag
         if tag.startswith("seq_length/"):  # Megatron writes its arguments at every start
             begun.update(event.wall_time for event in seen)
     texts = {tag: entries[-1][1] for tag, entries in written.items() if entries}

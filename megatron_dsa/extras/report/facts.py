@@ -163,7 +163,7 @@ def calls(log: RunLog) -> dict[str, dict[str, int]]:
 
 
 def origin(log: RunLog) -> dict[str, str]:
-    """Return when, where, on what and with what a run was trained; empty if not logged."""
+    """Return date, duration, machine, data and software of a run; empty if not logged."""
     seconds = sum(end - start for start, end in log.sessions)
     starts = len(log.sessions)
     began = datetime.fromtimestamp(log.sessions[0][0], UTC) if log.sessions else None

@@ -92,7 +92,7 @@ def test_progress_on_a_terminal_is_rewritten_in_place():
 
 @pytest.fixture
 def clone(tmp_path):
-    """The scripts alone, without an environment."""
+    """A clone of the scripts, without an environment."""
     for folder in ("examples", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "setup.py").touch()
