@@ -55,8 +55,14 @@ def trainings(command, folder):
     calls = folder / "calls"
     program = folder / "python"
     program.write_text(
-        f"#!{sys.executable}\nimport json, sys\n"
+        f"#!{sys.executable}\nimport json, os, sys\n"
         f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+        # The small examples read there how far a training came.
+        "flags = dict(zip(sys.argv, sys.argv[1:], strict=False))\n"
+        "if '--save' in flags and '--train-iters' in flags:\n"
+        "    os.makedirs(flags['--save'], exist_ok=True)\n"
+        "    file = flags['--save'] + '/latest_checkpointed_iteration.txt'\n"
+        "    open(file, 'w').write(flags['--train-iters'])\n"
     )
     program.chmod(0o755)
     (folder / "torchrun").symlink_to(program)
