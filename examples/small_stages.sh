@@ -18,7 +18,7 @@ noted() { # command: standard error goes to the log, whose end is shown where it
   return "$status"
 }
 if [[ ! -f $data.idx ]]; then
-  noted "$python" -m megatron_dsa prepare-data --output "$data" | sed -n "1s/, in .*/ of Python's documentation/p"
+  noted "$python" -m megatron_dsa prepare-data --output "$data" | sed -n "1s/ (.*/ of Python's documentation/p"
 fi
 
 training=(
@@ -48,7 +48,7 @@ train() { # stage, last step, learning rate, more flags
 }
 
 stage() { # the same; goes on from the last checkpoint
-  local name=$1 last=$2 status=0 at
+  local name=$1 last=$2 status=0 at kept="no step is saved yet"
   number=$((number + 1))
   if (($(last_step "$run/checkpoints") >= last)); then
     echo "== stage $number/$stages, $name: trained up to step $last (remove $run to train anew)"
@@ -59,7 +59,8 @@ stage() { # the same; goes on from the last checkpoint
   at=$(last_step "$run/checkpoints")
   # 143: the signal came before Megatron's handler.
   if { $stopped && ((status == 0 || status == 143)); } || ((status == 0 && at < last)); then
-    echo "stopped; step $at is saved, the same command continues from there" >&2
+    if ((at)); then kept="step $at is saved, the same command continues from there"; fi
+    echo "stopped; $kept" >&2
     return 3
   elif ((status)); then
     echo "stage $name failed" >&2
