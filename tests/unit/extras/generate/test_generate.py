@@ -130,7 +130,7 @@ def test_a_text_is_printed_on_a_line():
 
 
 @pytest.mark.parametrize("told, least", [(300, 257), (None, 257)])
-def test_prompts_of_another_tokenizer(told, least, monkeypatch):
+def test_prompts_of_another_tokenizer(told, least, monkeypatch, tmp_path):
     """Ids between the vocabulary and the padded vocabulary are refused."""
     args = argparse.Namespace(vocab_size=told, tokenizer_type="HuggingFaceTokenizer")
     tokenizer = argparse.Namespace(vocab_size=least, eod=0, tokenize=lambda text: [1, int(text)])
@@ -140,4 +140,4 @@ def test_prompts_of_another_tokenizer(told, least, monkeypatch):
     monkeypatch.setattr(command, "trained_model", lambda *_, **__: contextlib.nullcontext(model))
     vocabulary = max(told or 0, least)
     with pytest.raises(ConfigError, match=f"holds the token {vocabulary}, .* has {vocabulary} tok"):
-        main(["generate", "--load", "there", "--prompt", str(vocabulary)])
+        main(["generate", "--load", str(tmp_path), "--prompt", str(vocabulary)])
