@@ -17,16 +17,22 @@ read -r warmup_steps sparse_steps sft_steps <<<"${STEPS:-20 40 40}"
 source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 export PYTHONWARNINGS=ignore
+if [[ -d $run && ! -f $run/train.log && -n $(ls -A "$run") ]]; then
+  echo "$run holds something else: choose another RUN_DIR" >&2
+  exit 2
+fi
 mkdir -p "$run"
 rm -rf "$run"/{checkpoint,imported,warmup,sparse,sft,exported*,cache,train.log,data*}
-command() { "$python" -m megatron_dsa "$@" 2>>"$run/train.log"; }
+command() { "$python" -m megatron_dsa "$@" 2>>"$run/train.log" || { show_end "$run/train.log" $? && exit 1; }; }
 
 echo "== checkpoint, import, data"
-"$python" examples/tiny_checkpoint.py "${MODEL:-glm-5}" "$run" 2>>"$run/train.log"
+"$python" examples/tiny_checkpoint.py "${MODEL:-glm-5}" "$run" 2>>"$run/train.log" ||
+  { show_end "$run/train.log" $? && exit 1; }
 command import-hf --input "$run/checkpoint" --output "$run/imported"
 command prepare-data --tokenizer "$run/checkpoint" --append-eod --input "$run/text.jsonl" --output "$run/data"
 
-read -ra model <<<"$(command flags "$run/checkpoint")"
+flags=$(command flags "$run/checkpoint")
+read -ra model <<<"$flags"
 training=(
   --attention-backend dsa_fused --dsa-indexer-loss-coeff 1.0
   --seq-length 256 --micro-batch-size 2 --global-batch-size 4 --seed 1 --bf16

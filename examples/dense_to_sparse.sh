@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${RUN_DIR:-runs/dense_to_sparse}
 read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-100 50 50}"
-stages=4
+stages=4 again="the next call begins anew"
 source examples/small_stages.sh
 rm -rf "$run"/{checkpoints,events,dense,sparse,trained,train.log}
 

@@ -21,19 +21,19 @@ logged() { # file, command
   shift
   mkdir -p "$(dirname "$log")"
   # Signals are the training's: what it prints after one is shown and kept.
-  exec 3> >(trap '' INT TERM && tee -a "$log" | training_lines)
+  exec 3> >(trap '' INT TERM HUP && tee -a --output-error=warn-nopipe "$log" | training_lines)
   shown=$!
   "$@" >&3 2>&1 &
   training=$!
   exec 3>&-
   # A signal to the script is passed on: Megatron may save a checkpoint (--exit-signal-handler).
-  trap 'signalled=true stopped=true; kill -TERM "$training" 2>/dev/null || true' INT TERM
+  trap 'signalled=true stopped=true; kill -TERM "$training" 2>/dev/null || true' INT TERM HUP
   while true; do
     status=0 signalled=false
     wait "$training" || status=$?
     if ! $signalled; then break; fi # a signal ends `wait`, and not yet the command
   done
-  trap - INT TERM
+  trap - INT TERM HUP
   wait "$shown" || true
   if ((status)) && ! { $stopped && ((status == 143)); }; then show_end "$log" "$status"; fi
   return "$status"

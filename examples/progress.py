@@ -5,6 +5,7 @@
 On a terminal the line is rewritten in place, in colour; elsewhere it is printed now and then.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -102,8 +103,9 @@ def main() -> None:
     terminal, first = Terminal(sys.argv[1]), True
     for line in sys.stdin:
         if iteration := ITERATION.match(line):
-            terminal.update(*progress_of(iteration, first))
-            first = False
+            with contextlib.suppress(KeyError, ValueError):  # two processes wrote one line
+                terminal.update(*progress_of(iteration, first))
+                first = False
         elif found := VALIDATION.match(line):
             terminal.line(f"validation loss {float(found[1]):.3f}", GREEN)
         elif found := SAVED.match(line):

@@ -59,7 +59,7 @@ stage() { # the same; goes on from the last checkpoint
   at=$(last_step "$run/checkpoints")
   # 143: the signal came before Megatron's handler.
   if { $stopped && ((status == 0 || status == 143)); } || ((status == 0 && at < last)); then
-    if ((at)); then kept="step $at is saved, the same command continues from there"; fi
+    if ((at)); then kept="step $at is saved, ${again:-the same command continues from there}"; fi
     echo "stopped; $kept" >&2
     return 3
   elif ((status)); then

@@ -75,6 +75,8 @@ def _conversation(where: str, line: Any) -> Conversation:
         require(isinstance(messages, list) and messages, f"{where}: messages must be a filled list")
     for number, message in enumerate(messages, 1):
         _check_message(f"{where}: message {number}", message)
+    # Templates would print None.
+    messages = [each | {"content": each.get("content") or ""} for each in messages]
     require(
         any(each["role"] == "assistant" for each in messages),
         f"{where} must have a message of the role assistant: there is nothing to train on",
@@ -176,15 +178,21 @@ class ChatTokenizer:
         for index, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._render(chat, template, index, add_generation_prompt=True)
             until, _ = self._render(chat, template, index + 1)
+            befores = [
+                # GLM's prompt opens <think> unless thinking is off.
+                self._render(chat, template, index, add_generation_prompt=True, **thinking)[0]
+                for thinking in ({}, {"enable_thinking": False})
+            ]
+            before = next(filter(until.startswith, befores), None)
             require(
-                text.startswith(until) and until.startswith(before),
+                before is not None and text.startswith(until),
                 f"{chat.where}: the chat template renders the messages up to the assistant's "
                 f"(message {index + 1}) in another way than within the conversation, so that its "
                 "text cannot be located: put {% generation %} and {% endgeneration %} around it in "
                 "the template, and give that to --chat-template FILE",
             )
+            assert before is not None
             spans.append((len(before), len(until)))
         return text, spans, False
 
@@ -200,6 +208,7 @@ class ChatTokenizer:
                 [chat.messages[:count]], chat.tools, chat_template=template, **settings,
                 **self._tokenizer.special_tokens_map,
             )  # fmt: skip
+            texts[0].encode()  # half a surrogate pair has no UTF-8
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(f"{chat.where}: the chat template refuses it: {error}") from error
         return texts[0], spans[0] if spans else []

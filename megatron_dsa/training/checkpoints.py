@@ -273,9 +273,12 @@ def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
         return extra.load(sharded_state_dict, checkpoint_dir, base, *args, **kwargs)
 
 
+def _saved_args(checkpoint_dir) -> Any:
+    return dist_checkpointing.load_common_state_dict(str(checkpoint_dir)).get("args")
+
+
 def _saved_base(checkpoint_dir) -> dict[str, str | None] | None:
-    common = dist_checkpointing.load_common_state_dict(str(checkpoint_dir))
-    return getattr(common.get("args"), "lora_base", None)
+    return getattr(_saved_args(checkpoint_dir), "lora_base", None)
 
 
 def base_of(checkpoint_dir) -> Path | None:
@@ -300,7 +303,16 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
     entries = stored_entries(checkpoint_dir)
     if (base := base_of(checkpoint_dir)) is None:
         return entries
-    return load_extra("lora.base", "--lora-rank").frozen_entries(base) | entries
+    frozen = load_extra("lora.base", "--lora-rank").frozen_entries(base)
+    args = _saved_args(checkpoint_dir)
+    # The model may have less than its base.
+    without_mtp, dense = not args.mtp_num_layers, _stage_of(args) == "dense"
+    return {
+        key: entry
+        for key, entry in frozen.items()
+        if not (without_mtp and key.startswith("mtp."))
+        and not (dense and is_indexer_parameter(key))
+    } | entries
 
 
 def redirect(sharded_state_dict, checkpoint_dir) -> dict[str, ShardedBase]:

@@ -1,6 +1,8 @@
 """Data: Megatron's indexed data sets, and batches for a GPT training step."""
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,26 @@ class GPTDataset(gpt_dataset.GPTDataset):
             "or data of more documents, or set --eval-iters 0",
         )
         return super()._get_num_epochs(num_tokens_per_epoch)
+
+    def _build_document_sample_shuffle_indices(self):
+        # Cached indices go by the path: data written anew there would be read by the old ones.
+        index = Path(f"{self.dataset.path_prefix}.idx")
+        if index.is_file():
+            text = f"{self.unique_description_hash} {_digest(index)}"
+            self.unique_description_hash = hashlib.md5(
+                text.encode(), usedforsecurity=False
+            ).hexdigest()
+        return super()._build_document_sample_shuffle_indices()
+
+
+@functools.cache
+def _digest(index: Path) -> str:
+    """Return a digest of an index file: of its size and of megabytes at both ends."""
+    most, size = 2**20, index.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(most)
+        file.seek(max(0, size - most))
+        return hashlib.sha256(b"%d" % size + head + file.read()).hexdigest()
 
 
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:

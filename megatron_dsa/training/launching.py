@@ -15,8 +15,12 @@ _ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
     "MASTER_PORT": "0",
 }  # fmt: skip
-#: Sizes of a job by launchers that do not set torch's variables.
-_OTHER_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+#: Sizes of a job, and ranks, by launchers that do not set torch's variables.
+_OTHER_SIZES = (
+    *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    *("JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE"),
+)
+_OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID")
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
 #: Lock of the extension of ``CheckpointWithoutOutput``, below the folder of the Python version.
 _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
@@ -52,6 +56,11 @@ def check_launch() -> None:
     if torch.distributed.is_initialized():
         return
     several = any(os.environ.get(name, "1") != "1" for name in _OTHER_SIZES)
+    several = several or any(name in os.environ for name in _OTHER_RANKS)
+    require(
+        not several or "WORLD_SIZE" in os.environ,
+        f"WORLD_SIZE must be set where another launcher starts several processes: {_LAUNCHER}",
+    )
     if not several and not set(_ALONE) & set(os.environ):
         os.environ.update(_ALONE)
     world = environment_number("WORLD_SIZE", 1, least=1)

@@ -16,8 +16,8 @@ MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
 
 
 def record_provenance(args: argparse.Namespace) -> None:
-    """Set both arguments, on the rank that writes them."""
-    if args.tensorboard_dir and args.rank == args.world_size - 1:
+    """Set both arguments, on all ranks alike: Megatron compares them when it saves."""
+    if args.tensorboard_dir or args.wandb_project:
         setattr(args, MACHINE, machine())
         setattr(args, SOFTWARE, software())
 
@@ -42,7 +42,7 @@ def _commit() -> str:
         return ""  # installed: a folder above may be another project's clone
     try:
         done = subprocess.run(
-            ["git", "-C", root, "describe", "--always", "--dirty", "--exclude=*"],
+            ["git", "-C", root, "rev-parse", "--short", "HEAD"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     except OSError:

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: conversations packed into sequences of one length, as Megatron's data."""
 
+import contextlib
 import hashlib
 import os
 import time
@@ -18,8 +19,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.training import get_tokenizer, print_rank_0
 
-from megatron_dsa.errors import require
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.training.chat import ChatTokenizer, read_conversations
+from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
@@ -62,7 +64,8 @@ def tokenise(
     name = hashlib.sha256((content + chat.fingerprint).encode()).hexdigest()[:16]
     name = f"{Path(path).stem}-{name}"
     prefix = os.path.join(folder, name)
-    if os.path.isfile(f"{prefix}.idx"):
+    with contextlib.suppress(ConfigError, OSError):  # there is none, or it is damaged
+        check_data_set(prefix)
         print(f"> {path}: tokens of an earlier run, {prefix}.bin", flush=True)
         return prefix
     trained, lengths, empty, first, last_beat = 0, [], [], "", time.monotonic()

@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -13,15 +14,18 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_dsa.errors import require
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.prepare_data.inputs import TOPICS, TOPICS_NAME, Piece, Reader, cut
 from megatron_dsa.extras.prepare_data.tokens import Tokens, byte_tokens
+from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.files.whole import WholeFiles, require_own_name
 
 #: Changes with the format of shards.
 _FORMAT = 1
 _JOINED = "joined"
+#: Names of files that the folder of shards gets.
+_OWN_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
 
 
 @dataclass(frozen=True)
@@ -106,22 +110,22 @@ class Workspace:
         return self
 
     def __exit__(self, kind, _error, _traceback) -> None:
-        if kind is None:
-            shutil.rmtree(self.folder)
-        else:
-            with contextlib.suppress(OSError):  # finished shards stay
-                self.folder.rmdir()
+        if kind is None:  # else finished shards stay
+            for file in self.folder.iterdir():
+                if _OWN_FILE.fullmatch(file.name):
+                    file.unlink()
+        with contextlib.suppress(OSError):  # files of others stay
+            self.folder.rmdir()
 
     def record(self, shard: Shard) -> Record | None:
         """Return the account of a shard that was finished before, else ``None``."""
-        account, data, index = (
-            self.folder / f"{shard.name}{ending}" for ending in (".json", ".bin", ".idx")
-        )
-        if not (account.exists() and data.exists() and index.exists()):
+        try:
+            account = (self.folder / f"{shard.name}.json").read_text("utf-8")
+            record = Record(**json.loads(account))
+            tokens = check_data_set(str(self.folder / shard.name))
+        except (OSError, ValueError, TypeError, ConfigError):  # a machine that went down
             return None
-        record = Record(**json.loads(account.read_text("utf-8")))
-        size = record.tokens * numpy.dtype(self.tokens.dtype).itemsize
-        return record if data.stat().st_size == size else None  # a machine that went down
+        return record if tokens == record.tokens else None
 
     def write(self, shard: Shard, progress: Callable[[int], None]) -> Record:
         """Tokenise a shard; ``progress`` gets the bytes read since its last call."""

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from megatron_dsa.errors import ConfigError
-from tests.cases.chat import CONVERSATIONS, END, TAGGED, TEMPLATES, message, save_tokenizer
+from tests.cases.chat import (
+    CONVERSATIONS,
+    END,
+    TAGGED,
+    TEMPLATES,
+    message,
+    save_tokenizer,
+    write_rows,
+)
 
 pytest.importorskip("transformers")
 
@@ -235,3 +243,34 @@ def test_rows_of_files(tmp_path):
     file.write_bytes(b'{"prompt": "\xff", "completion": "c"}')
     with pytest.raises(ConfigError, match=r":1 must be one JSON object: .*utf-8"):
         list(read_conversations(file))
+
+
+#: GLM's: the prompt opens <think>, an answer without reasoning closes it at once.
+THINKING = """
+{%- for m in messages %}
+{%- if m['role'] == 'assistant' %}{{ '<|assistant|>' }}
+{%- if m['reasoning_content'] %}{{ '<think>' + m['reasoning_content'] }}{% endif %}
+{{- '</think>' + m['content'] }}
+{%- else %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>' + ('</think>' if enable_thinking is false else '<think>') }}{% endif %}"""
+
+
+@pytest.mark.parametrize("reasoning", [None, "one and one"])
+def test_a_prompt_that_opens_thinking(tokenizer, reasoning):
+    answer = message("assistant", "2") | {"reasoning_content": reasoning}
+    ids, mask = encoded(tokenizer, THINKING, [message("user", "1 + 1?"), answer])
+    trained = tokenizer.decode([each for each, inside in zip(ids, mask, strict=True) if inside])
+    assert trained == ("2<eos>" if reasoning is None else "one and one</think>2<eos>")
+
+
+def test_a_message_without_content_is_empty(tmp_path, tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [message("user", "a"), call]}])
+    (read,) = read_conversations(path)
+    assert read.messages[1]["content"] == ""
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match="f:1: the chat template refuses it"):
+        encoded(tokenizer, THINKING, [message("user", "\ud800"), message("assistant", "a")])

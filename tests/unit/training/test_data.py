@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from megatron_dsa.errors import ConfigError
@@ -146,3 +148,24 @@ def test_a_sequence_of_too_many_documents():
     assert with_room(LENGTHS, 3).tolist() == [[0, 3, 8, 8], [0, 2, 4, 8]]
     with pytest.raises(ConfigError, match=r"--dsa-packed-documents must be at .* 2 for one of 3"):
         with_room(LENGTHS, 2)
+
+
+def test_data_written_anew_under_its_name_get_new_indices(tmp_path):
+    """Megatron's cache of indices goes by the path."""
+    prefix = tmp_path / "data"
+    seen = []
+    for texts in (["a" * 40] * 10, ["b" * 60] * 20, ["b" * 60] * 20):
+        write_byte_dataset(texts, prefix)
+        data._digest.cache_clear()
+        config = GPTDatasetConfig(
+            random_seed=1, sequence_length=16, blend=([str(prefix)], None), split="1,0,0",
+            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+            tokenizer=SimpleNamespace(unique_identifiers={}, eod=256, pad=0, vocab_size=257),
+        )  # fmt: skip
+        stored = GPTDataset.build_low_level_dataset(str(prefix), config)
+        indices = np.arange(len(texts), dtype=np.int32)
+        found = GPTDataset(stored, str(prefix), indices, None, Split.train, config)
+        seen.append(sorted(set(found.document_index.tolist())))
+    assert seen == [list(range(10)), list(range(20)), list(range(20))]
+    cached = tmp_path / "data" / "cache" / "GPTDataset_indices"
+    assert len(list(cached.glob("*document_index.npy"))) == 2

@@ -78,11 +78,13 @@ def test_one_process_needs_no_launcher(launched, capsys):
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_several_processes_of_another_launcher_are_no_jobs_of_one(name, launched):
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "FLUX_JOB_SIZE"])
+@pytest.mark.parametrize("more", [{}, {"MASTER_ADDR": "h", "MASTER_PORT": "5"}])
+def test_several_processes_of_another_launcher_are_no_jobs_of_one(name, more, launched):
     launched(**ALONE | {name: "1"})
-    with pytest.raises(ConfigError, match="MASTER_ADDR must be set: torchrun sets it"):
-        launched(**ALONE | {name: "2"})
+    for several in ({name: "2"}, {"PMIX_RANK": "0"}):
+        with pytest.raises(ConfigError, match="WORLD_SIZE must be set where another launcher"):
+            launched(**ALONE | more | several)
 
 
 def test_a_launcher_that_shows_every_process_one_gpu(launched, monkeypatch):

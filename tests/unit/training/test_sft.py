@@ -1,6 +1,7 @@
 """Packed conversations: their items, and loss and gradients against one conversation at a time."""
 
 from itertools import chain, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -257,3 +258,14 @@ def test_packed_is_one_by_one(name, fixed, batch_size, build, chat):
         assert sum(".indexer." in x and bool(g.any()) for x, g in gradients.items()) >= 4
     for key, gradient in expected.items():
         assert relative_error(gradients[key], gradient) < 1e-9, key
+
+
+def test_damaged_tokens_of_an_earlier_run_are_written_anew(chat, tmp_path, capsys):
+    path = write_rows(tmp_path / "chat.jsonl", ROWS)
+    prefix = tokenise(path, chat, tmp_path)
+    whole = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").unlink()
+    assert tokenise(path, chat, tmp_path) == prefix and Path(f"{prefix}.bin").read_bytes() == whole
+    assert "of an earlier run" not in capsys.readouterr().out
+    tokenise(path, chat, tmp_path)
+    assert "of an earlier run" in capsys.readouterr().out

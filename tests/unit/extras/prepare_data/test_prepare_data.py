@@ -459,3 +459,27 @@ def test_progress(lines, tmp_path, monkeypatch, capsys):
     pattern = rf"> (\S+) of {size / 1e6:.1f} MB, [0-4] of \d shards(, \S+ MB/s, \S+ \w+ left)?"
     read = [float(re.fullmatch(pattern, line)[1]) for line in said]
     assert read == sorted(read) and 0 < read[-1] < size / 1e6 + 0.05
+
+
+def test_files_of_others_stay_in_the_folder_of_shards(tmp_path):
+    folder = tmp_path / "data.shards"
+    folder.mkdir()
+    path = folder / "a.jsonl"
+    path.write_bytes(json_lines(["one", "two"]))
+    prepare(tmp_path / "data", path)
+    assert [each.name for each in folder.iterdir()] == ["a.jsonl"]
+    assert len(documents(tmp_path / "data")) == 2
+
+
+@pytest.mark.parametrize("ending", [".json", ".bin", ".idx"])
+def test_a_shard_that_is_cut_off_is_done_again(ending, tmp_path):
+    """As a machine leaves it that loses its power."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["one", "two"]))
+    workspace = Workspace(str(tmp_path / "data"), byte_tokens(), "text")
+    (shard,) = workspace.plan([str(path)], 10**6)
+    with workspace:
+        record = workspace.write(shard, lambda _: None)
+        assert workspace.record(shard) == record
+        (workspace.folder / f"{shard.name}{ending}").write_bytes(b"")
+        assert workspace.record(shard) is None

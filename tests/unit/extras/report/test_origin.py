@@ -67,11 +67,11 @@ def test_files_of_a_run(tmp_path):
 
 
 def test_what_the_entry_point_writes(monkeypatch):
-    """On the last rank only; the commit is this clone's."""
-    args = argparse.Namespace(tensorboard_dir="x", rank=1, world_size=3)
+    """Alike on all ranks, as Megatron wants arguments; the commit is this clone's."""
+    args = argparse.Namespace(tensorboard_dir=None, wandb_project="")
     provenance.record_provenance(args)
     assert not hasattr(args, provenance.MACHINE)
-    args.rank = 2
+    args.tensorboard_dir = "x"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("WORLD_SIZE", "3")
