@@ -37,6 +37,8 @@ class GPTDataset(gpt_dataset.GPTDataset):
     It keeps the name, which is a part of the names of cached indices.
     """
 
+    unique_description_hash: str
+
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
         require(
             num_tokens_per_epoch > 0,
