@@ -23,15 +23,17 @@ if [[ -d $run && ! -f $run/train.log && -n $(ls -A "$run") ]]; then
 fi
 mkdir -p "$run"
 rm -rf "$run"/{checkpoint,imported,warmup,sparse,sft,exported*,cache,train.log,data*}
-command() { "$python" -m megatron_dsa "$@" 2>>"$run/train.log" || { show_end "$run/train.log" $? && exit 1; }; }
+tool() { # a command of the package
+  "$python" -m megatron_dsa "$@" 2>>"$run/train.log" || { show_end "$run/train.log" $? && exit 1; }
+}
 
 echo "== checkpoint, import, data"
 "$python" examples/tiny_checkpoint.py "${MODEL:-glm-5}" "$run" 2>>"$run/train.log" ||
   { show_end "$run/train.log" $? && exit 1; }
-command import-hf --input "$run/checkpoint" --output "$run/imported"
-command prepare-data --tokenizer "$run/checkpoint" --append-eod --input "$run/text.jsonl" --output "$run/data"
+tool import-hf --input "$run/checkpoint" --output "$run/imported"
+tool prepare-data --tokenizer "$run/checkpoint" --append-eod --input "$run/text.jsonl" --output "$run/data"
 
-flags=$(command flags "$run/checkpoint")
+flags=$(tool flags "$run/checkpoint")
 read -ra model <<<"$flags"
 training=(
   --attention-backend dsa_fused --dsa-indexer-loss-coeff 1.0
@@ -55,6 +57,6 @@ stage sparse warmup "$sparse_steps" --dsa-indexer-use-sparse-loss --data-path "$
 stage sft sparse "$sft_steps" --dsa-indexer-use-sparse-loss --sft --data-path "$run/chat.jsonl" "$@"
 
 echo "== export"
-command export-hf --input "$run/sft" --config "$run/checkpoint" --output "$run/exported"
-command export-hf --input "$run/sft" --config "$run/checkpoint" --output "$run/exported-fp8" --quantise fp8
+tool export-hf --input "$run/sft" --config "$run/checkpoint" --output "$run/exported"
+tool export-hf --input "$run/sft" --config "$run/checkpoint" --output "$run/exported-fp8" --quantise fp8
 echo "the trained model, in the format of $run/checkpoint: $run/exported, and in fp8: $run/exported-fp8"

@@ -1,4 +1,4 @@
-"""Released models as configurations (the attention alone, or the whole model) and as flags.
+"""Released models as configurations (of attention, or of the whole model) and as flags.
 
 The command ``flags`` prints them without torch, whose import takes seconds.
 """
@@ -159,7 +159,7 @@ def _configuration(
     if fields.get("gated_linear_unit"):
         fields["activation_func"] = silu
     fields |= changes
-    # Options that are given say how it runs; the model's epsilon is part of what it is.
+    # Given options say how the model runs; its epsilon belongs to the model.
     options = fields.get("dsa", DSAOptions())
     if epsilon is not None and options.latent_norm_epsilon is None:
         options = dataclasses.replace(options, latent_norm_epsilon=epsilon)

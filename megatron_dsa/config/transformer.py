@@ -48,8 +48,8 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 class CSATransformerConfig(CSAFields, DSATransformerConfig):
     """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
 
-    The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
-    rotated; ``kv_lora_rank`` has no meaning.
+    The one key/value head has ``v_head_dim`` dims; the last ``qk_pos_emb_head_dim`` are rotated.
+    ``kv_lora_rank`` has no meaning.
     """
 
     def _derive(self) -> None:

@@ -87,27 +87,30 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
             ends or _has_mtp_layers(args) or args.dataloader_inter_document_masking
         )
 
+    shared = {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "mmap_bin_files": args.mmap_bin_files,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+    }
     if _packs_conversations(args):
-        return sft_datasets(args, samples, blend, blend_per_split, on_this_rank)
+        return sft_datasets(args, samples, shared, on_this_rank)
     for part in filter(None, [blend, *(blend_per_split or ())]):
         check_prefixes(part[0])
         if this_rank() == 0:
             check_data_sets(part[0])
     config = gpt_dataset.GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        **shared,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         inter_document_masking=args.dataloader_inter_document_masking,
     )
     if args.mock_data:

@@ -232,15 +232,15 @@ def _broadcast(value: Any = None) -> Any:
 def sft_datasets(
     args: Any,
     samples: list[int],
-    blend: tuple | None,
-    blend_per_split: list | None,
+    shared: dict[str, Any],
     on_this_rank: Callable[[], bool],
 ) -> Any:
     """Build the data sets of ``--sft`` from JSONL files; to be called on every rank.
 
-    Rank 0 tokenises while the others wait.
+    Rank 0 tokenises while the others wait. ``shared``: fields of all Megatron's data sets.
     """
-    paths = {path for part in (blend, *(blend_per_split or ())) if part for path in part[0]}
+    parts = (shared["blend"], *(shared["blend_per_split"] or ()))
+    paths = {path for part in parts if part for path in part[0]}
     prefixes: dict[str, str] | None = None
     if this_rank() == 0:
         chat = ChatTokenizer(get_tokenizer()._tokenizer.tokenizer, args.chat_template)
@@ -252,16 +252,9 @@ def sft_datasets(
     while prefixes is None:  # rank 0 is at work
         prefixes = _broadcast()
     config = SFTConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
+        **shared,
         multiple_validation_sets=args.multiple_validation_sets,
         full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mmap_bin_files=args.mmap_bin_files,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         prefixes=prefixes,
         truncate=args.dsa_sft_long == "truncate",
         documents=args.dsa_packed_documents,

@@ -97,8 +97,8 @@ def frozen_entries(base: Path) -> dict[str, ShardedBase]:
 def saving_without(base: Path, reference: Reference) -> Callable:
     """Return Megatron's ``dist_checkpointing.save``, same arguments, which leaves a base out.
 
-    Whatever the base does not hold in the same shape is saved: adapters, fresh indexers, rows that
-    pad a vocabulary, states of quantisation.
+    Tensors that the base lacks or holds in another shape are saved: adapters, fresh indexers, a
+    padded vocabulary, states of quantisation.
     """
     held = functools.cache(lambda: frozen_entries(base))
 
