@@ -62,6 +62,7 @@ read -rd '' -a data <<<"$DATA_PATH" || true # a blend has several words
 read -rd '' -a validation <<<"${VALID_DATA_PATH:-}" || true
 if ((${#validation[@]})); then
   if [[ -n ${SPLIT:-} ]]; then echo "SPLIT must be unset with VALID_DATA_PATH: unset one of them" >&2 && exit 2; fi
+  if ((${EVAL_STEPS:-0} == 0)); then echo "EVAL_STEPS must be set with VALID_DATA_PATH: give the steps of a validation" >&2 && exit 2; fi
   data=(--train-data-path "${data[@]}" --valid-data-path "${validation[@]}")
 else
   data=(--data-path "${data[@]}" --split "${SPLIT:-100,0,0}")

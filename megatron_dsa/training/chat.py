@@ -109,6 +109,7 @@ class ChatTokenizer:
 
     Attributes:
         fingerprint: of all that the ids of a conversation depend on.
+        open_turns: turns encoded so far that no token in the loss ends.
 
     Raises:
         ConfigError: there is no template, or the tokenizer has no offsets.
@@ -128,11 +129,14 @@ class ChatTokenizer:
             "--tokenizer-model has no chat template, which --sft needs: put chat_template.jinja "
             "into its folder, or give --chat-template FILE",
         )
+        from transformers import __version__ as release
+
         self._tokenizer, self._template = tokenizer, template
+        self.open_turns = 0
         added = tokenizer.added_tokens_decoder.items()
         self._special = {index for index, token in added if token.special}
         parts = (
-            _VERSION, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map,
+            _VERSION, release, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map,
             template or tokenizer.chat_template,
         )  # fmt: skip
         self.fingerprint = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
@@ -178,6 +182,11 @@ class ChatTokenizer:
         for index, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
+            require(
+                index,
+                f"{chat.where} begins with the assistant's message, and the chat template does not "
+                "mark it: put a message of another role before it, or leave it out",
+            )
             until, _ = self._render(chat, template, index + 1)
             befores = [
                 # GLM's prompt opens <think> unless thinking is off.
@@ -249,4 +258,5 @@ class ChatTokenizer:
         if last > start and ids[last - 1] in self._special:
             return last  # without the newline behind it
         closed = stop == len(ids) or ids[stop] in self._special
+        self.open_turns += not closed
         return stop + closed

@@ -96,6 +96,8 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
         "num_dataset_builder_threads": args.num_dataset_builder_threads,
         "mmap_bin_files": args.mmap_bin_files,
         "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
     }
     if _packs_conversations(args):
         return sft_datasets(args, samples, shared, on_this_rank)

@@ -69,6 +69,7 @@ def tokenise(
         print(f"> {path}: tokens of an earlier run, {prefix}.bin", flush=True)
         return prefix
     trained, lengths, empty, first, last_beat = 0, [], [], "", time.monotonic()
+    open_before = chat.open_turns
     with WholeFiles(folder) as files:
         builder = IndexedDatasetBuilder(str(files.path(f"{name}.bin")), dtype=np.int32)
         for part in batched(read_conversations(path), _TOGETHER):
@@ -92,6 +93,12 @@ def tokenise(
         f"> the first one, the loss between [[ and ]]: {first!r}",
         flush=True,
     )
+    if chat.open_turns > open_before:
+        print(
+            f"> warning: no special token ends {chat.open_turns - open_before} turns of the "
+            "assistant, so that the model learns no end for them: change the chat template",
+            flush=True,
+        )
     if empty:
         print(
             f"> warning: {len(empty)} of {len(lengths)} have an empty message of the assistant, of "
@@ -253,8 +260,6 @@ def sft_datasets(
         prefixes = _broadcast()
     config = SFTConfig(
         **shared,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
         prefixes=prefixes,
         truncate=args.dsa_sft_long == "truncate",
         documents=args.dsa_packed_documents,

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from tests.cases.tokenizers import train_tokenizer
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPECIAL = (
     *("<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"),
@@ -110,21 +112,11 @@ CONVERSATIONS = {
 
 def save_tokenizer(folder, template=None, vocabulary=320):
     """Save a byte-level tokenizer of some tokens, trained on the licence; return it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=list(SPECIAL), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    backend.train_from_iterator([(REPOSITORY / "LICENSE").read_text(encoding="utf-8")], trainer)
+    licence = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
     # It begins texts with <bos>, which templates write themselves.
-    backend.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))]
-    )
+    backend = train_tokenizer([licence], vocabulary, SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
     )

@@ -197,7 +197,7 @@ def test_a_run_is_watched(tmp_path, monkeypatch):
             },
         ),
         (
-            {"VALID_DATA_PATH": "0.5 c 0.5 d", "WANDB_PROJECT": "p", "WANDB_NAME": "a name"},
+            {"VALID_DATA_PATH": "0.5 c 0.5 d", "EVAL_STEPS": "2", "WANDB_PROJECT": "p", "WANDB_NAME": "a name"},
             {
                 "train_data_path": ["data"], "valid_data_path": ["0.5", "c", "0.5", "d"],
                 "data_path": None, "split": None, "wandb_exp_name": "a name",
@@ -213,6 +213,8 @@ def test_a_run_is_watched(tmp_path, monkeypatch):
     assert flags[flags.index("--tensorboard-dir") + 1] == "elsewhere"
     done = launch("v3_2.sh", tmp_path, TRAINING | {"VALID_DATA_PATH": "c", "SPLIT": "9,1,0"})
     assert done.returncode == 2 and "SPLIT must be unset with VALID_DATA_PATH" in done.stderr
+    done = launch("v3_2.sh", tmp_path, TRAINING | {"VALID_DATA_PATH": "c"})
+    assert done.returncode == 2 and "EVAL_STEPS must be set with VALID_DATA_PATH" in done.stderr
 
 
 def test_unknown_recompute_is_refused(tmp_path):

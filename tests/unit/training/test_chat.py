@@ -169,6 +169,30 @@ def test_refused_templates(template, name, rule, fix, tokenizer):
     assert str(refusal.value).startswith("f:1") and fix in str(refusal.value)
 
 
+def test_the_assistant_begins(tokenizer):
+    greeting = [message("assistant", "Hello"), message("user", "Hi"), message("assistant", "Yes?")]
+    with pytest.raises(ConfigError, match="f:1 begins with the assistant's message"):
+        encoded(tokenizer, TEMPLATES["chatml"], greeting)
+    ids, mask = encoded(tokenizer, TAGGED["chatml"], greeting)
+    text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert text == "Hello<|im_end|>Yes?<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", 2),
+        (TEMPLATES["deepseek"], 0),
+        (TEMPLATES["glm"], 0),
+    ],
+)
+def test_turns_without_an_end_are_counted(template, turns, tokenizer):
+    """The last one ends in ``eos_token``."""
+    chat = ChatTokenizer(tokenizer, template)
+    chat.encode([Conversation("f:1", CONVERSATIONS["system and three turns"])])
+    assert chat.open_turns == turns
+
+
 def test_the_refused_template_with_tags(tokenizer):
     answer = "{{ m.content }}<eos>"
     tagged = "{% if m.role == 'assistant' %}{% generation %}" + answer + "{% endgeneration %}"

@@ -191,6 +191,18 @@ def test_files_of_tokens(chat, tmp_path, capsys):
         SFTDataset.build_low_level_dataset(path, config)
 
 
+def test_turns_without_an_end_are_warned_of(tmp_path, capsys):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    chat = ChatTokenizer(save_tokenizer(tmp_path), template)
+    tokenise(write_rows(tmp_path / "chat.jsonl", ROWS), chat, tmp_path / "cache")
+    turns = sum(
+        each["role"] == "assistant" and index + 1 < len(messages)
+        for messages in CONVERSATIONS.values()
+        for index, each in enumerate(messages)
+    )
+    assert f"no special token ends {turns} turns of the assistant" in capsys.readouterr().out
+
+
 MODELS = {
     "V3.2, sparse": (small_config, (), DSAOptions()),
     "V3.2, masked": (small_config, (), DSAOptions(selected_attention="masked")),
