@@ -197,7 +197,10 @@ def test_a_run_is_watched(tmp_path, monkeypatch):
             },
         ),
         (
-            {"VALID_DATA_PATH": "0.5 c 0.5 d", "EVAL_STEPS": "2", "WANDB_PROJECT": "p", "WANDB_NAME": "a name"},
+            {
+                "VALID_DATA_PATH": "0.5 c 0.5 d", "EVAL_STEPS": "2", "WANDB_PROJECT": "p",
+                "WANDB_NAME": "a name",
+            },
             {
                 "train_data_path": ["data"], "valid_data_path": ["0.5", "c", "0.5", "d"],
                 "data_path": None, "split": None, "wandb_exp_name": "a name",
