@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -366,7 +366,8 @@ class DSACoreAttention(CoreAttention):
         pools = self.pools(layout)
         if pools is not None:
             # Also attention to tokens in no pool is in its log-sum-exp.
-            (index_inputs, layout), lse = pools.by_token(index_inputs), None
+            (keys, layout), lse = pools.by_token(index_inputs.k), None
+            index_inputs = replace(index_inputs, k=keys)
         return dense_indexer_loss(
             index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
             head_group=self.heads_group(), sample=sample, policy=self.policy,

@@ -50,9 +50,9 @@ class DSAIndexer(Fp32Parameters, Indexer):
     ``w = W_w x * HI^-1/2 * DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and
     ``rot`` a Hadamard transform. Parameter names are those of Megatron's bundled DSA.
 
-    With ``--dsa-indexer-pool-size`` (GLM-5.3) there is a key per pool, weighted per channel over
-    its tokens ``i``: ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i``, without rope and
-    transform; ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
+    With ``--dsa-indexer-pool-size`` (GLM-5.3) there is a key per pool of tokens ``i``, without rope
+    or transform: ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel, with
+    ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
     """
 
     def __init__(self, config, submodules: DSAIndexerSubmodules, tp_mode: TPMode = "heads"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys, compressed_keys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 
@@ -92,8 +91,8 @@ class KeyPools:
         of_pools = mass[:, : most * size].unflatten(1, (most, size)).sum(-1)
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
-    def by_token(self, inputs: IndexerInputs) -> tuple[IndexerInputs, Layout]:
-        """Return inputs and layout in which each token of a pool has the key of the pool.
+    def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        """Return keys ``[keys of the layout, DI]``, each that of its pool, and their visibility.
 
         Tokens in no pool are not seen. The gradient of a loss over tokens equals that of the loss
         over pools: its student gives the tokens of a pool equal shares.
@@ -110,5 +109,4 @@ class KeyPools:
             return replace(layout, end=layout.start + seen, sequences=None)
 
         index = layout.derive(("pool of token", self.size), pool_of_token)
-        inputs = replace(inputs, k=inputs.k.index_select(0, index))
-        return inputs, layout.derive(("pooled tokens", self.size), pooled_tokens)
+        return k.index_select(0, index), layout.derive(("pooled tokens", self.size), pooled_tokens)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.layout.pools import KeyPools
 
@@ -93,12 +92,11 @@ def test_keys_by_token(name):
     layout, size = LAYOUTS[name](), 4
     pools = KeyPools.of(layout, size)
     k = torch.randn(pools.keys.count, 3)
-    q, weights = torch.randn(layout.num_queries, 2, 3), torch.randn(layout.num_queries, 2)
-    inputs, seen = pools.by_token(IndexerInputs(q, k, weights))
-    assert len(inputs.k) == layout.num_keys
+    of_tokens, seen = pools.by_token(k)
+    assert len(of_tokens) == layout.num_keys
     for query, document in enumerate(documents(layout)):
         first = int(pools.keys.layout.start[query])
         count = len(document) // size * size
         assert list(documents(seen))[query] == document[:count]
         for place in range(count):
-            assert torch.equal(inputs.k[document[place]], k[first + place // size])
+            assert torch.equal(of_tokens[document[place]], k[first + place // size])
