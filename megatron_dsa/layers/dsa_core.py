@@ -209,8 +209,8 @@ class DSACoreAttention(CoreAttention):
             selection = given
         elif index_inputs is not None:
             pools = self.pools(layout)
-            selected = self.topk(index_inputs, layout, ranks, pools and pools.keys)
-            selection = TopKIndices(*(selected if pools is None else pools.expand(*selected)))
+            selected = self.topk(index_inputs, layout, ranks, pools.keys if pools else None)
+            selection = TopKIndices(*(pools.expand(*selected) if pools else selected))
         else:
             raise ConfigError(
                 f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
@@ -404,7 +404,7 @@ class DSACoreAttention(CoreAttention):
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
             inputs = self.indexer(
-                x.detach(), qr.detach(), rope, ranks, remake, pools and pools.keys
+                x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
             )
         # Latents are checked where their queries exist, before the selection.
         layout = self.key_layout(layout)

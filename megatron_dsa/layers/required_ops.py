@@ -258,9 +258,10 @@ def _loss(
         yield RequiredOp("dense_indexer_loss", call, (visible,), trained, _share(config))
         return
     size = options_of(config).indexer_pool_size
-    call = calls.indexer(config.dsa_indexer_topk // size)
+    count = config.dsa_indexer_topk // size
     if size > 1:
-        selected = Keys(size, call.topk)
+        selected = Keys(size, count)
+    call = calls.indexer(count)
     yield RequiredOp("sparse_indexer_loss", call, (selected,), trained, _share(config))
 
 
