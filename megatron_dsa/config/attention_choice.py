@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_dsa.config.model import has_dense_loss, options_of, uses_csa
+from megatron_dsa.config.model import has_dense_loss, options_of, selected_tokens, uses_csa
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.ops.attention_costs import PairDims, attention_costs, expansion_ps
 from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
@@ -160,7 +160,7 @@ def _mask_of_selected(calls: LayerCalls) -> Iterator[_Rule]:
     by_lists = asked != "masked" and by_sequence(config) and _select_mode(config) != "select"
     yield _Rule(by_lists, False, "tensor-parallel ranks attend by sequence")
     yield _Rule(asked == "sparse", False, "asked for")
-    topk: int = config.dsa_indexer_topk
+    topk = selected_tokens(config)
     call = calls.masked_attention(topk)
     if asked == "auto":
         yield from _rules_of_fusion(((each, call) for each in MASKED_OPERATIONS), options.policy)

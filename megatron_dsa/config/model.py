@@ -151,6 +151,11 @@ def has_dense_loss(config: Any) -> bool:
     return uses_indexer(config) and computed and not loss_is_sparse(config)
 
 
+def selected_tokens(config: Any) -> int:
+    """Return the most keys that a query attends to in layers of V3.2's attention."""
+    return config.dsa_indexer_topk + options_of(config).indexer_pool_size - 1
+
+
 def computes_topk(config: Any, layer_number: int) -> bool:
     """Return whether layer ``layer_number`` (from 1) selects keys instead of reusing a selection.
 

@@ -55,6 +55,12 @@ class DSAOptions:
         "latent_output runs its forward kernel again instead of keeping the output in the space of "
         "the latents (1 KiB per token and head in DeepSeek-V3.2).",
     )
+    indexer_pool_size: int = option(
+        1,
+        "--dsa-indexer-pool-size",
+        "Consecutive tokens whose index keys are pooled into one; --dsa-indexer-topk // size pools "
+        "are selected, and the last tokens that fill no pool. GLM-5.3 has 4.",
+    )
     health_tokens: int = option(
         16,
         "--dsa-health-tokens",

@@ -36,6 +36,7 @@ from megatron_dsa.ops.indexer_topk.api import require_finite_scores
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.pools import KeyPools
 
 
 class Indexer(MegatronModule):
@@ -203,7 +204,7 @@ class CoreAttention(MegatronModule):
         compressed: CompressedKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
-        count = self.config.dsa_indexer_topk
+        count = self.config.dsa_indexer_topk // self.options.indexer_pool_size
         if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
             return indexer_topk(inputs, keys, count, policy=self.policy)
@@ -228,7 +229,12 @@ class CoreAttention(MegatronModule):
         return group if group is not None and group.size() > 1 else None
 
     def sparse_training(
-        self, inputs: TrainedIndexer, keys: Layout, tokens: Layout, selected_only: bool = False
+        self,
+        inputs: TrainedIndexer,
+        keys: Layout,
+        tokens: Layout,
+        selected_only: bool = False,
+        pools: KeyPools | None = None,
     ) -> IndexerTraining:
         """Return the sparse loss, which the attention's backward computes with its gradients.
 
@@ -246,7 +252,7 @@ class CoreAttention(MegatronModule):
 
         return IndexerTraining(
             inputs, keys, weight, record, self.heads_group(), selected_only,
-            self.options.indexer_loss_queries, self.options.head_parts,
+            self.options.indexer_loss_queries, self.options.head_parts, pools,
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:

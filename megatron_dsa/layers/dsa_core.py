@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from megatron_dsa.config.model import selects_keys, shares_teacher, uses_indexer
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
     IndexerInputs,
+    IndexerTraining,
     LatentKeys,
     absorbed_attention,
     dense_attention,
@@ -46,6 +47,7 @@ from megatron_dsa.ops.indexer_loss.shared import (
 )
 from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs, Taught, TrainedIndexer
 from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.pools import KeyPools
 
 
 @dataclass
@@ -202,11 +204,13 @@ class DSACoreAttention(CoreAttention):
         trained = index_inputs
         recomputed = given is not None and in_backward()  # checked in the forward
         if isinstance(index_inputs, LatentIndexerInputs) and not recomputed:
-            index_inputs = self.checked(index_inputs.with_queries(), layout)
+            index_inputs = self.checked(index_inputs.with_queries(), self.key_layout(layout))
         if given is not None:
             selection = given
         elif index_inputs is not None:
-            selection = TopKIndices(*self.topk(index_inputs, layout, ranks))
+            pools = self.pools(layout)
+            selected = self.topk(index_inputs, layout, ranks, pools.keys if pools else None)
+            selection = TopKIndices(*(pools.expand(*selected) if pools else selected))
         else:
             raise ConfigError(
                 f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
@@ -228,7 +232,7 @@ class DSACoreAttention(CoreAttention):
         shared = SharedSelection(selection.indices, selection.length, drawn)
         training, keys = None, layout.key_ownership
         if self.trains_indexer_now():
-            training = self.sparse_training(index_inputs, layout, layout)
+            training = self._training(index_inputs, layout)
         ascending = self.choice.masked and keys is not None and not keys.in_order
         dtype = accumulation_dtype(self.config.params_dtype)
         packed = train_on_selection(shared, dtype, training, self.policy, ascending)
@@ -244,7 +248,21 @@ class DSACoreAttention(CoreAttention):
             return HeadSums.of(packed, self.options.indexer_loss_queries) if trains else None
         if index_inputs is None or not (self.trains_indexer_now() and self.loss_is_sparse):
             return None
-        return self.sparse_training(index_inputs, layout, layout)
+        return self._training(index_inputs, layout)
+
+    def _training(self, index_inputs: TrainedIndexer, layout: Layout) -> IndexerTraining:
+        keys, pools = self.key_layout(layout), self.pools(layout)
+        return self.sparse_training(index_inputs, keys, layout, pools=pools)
+
+    def pools(self, layout: Layout) -> KeyPools | None:
+        """Return the pools that the indexer selects, ``None`` if it selects tokens."""
+        size = self.options.indexer_pool_size
+        return None if size == 1 else KeyPools.of(layout, size)
+
+    def key_layout(self, layout: Layout) -> Layout:
+        """Return the visibility of the indexer's keys."""
+        pools = self.pools(layout)
+        return layout if pools is None else pools.keys.layout
 
     def _trained_and_measured(
         self, result, index_inputs, layout, selection, q, kv, **keys
@@ -345,6 +363,11 @@ class DSACoreAttention(CoreAttention):
         return out
 
     def _dense_loss(self, index_inputs, q, k, layout, lse=None, sample=None) -> torch.Tensor:
+        pools = self.pools(layout)
+        if pools is not None:
+            # Also attention to tokens in no pool is in its log-sum-exp.
+            (keys, layout), lse = pools.by_token(index_inputs.k), None
+            index_inputs = replace(index_inputs, k=keys)
         return dense_indexer_loss(
             index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
             head_group=self.heads_group(), sample=sample, policy=self.policy,
@@ -356,9 +379,12 @@ class DSACoreAttention(CoreAttention):
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         masked = attended.k_pe is not None
         indices = _in_buffer_order(attended) if masked else attended.indices
+        pools = self.pools(attended.layout)
+        if pools is not None:
+            indices, length, p_sum = pools.of_lists(indices, length, p_sum)
         return selected_keys_loss(
-            attended.inputs.with_queries(), attended.layout, indices, length, p_sum, self.policy,
-            self.heads_group(),
+            attended.inputs.with_queries(), self.key_layout(attended.layout), indices, length,
+            p_sum, self.policy, self.heads_group(),
         ).value  # fmt: skip
 
     def needs_index_inputs(self) -> bool:
@@ -376,8 +402,12 @@ class DSACoreAttention(CoreAttention):
         # of a recomputed layer make the same choice, bit for bit.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
-            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks, remake)
+            pools = self.pools(layout)
+            inputs = self.indexer(
+                x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
+            )
         # Latents are checked where their queries exist, before the selection.
+        layout = self.key_layout(layout)
         return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 
 

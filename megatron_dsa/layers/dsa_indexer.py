@@ -1,23 +1,35 @@
 """The lightning indexer: projections of hidden states that index scores are computed from."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megatron_dsa.config.model import options_of
 from megatron_dsa.config.options import TPMode
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.layers.core import Indexer
-from megatron_dsa.layers.linears import can_read_weight, weight_of
+from megatron_dsa.layers.linears import (
+    Fp32Parameters,
+    ReplicatedLinear,
+    can_read_weight,
+    new_parameter,
+    weight_of,
+)
+from megatron_dsa.layers.parallel.csa_keys import extend, index_keys_of_ranks
 from megatron_dsa.layers.parallel.gather import start_gather
 from megatron_dsa.layers.parallel.groups import Ranks, finish_index_gather
 from megatron_dsa.layers.rope import TokenRope
+from megatron_dsa.layers.weight_blocks import mark_table
+from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.indexer_loss.training import (
     LatentIndexerInputs,
     LatentQueries,
     TrainedIndexer,
 )
+from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.rope.api import rotate_index
 
 
@@ -31,12 +43,16 @@ class DSAIndexerSubmodules:
     linear_weights_proj: ModuleSpec | type = None
 
 
-class DSAIndexer(Indexer):
+class DSAIndexer(Fp32Parameters, Indexer):
     """Projections of the indexer (``docs/design/maths.md``; DeepSeek-V3.2, eq. 1).
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and
     ``w = W_w x * HI^-1/2 * DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and
     ``rot`` a Hadamard transform. Parameter names are those of Megatron's bundled DSA.
+
+    With ``--dsa-indexer-pool-size`` (GLM-5.3) there is a key per pool of tokens ``i``, without rope
+    or transform: ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel, with
+    ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
     """
 
     def __init__(self, config, submodules: DSAIndexerSubmodules, tp_mode: TPMode = "heads"):
@@ -56,6 +72,14 @@ class DSAIndexer(Indexer):
             hidden_size=self.dim,
             eps=config.layernorm_epsilon if eps is None else eps,
         )
+        self.pool_size = options_of(config).indexer_pool_size
+        if self.pool_size > 1:
+            self.linear_pool_gate = ReplicatedLinear(
+                hidden, self.dim, config=config, init_method=config.init_method
+            )
+            self.pool_ape = new_parameter(config, self.pool_size, self.dim)
+            self.fp32_parameters = ("pool_ape",)
+            mark_table(self.pool_ape)  # of positions
         for name, parameter in self.named_parameters():
             # A rank projects keys and weights of local tokens, and queries unless everything runs
             # by heads: gradients are summed over tensor-parallel ranks. Otherwise ranks compute the
@@ -72,6 +96,7 @@ class DSAIndexer(Indexer):
         rope: TokenRope,
         ranks: Ranks,
         remake_queries: bool = False,
+        pools: CompressedKeys | None = None,
     ) -> TrainedIndexer:
         """Return queries and weights of the query tokens, keys of the tokens of all ranks.
 
@@ -81,23 +106,39 @@ class DSAIndexer(Indexer):
             rope: of the query tokens.
             remake_queries: return latents in place of queries where that gives the same: the
                 backward of the sparse loss computes the queries again.
+            pools: of tokens whose keys become one.
         """
-        k, _ = self.linear_wk(x.flatten(0, 1))
-        k = self._rotated(self._norm_keys(k)[:, None], rope.held(ranks)).flatten(1)
-        gathering = None if ranks.group is None else start_gather(k, ranks.group)
+        keys = self._start_keys(x, rope, ranks, pools)
         latent = self.latents(qr, ranks)
         q = None
         if not (remake_queries and can_read_weight(self.linear_wq_b, self.config)):
             q, _ = self.linear_wq_b(latent)
             q = self._rotated(q.view(-1, self.heads, self.dim), rope)
         weights, in_fp32 = self.weights(x, ranks)
-        if gathering is not None:
-            k = finish_index_gather(gathering, ranks)
+        k = keys()
         relu = self.config.dsa_indexer_scoring_relu
         if q is not None:
             return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
         queries = self._latent_queries(latent, rope)
         return LatentIndexerInputs(queries, k, weights, relu, in_fp32)
+
+    def _start_keys(
+        self, x: torch.Tensor, rope: TokenRope, ranks: Ranks, pools: CompressedKeys | None
+    ) -> Callable[[], torch.Tensor]:
+        """Start to exchange the keys; return a function that waits for those of all ranks."""
+        k, _ = self.linear_wk(x.flatten(0, 1))
+        k = self._norm_keys(k)
+        if pools is not None:
+            gate = self.linear_pool_gate(x)[0].flatten(0, 1)
+            if pools.halo is not None:
+                k, gate = extend((k, gate), pools.halo, x.shape[1], ranks)
+            k = compress(k, gate, self.pool_ape, pools, overlap=False, policy=self.policy)
+            return lambda: k if ranks.group is None else index_keys_of_ranks(k, pools, ranks)
+        k = self._rotated(k[:, None], rope.held(ranks)).flatten(1)
+        if ranks.group is None:
+            return lambda: k
+        gathering = start_gather(k, ranks.group)
+        return lambda: finish_index_gather(gathering, ranks)
 
     def _latent_queries(self, latent: torch.Tensor, rope: TokenRope) -> LatentQueries:
         config = self.config

@@ -16,6 +16,7 @@ from megatron_dsa.config.model import (
     indexer_is_trained,
     loss_is_sparse,
     options_of,
+    selected_tokens,
     selects_keys,
     shares_teacher,
     uses_csa,
@@ -110,7 +111,8 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     if indexer:
         head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         yield RequiredOp("index_rotation", calls.of(*head))
-        yield RequiredOp("index_rotation", calls.of(1, config.dsa_indexer_head_dim))
+        of_keys = "index_rotation" if options.indexer_pool_size == 1 else "compressor"
+        yield RequiredOp(of_keys, calls.of(1, config.dsa_indexer_head_dim))
     if options.stage != "sparse":
         call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
         if masks:
@@ -121,14 +123,14 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         if indexer:
             yield from _loss(calls, visible, visible, [], call.qk_dim)
         return
-    selected, latent = Keys(limit=config.dsa_indexer_topk), config.kv_lora_rank
+    selected, latent = Keys(limit=selected_tokens(config)), config.kv_lora_rank
     if indexer:
-        yield from _selection(calls, visible)
+        yield from _selection(calls, Keys(options.indexer_pool_size))
     if masks:
         yield from _masked_ops(calls, indexer, taught, visible, selected)
         return
     yield from _ropes(calls, heads)
-    attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
+    attention = calls.of(heads, latent + rope, latent, topk=selected_tokens(config))
     teaches = taught and _all_are_taught(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
     backward = replace(attention, teacher=teaches)
@@ -160,7 +162,7 @@ def _ropes(calls: LayerCalls, heads: int) -> Iterator[RequiredOp]:
 def _masked_ops(
     calls: LayerCalls, indexer: bool, taught: bool, visible: Keys, selected: Keys
 ) -> Iterator[RequiredOp]:
-    config, call = calls.config, calls.masked_attention(calls.config.dsa_indexer_topk)
+    config, call = calls.config, calls.masked_attention(selected_tokens(calls.config))
     yield from _ropes(calls, call.heads)
     yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
     yield RequiredOp("masked_attention_forward", call, (visible,))
@@ -234,7 +236,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
 
 def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
     config = calls.config
-    call = calls.indexer(config.dsa_indexer_topk)
+    call = calls.indexer(config.dsa_indexer_topk // options_of(config).indexer_pool_size)
     for name, each in selection_calls(call, options_of(config).policy):
         yield RequiredOp(name, each, (visible,))
 
@@ -255,7 +257,11 @@ def _loss(
         call = replace(calls.indexer(), teacher_dim=teacher_dim)
         yield RequiredOp("dense_indexer_loss", call, (visible,), trained, _share(config))
         return
-    call = calls.indexer(config.dsa_indexer_topk)
+    size = options_of(config).indexer_pool_size
+    count = config.dsa_indexer_topk // size
+    if size > 1:
+        selected = Keys(size, count)
+    call = calls.indexer(count)
     yield RequiredOp("sparse_indexer_loss", call, (selected,), trained, _share(config))
 
 

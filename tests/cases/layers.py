@@ -34,6 +34,10 @@ RECOMPUTED = {
 SAMPLED = {"indexer_loss_queries": 1 / 3}
 BY_HEADS = SAMPLED | {"indexer_loss_heads": 1 / 2}
 MASKED = {"selected_attention": "masked"}
+#: Not over context-parallel ranks.
+POOLED = {
+    "indexer_pool_size": 4, "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False,
+}  # fmt: skip
 VISIBLE = {
     "stage": "warmup", "freeze_main": False, "sequence_length": 96,
     "dsa_indexer_use_sparse_loss": False,
@@ -48,6 +52,13 @@ LAYERS = {
     "DSA masked dense loss": (DSA, (), MASKED | {"dsa_indexer_use_sparse_loss": False}),
     "DSA masked recomputed": (DSA, (), MASKED | RECOMPUTED),
     "DSA masked fp32": (DSA, (), MASKED | {"dtype": torch.float32}),
+    "DSA pooled": (DSA, (), POOLED),
+    "DSA pooled masked sampled": (DSA, (), POOLED | MASKED | SAMPLED),
+    "dense MLA, pooled warm-up": (
+        DSA,
+        (),
+        POOLED | {"stage": "warmup", "dsa_indexer_use_sparse_loss": False},
+    ),
     "dense MLA": (DSA, (), {"stage": "dense"}),
     "dense MLA, warm-up": (DSA, (), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
     "dense MLA, keys in a ring": (

@@ -35,6 +35,7 @@ class Shape:
     index_rope_interleaved: bool = False
     index_hadamard: bool = True
     index_relu: bool = True
+    pool: int = 1  # tokens that have one index key (GLM-5.3)
     # Keys: scaling_factor, original_max_position, beta_fast, beta_slow, mscale, mscale_all_dim.
     yarn: dict | None = None
 
@@ -176,7 +177,7 @@ def kl_loss_rows(student_scores: Tensor, teacher: Tensor, mask: Tensor) -> Tenso
 def indexer_inputs(
     params: dict[str, Tensor], x: Tensor, qr: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_I [S, HI, DI], k_I [S, DI] and the scaled w [S, HI] of one sequence, from x and qr.
+    """q_I [S, HI, DI], k_I [S // pool, DI] and the scaled w [S, HI] of one sequence, of x and qr.
 
     q_I = W_qb qr, k_I = LayerNorm(W_k x), rope on the first dims, Hadamard;
     w = W_w x * HI^-1/2 * DI^-1/2. x and qr are detached: the loss trains the indexer only.
@@ -198,8 +199,35 @@ def indexer_inputs(
     if shape.index_hadamard:
         # Orthogonal, so scores do not change in exact arithmetic; it matters to quantisation.
         q, k = hadamard(q), hadamard(k)
+    if shape.pool > 1:
+        k = pooled_keys(params, x, k, shape.pool)
     w = x @ params[INDEXER + "linear_weights_proj.weight"].T
     return q, k, w * shape.index_heads**-0.5 * shape.index_dim**-0.5
+
+
+def pooled_keys(params: dict[str, Tensor], x: Tensor, k: Tensor, pool: int) -> Tensor:
+    """Per channel a softmax of W_gate x + APE over the tokens of a whole pool weighs their keys."""
+    gate = x @ params[INDEXER + "linear_pool_gate.weight"].T
+    rows = []
+    for first in range(0, len(x) - pool + 1, pool):
+        part = slice(first, first + pool)
+        weights = torch.softmax(gate[part] + params[INDEXER + "pool_ape"], dim=0)
+        rows.append((weights * k[part]).sum(dim=0))
+    return torch.stack(rows) if rows else k[:0]
+
+
+def select_pools(index_scores: Tensor, k: int, pool: int) -> tuple[Tensor, Tensor]:
+    """Bool masks of the best k // pool visible pools [S, P] and of their tokens and tail [S, S]."""
+    length, pools = index_scores.shape
+    chosen = torch.zeros(length, pools, dtype=torch.bool)
+    tokens = torch.zeros(length, length, dtype=torch.bool)
+    for t in range(length):
+        whole = (t + 1) // pool
+        for p in topk(index_scores[t].detach(), 0, whole, k // pool):
+            chosen[t, p] = True
+            tokens[t, p * pool : (p + 1) * pool] = True
+        tokens[t, whole * pool : t + 1] = True
+    return chosen, tokens
 
 
 # ------------------------------------------------------------------------------- the layer
@@ -279,12 +307,16 @@ def _attend(
     if INDEXER + "linear_wk.weight" in params:
         q_idx, k_idx, w = indexer_inputs(params, x, qr, shape)
         index_scores = indexer_scores(q_idx, k_idx, w, shape.index_relu)
-        index_scores = index_scores.masked_fill(~causal, -math.inf)
+        last = torch.arange(1, len(k_idx) + 1) * shape.pool - 1  # token of each index key
+        visible = last <= torch.arange(length)[:, None]
+        index_scores = index_scores.masked_fill(~visible.to(x.device), -math.inf)
 
     if given is not None:
         if given.dtype != torch.bool or given.shape != causal.shape or (given & ~causal).any():
             raise ValueError("indices must be causal bool masks [S, S], one per sequence")
         selected = given
+    elif index_scores is not None and shape.pool > 1:
+        chosen, selected = select_pools(index_scores, shape.topk, shape.pool)
     elif index_scores is not None:
         selected = select(index_scores, shape.topk).to(x.device)
     elif mode == "dense":
@@ -305,7 +337,14 @@ def _attend(
         if index_scores is None:
             raise ValueError("the indexer loss needs an indexer in params")
         loss_keys = causal if loss == "dense" else selected
+        if shape.pool > 1 and loss == "dense":
+            whole = visible.repeat_interleave(shape.pool, dim=1)  # tokens of pools
+            loss_keys = torch.nn.functional.pad(whole, (0, length - whole.shape[1]))
         teacher = masked_softmax(scores.detach(), loss_keys).sum(dim=0)
+        if shape.pool > 1:
+            teacher = teacher[:, : visible.shape[1] * shape.pool]
+            teacher = teacher.unflatten(1, (visible.shape[1], shape.pool)).sum(dim=-1)
+            loss_keys = visible if loss == "dense" else chosen
         loss_rows = kl_loss_rows(index_scores, teacher, loss_keys)
     return _Sequence(out, loss_rows, index_scores, selected, captured)
 

@@ -10,6 +10,7 @@ def dsa_shape(config):
         nope=config.qk_head_dim,
         v=config.v_head_dim,
         k_norm_eps=config.dsa_indexer_k_norm_epsilon,
+        pool=config.dsa.indexer_pool_size,
         **_common(config, "mscale", "mscale_all_dim"),
     )
 

@@ -11,6 +11,7 @@ from megatron_dsa.config.rules.numerics import cache_rules, numerics_rules
 from megatron_dsa.config.rules.ranges import range_rules
 from megatron_dsa.config.rules.sizes import expert_rules, size_rules
 from megatron_dsa.config.rules.table import Must, Not, check_rows, uses_csa
+from megatron_dsa.ops.dispatch.policy import EXACT
 
 _ONE_MASK = "the selection is the mask"
 _KITCHEN = "--transformer-impl chooses the layers"
@@ -20,7 +21,7 @@ ATTENTION = (
     Must("mla_down_proj_fusion", False, "the indexer reads the query latent"),
     Must("qk_clip", False, "the sparse kernels do not report the largest logit"),
     Must("log_max_attention_logit", False, "the sparse kernels do not report it"),
-    Must("no_rope_freq", False, "every layer of this attention has rope"),
+    Must("no_rope_freq", False, "all layers have the rope of --qk-pos-emb-head-dim"),
     Must("qk_l2_norm", False, "MLA normalises its latents (--qk-layernorm)"),
     Must("batch_invariant_mode", False, "kernels of sparse attention do not promise it"),
     Must("use_transformer_engine_op_fuser", False, "it would have no effect on these layers"),
@@ -332,6 +333,32 @@ def _head_share_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
 
 
+#: With ``--dsa-indexer-pool-size`` above 1.
+_POOLED = (
+    Must("csa_compress_ratios", None, "V4's layers have compressed keys"),
+    Must("qk_pos_emb_head_dim", 0, "keys of several positions become one; give 0"),
+    Must(
+        "dsa_indexer_rotate_activation", False, "keys are pooled per channel",
+        "--no-dsa-indexer-rotate-activation (rotation)",
+    ),
+    Must("context_parallel_size", 1, "pools are lists of one rank's keys"),
+    Must("indexer_numerics", EXACT, "engines' scores of pools are not known",
+         "--dsa-indexer-numerics"),
+)  # fmt: skip
+
+
+def _pool_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
+    size, topk = options.indexer_pool_size, config.dsa_indexer_topk
+    if size == 1:
+        return
+    yield (
+        not topk or (type(topk) is int and topk % size == 0),
+        f"--dsa-indexer-pool-size must divide --dsa-indexer-topk ({topk}), got {size}: whole pools "
+        "are selected",
+    )
+    yield from check_rows(_POOLED, config, options, "with --dsa-indexer-pool-size")
+
+
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for the indexer's settings."""
     numbers = {}
@@ -364,6 +391,7 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "or pass --no-dsa-indexer-rotate-activation",
     )
     yield from numerics_rules(config, options)
+    yield from _pool_rules(config, options)
     yield from _head_share_rules(config, options)
     served = options.indexer_teacher == "served" and config.dsa_indexer_topk_freq > 1
     if served and options.stage == "sparse":

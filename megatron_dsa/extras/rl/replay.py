@@ -85,6 +85,12 @@ class IndexReplay:
                 microbatch runs that has no indices; at the end, if indices are left over.
         """
         layers = _selecting_layers(model, "replay")
+        for core in layers.values():
+            require(
+                core.options.indexer_pool_size == 1,
+                "a replay needs --dsa-indexer-pool-size 1: the loss of pools takes lists of whole "
+                "pools; drop it",
+            )
         with _attached(layers, "replay", "selection_source", self):
             self._layers = layers
             self._next = {layer: deque() for layer in layers}

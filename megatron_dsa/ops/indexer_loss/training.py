@@ -18,6 +18,7 @@ from megatron_dsa.ops.indexer_loss.api import query_gradient_dtype, selected_key
 from megatron_dsa.ops.indexer_loss.sample import QuerySample, draw_sample
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs, check_indexer
 from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.pools import KeyPools
 from megatron_dsa.ops.rope.api import rotate_index
 
 
@@ -139,6 +140,12 @@ class TeacherPart(NamedTuple):
             part = slice(first + some.start, first + some.stop)
             yield TeacherPart(part, self.indices[some], length, self.teacher[some])
 
+    def of_pools(self, pools: KeyPools, sample: QuerySample | None) -> TeacherPart:
+        """Return the teacher of the pools of these lists of tokens."""
+        tokens = self.tokens if sample is None else sample.tokens[self.tokens]
+        found = pools.of_lists(self.indices, self.topk_length, self.teacher, tokens)
+        return TeacherPart(self.tokens, *found)
+
 
 class Taught(Protocol):
     """Takes the teacher that an attention's backward has; see :class:`IndexerTraining`."""
@@ -183,6 +190,8 @@ class IndexerTraining:
             sink of V4's attention.
         share: of the query tokens in the loss, drawn anew in every backward; loss and gradients are
             estimates without bias (:mod:`megatron_dsa.ops.indexer_loss.sample`).
+        pools: the keys of the inputs are of pools; the teacher, of lists of tokens, is summed over
+            the tokens of each.
         head_parts: groups of heads, a multiple of the ranks that share them. Where the loss takes a
             share of the query tokens, each is taught by one group: ranks exchange no sums of heads.
     """
@@ -195,6 +204,7 @@ class IndexerTraining:
     selected_only: bool = False
     share: float = 1.0
     head_parts: int = 1
+    pools: KeyPools | None = None
 
     def check_parts(self, heads: int, group: Any) -> None:
         """Check the parts of an attention with ``heads`` heads on each rank of ``group``."""
@@ -250,6 +260,8 @@ class IndexerTraining:
             queries = _RecomputedQueries(inputs.queries, factor, policy.workspace_bytes // 2)
         dk, value, dweights = None, None, []
         for part in parts:
+            if self.pools is not None:
+                part = part.of_pools(self.pools, sample)
             for tokens, indices, length, teacher in queries.blocks(part):
                 q, dq = queries.load(tokens)
                 weights = part_of(inputs.weights, tokens)

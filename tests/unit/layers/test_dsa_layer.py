@@ -40,8 +40,20 @@ def compare(config, *, mode, loss, batch=1, seq_lengths=None, rows=SEQUENCE):
     )
 
 
+#: GLM-5.3: no rope, and one index key for four tokens.
+POOLED = {"qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False}
+
+
+def pooled(**options):
+    return POOLED | {"options": DSAOptions(indexer_pool_size=4, **options)}
+
+
 CASES = {
     "plain": {},
+    "no rope": {"qk_pos_emb_head_dim": 0},
+    "pooled": pooled(),
+    "pooled, dense loss": pooled() | {"dsa_indexer_use_sparse_loss": False},
+    "pooled, in blocks": POOLED | {"options": in_small_blocks(DSAOptions(indexer_pool_size=4))},
     "yarn": YARN,
     "interleaved": {"dsa_indexer_rope_interleaved": True},
     "no relu": {"dsa_indexer_scoring_relu": False},
@@ -71,9 +83,15 @@ def test_sparse_stage(case, batch):
     assert (report()["sparse_attention_backward"]["torch"] > 5) == ("blocks" in case)
 
 
-@pytest.mark.parametrize("case", ["plain", "yarn"])
+def test_pools_by_a_bit_mask():
+    compare(small_config(**pooled(selected_attention="masked")), mode="sparse", loss="sparse")
+
+
+@pytest.mark.parametrize("case", ["plain", "yarn", "pooled"])
 def test_warmup_stage(case):
-    config = small_config(**CASES[case], options=DSAOptions(stage="warmup", freeze_main=False))
+    size = {"indexer_pool_size": 4} if case == "pooled" else {}
+    options = DSAOptions(stage="warmup", freeze_main=False, **size)
+    config = small_config(**CASES[case] | {"options": options})
     compare(config, mode="dense", loss="dense", batch=2)
 
 
@@ -83,11 +101,16 @@ def test_dense_stage_has_no_indexer():
     assert not any("indexer" in name for name, _ in module.named_parameters())
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-def test_packed_sequences_do_not_see_each_other(stage):
-    """A packed batch equals each sequence alone, one of them shorter than the top-k."""
-    config = small_config(options=DSAOptions(stage=stage, freeze_main=False))
-    lengths = [5, 60, 17]
+def test_packed_sequences_do_not_see_each_other(stage, size):
+    """A packed batch equals each sequence alone, one of them shorter than the top-k.
+
+    With pools, sequences of 1 to 3 tokens fill none.
+    """
+    options = DSAOptions(stage=stage, freeze_main=False, indexer_pool_size=size)
+    config = small_config(options=options, **(POOLED if size > 1 else {}))
+    lengths = [5, 60, 17] if size == 1 else [5, 1, 57, 3, 2, 17]
     compare(
         config,
         mode="sparse" if stage == "sparse" else "dense",

@@ -62,6 +62,16 @@ SETTINGS = {
         {"csa_teacher": "compressed", "indexer_loss_queries": 0.5},
         {},
     ),
+    "pooled": ({"indexer_pool_size": 4}, {}),
+    "pooled, masked, evaluated": (
+        {"indexer_pool_size": 4, "selected_attention": "masked", "evaluate_indexer": True},
+        {},
+    ),
+    "pooled, dense loss": ({"indexer_pool_size": 4}, {"dsa_indexer_use_sparse_loss": False}),
+    "pooled, warm-up": (
+        {"indexer_pool_size": 4, "stage": "warmup"},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
     "masked": ({"selected_attention": "masked"}, {}),
     "masked, half of the queries": (
         {"selected_attention": "masked", "indexer_loss_queries": 0.5},
@@ -98,6 +108,8 @@ def layers_of(name: str, setting: str):
     options, fields = SETTINGS[setting]
     structure = {key: value for key, value in PRESETS[name].items() if key not in OWN}
     settings = {"dtype": torch.float32, "options": DSAOptions(**options)} | structure | fields
+    if "pooled" in setting:
+        settings |= {"qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False}
     ratios = PRESETS[name].get("csa_compress_ratios")
     if ratios is None:
         yield attention_module(small_config(**settings))
@@ -114,7 +126,7 @@ def test_what_runs_is_what_is_declared(name, setting, add):
 
     if "teacher alone" in setting and not name.startswith("v4"):
         pytest.skip("an option of V4")
-    if ("masked" in setting or "heads" in setting) and name.startswith("v4"):
+    if any(word in setting for word in ("masked", "heads", "pooled")) and name.startswith("v4"):
         pytest.skip("refused for V4")
     if setting.startswith("visible"):
         if name.startswith("v4"):

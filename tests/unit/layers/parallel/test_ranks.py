@@ -30,6 +30,10 @@ def names():
 def exists(layer, rows, mode, ranks):
     """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
     words = set(mode.split())
+    if "pooled" in layer:
+        if words & {"zigzag", "contiguous", "zigzag_rows"}:
+            return False
+        layer = layer.replace("pooled ", "")
     if "visible" in layer:
         return words == {"heads"} and rows != "two"
     if layer.endswith("by heads") and rows == "packed":
