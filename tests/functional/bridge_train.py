@@ -1,16 +1,9 @@
-"""``examples/bridge_recipes.py`` where there may be no GPU; ``--set`` changes a recipe's fields.
-
-Megatron-Bridge imports packages that need a GPU. Without one, modules stand in for them, whose
-names can be imported and subclassed, and which do nothing when they are called.
-"""
+"""``examples/bridge_recipes.py`` where there may be no GPU; ``--set`` changes a recipe's fields."""
 
 import argparse
 import ast
 import functools
-import importlib.abc
-import importlib.machinery
 import runpy
-import sys
 import types
 from typing import Any
 
@@ -19,12 +12,8 @@ import torch
 from megatron_dsa.config.model import is_indexer_parameter
 from megatron_dsa.config.options import DSAOptions
 from megatron_dsa.patches import cpu_host
+from tests.cases.bridge import stand_ins
 
-#: Imported by Bridge, not used in these runs.
-STAND_INS = (
-    *("transformer_engine", "transformer_engine_torch", "megatron.energon"),
-    *("nvidia_resiliency_ext", "modelopt"),
-)
 #: Layers and arithmetic of the runs to compare with: fp32, without transformer-engine and Apex.
 PLAIN = {
     "model.transformer_impl": "local",
@@ -43,52 +32,6 @@ PLAIN = {
     "dataset.num_workers": 0,
 }
 ON_A_CPU = {"model.use_cpu_initialization": True, "dist.distributed_backend": "gloo"}
-
-
-class _Nothing(type):
-    """Class whose attributes are such classes, and whose calls return ``None``."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing(name)
-
-    def __call__(cls, *args, **kwargs) -> Any:
-        return None if cls.__bases__ == (object,) else super().__call__(*args, **kwargs)
-
-
-def _nothing(name: str) -> type:
-    return _Nothing(name, (), {})
-
-
-class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing(name)
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if any(f"{name}.".startswith(f"{each}.") for each in STAND_INS):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return _Module(spec.name)
-
-    def exec_module(self, module):
-        """Leave the module empty."""
-
-
-def stand_in() -> None:
-    """Let Bridge be imported without a GPU."""
-    cpu_host.activate()
-    import megatron_dsa.specs  # noqa: F401  # megatron-core without the stand-ins
-
-    for name in STAND_INS:
-        sys.modules.pop(name, None)
-    sys.meta_path.insert(0, _Finder())
 
 
 def start_without_gpu() -> None:
@@ -138,9 +81,8 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE")
     arguments = parser.parse_args()
-    if cpu_host.needed():
-        stand_in()
-    example = types.SimpleNamespace(**runpy.run_path("examples/bridge_recipes.py"))
+    with stand_ins():
+        example = types.SimpleNamespace(**runpy.run_path("examples/bridge_recipes.py"))
     if cpu_host.needed():
         start_without_gpu()
     changes = PLAIN | (ON_A_CPU if cpu_host.needed() else {})

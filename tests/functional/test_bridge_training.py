@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own ``pretrain`` and ``finetune`` on our layers, beside our entry point.
+"""Megatron-Bridge's own ``pretrain`` and ``finetune`` on our layers, compared with our entry point.
 
 Both start from one Hugging Face checkpoint and read the same data. Skipped where Megatron-Bridge is
 not installed; :mod:`tests.functional.bridge_train` has what it takes on a CPU.
@@ -51,6 +51,18 @@ FLAGS = {
     "--log-interval": 1,
     "--num-workers": 0,
 }
+PRETRAINING = {
+    "train.global_batch_size": 8,
+    "train.micro_batch_size": 2,
+    "model.seq_length": TOKENS,
+    "dataset.seq_length": TOKENS,
+    "dataset.split": "100,0,0",
+    "dataset.random_seed": 7,
+    "tokenizer.tokenizer_type": "NullTokenizer",
+    "tokenizer.tokenizer_model": None,
+    "tokenizer.vocab_size": VOCABULARY - 1,
+}
+FIGURES = ("lm loss", "indexer loss", "seq_load_balancing_loss", "dsa attention mass captured")
 #: Printed digits of Megatron's and Bridge's log.
 DIGITS = 2e-6
 
@@ -94,41 +106,52 @@ def assert_equal_figures(theirs, ours, names):
             assert one[name] == pytest.approx(two[name], rel=DIGITS), (name, one, two)
 
 
-def test_pretraining(checkpoint, flags, data, tmp_path):
+@pytest.fixture(scope="module")
+def ours(flags, data):
+    """Six steps of our entry point."""
+    sizes = {
+        "--seq-length": TOKENS, "--max-position-embeddings": TOKENS, "--micro-batch-size": 2,
+        "--global-batch-size": 8, "--train-iters": 6, "--tokenizer-type": "NullTokenizer",
+        "--vocab-size": VOCABULARY - 1, "--dsa-indexer-loss-coeff": 1.0,
+        "--moe-aux-loss-coeff": 1e-4,
+    }  # fmt: skip
+    return launch(flags | sizes | {"--data-path": data}).steps
+
+
+def test_pretraining(checkpoint, ours, data, tmp_path):
     """Six steps with a resume at the fourth have the losses of our entry point."""
-    fields = {
-        "train.global_batch_size": 8,
-        "train.micro_batch_size": 2,
-        "model.seq_length": TOKENS,
-        "dataset.seq_length": TOKENS,
-        "dataset.split": "100,0,0",
-        "dataset.random_seed": 7,
-        "tokenizer.tokenizer_type": "NullTokenizer",
-        "tokenizer.tokenizer_model": None,
-        "tokenizer.vocab_size": VOCABULARY - 1,
+    fields = PRETRAINING | {
         "checkpoint.save": str(tmp_path),
         "checkpoint.load": str(tmp_path),
         "logger.tensorboard_dir": str(tmp_path / "events"),
     }
     first = bridge("pretrain", checkpoint, data, fields | {"train.train_iters": 4})
     second = bridge("pretrain", checkpoint, data, fields | {"train.train_iters": 6})
-    ours = launch(
-        flags | {
-            "--data-path": data, "--seq-length": TOKENS, "--max-position-embeddings": TOKENS,
-            "--micro-batch-size": 2, "--global-batch-size": 8, "--train-iters": 6,
-            "--tokenizer-type": "NullTokenizer", "--vocab-size": VOCABULARY - 1,
-            "--dsa-indexer-loss-coeff": 1.0, "--moe-aux-loss-coeff": 1e-4,
-        }
-    )  # fmt: skip
-    losses = ("lm loss", "indexer loss", "seq_load_balancing_loss", "dsa attention mass captured")
-    assert_equal_figures(first.steps + second.steps, ours.steps, losses)
-    print(*(f"{x['lm loss']} {x['indexer loss']}" for x in first.steps + second.steps), sep="\n")
-    assert second.steps[-1]["lm loss"] < first.steps[0]["lm loss"] - 1
-
+    theirs = first.steps + second.steps
+    print(*(f"{x['lm loss']} {x['indexer loss']}" for x in theirs), sep="\n")
+    assert_equal_figures(theirs, ours, FIGURES)
+    assert theirs[-1]["lm loss"] < theirs[0]["lm loss"] - 1
     counts = re.search(r"(\d+) of (\d+) parameters moved, (\d+) of indexers", first.log)
     assert counts[1] == counts[2] and int(counts[3]) == 2 * 5  # layers, weights of an indexer
     events = list((tmp_path / "events").glob("events*"))
     assert events and any("dsa/indexer-loss" in str(each.read_bytes()) for each in events)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"model.tensor_model_parallel_size": 2, "model.sequence_parallel": True},
+        {"model.pipeline_model_parallel_size": 2},
+        {},
+    ],
+    ids=["TP2", "PP2", "DP2"],
+)
+@pytest.mark.ranks(2)
+def test_layouts(checkpoint, ours, data, layout):
+    """Each layout logs the figures of one rank."""
+    fields = PRETRAINING | {"train.train_iters": 3, "checkpoint.save": None}
+    theirs = bridge("pretrain", checkpoint, data, fields | layout, ranks=2).steps
+    assert_equal_figures(theirs, ours[:3], FIGURES[:2])
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 1.0], ids=["frozen", "trained"])

@@ -41,14 +41,14 @@ MEGATRON = megatron.core.__version__.split("+")[0]
 #: Arguments that do not concern the comparison of layers.
 _UNUSED = ("dims", "index_heads", "index_dim", "dtype", "sink", "packed", "rows", "allow_unfused")
 #: Layers without transformer-engine, which the bundled spec requires, on any device.
-_LOCAL = {
+_LOCAL: dict[str, Any] = {
     "num_layers": 1, "hidden_dropout": 0.0, "transformer_impl": "local",
     "normalization": "RMSNorm", "persist_layer_norm": False, "bias_dropout_fusion": False,
     "gradient_accumulation_fusion": False,
 }  # fmt: skip
 #: V3.2's attention, small enough for float32 on a CPU. With fewer index heads, more keys score 0 in
 #: all of them, and the layers choose differently among equal scores.
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 32,
     "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "dsa_indexer_n_heads": 16,
     "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 32,
@@ -56,7 +56,7 @@ _SMALL = {
 _TOKENS, _SEED = 256, 3
 _LOSSES = {"selected keys": True, "all keys": False}
 _BATCHES = {"one sequence": None, "4 packed sequences": (70, 1, 100, 85)}
-_ROPES = {"rope": {"rope_type": "rope"}, "yarn, interleaved": {
+_ROPES: dict[str, dict[str, Any]] = {"rope": {"rope_type": "rope"}, "yarn, interleaved": {
     "rope_type": "yarn", "rotary_scaling_factor": 40.0, "dsa_indexer_rope_interleaved": True,
 }}  # fmt: skip
 
@@ -248,7 +248,7 @@ def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.devi
         )
 
 
-def _milliseconds(module: torch.nn.Module, tokens: int) -> float:
+def _milliseconds(module: Any, tokens: int) -> float:
     """Return the median time of a training step in ms, without the first ones."""
     weight = next(module.parameters())
     x, gradient = _random(module.config.hidden_size, tokens, weight.device, weight.dtype)

@@ -167,6 +167,8 @@ def sparse_provider(
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
     provider.__dict__.update(hf.fields)
     provider.experimental_attention_variant = None  # Megatron's own
+    if not hf.mtp_layers:  # transformers' class may have them by default
+        provider.mtp_num_layers = None
     provider.transformer_layer_spec = dsa_block_spec
     provider.dsa = dataclasses.replace(options, latent_norm_epsilon=hf.latent_norm_epsilon)
     return provider
