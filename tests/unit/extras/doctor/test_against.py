@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from megatron_dsa.config.presets import preset
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.doctor import against, bundled
 from megatron_dsa.layers.dsa_core import DSACoreAttention
@@ -108,6 +109,23 @@ def test_a_class_for_v4_is_named(capsys, monkeypatch):
 def test_arguments_without_effect_are_refused(text, said):
     with pytest.raises(ConfigError, match=said):
         against.run(parse(f"--against bundled {text}"))
+
+
+def test_times_begin_with_a_ratio(monkeypatch):
+    """As on a GPU whose machine has none of the bundled layer's packages."""
+    start()
+    small = against._SMALL
+    monkeypatch.setattr(against, "preset", lambda name, **more: preset(name, **small | more))
+    times = iter([2.0, 3.0, 4.0])
+    monkeypatch.setattr(against, "median_ms", lambda step: step() and next(times))
+    found = against.Against(1e-5)
+    against._time(found, heads=2, topk=16, tokens=64, device=torch.device("cpu"))
+    assert [remark.split(":")[0] for remark in found.remarks] == [
+        f"H2 K16 S64 bf16, kernels={kernels}" for kernels in bundled.FUSED
+    ]
+    (line,) = found.times
+    assert line.startswith("0.50 ours / bundled (0.75 with the indexer's loss of every query")
+    assert "2.00 (3.00) and 4.00 ms, H2 K16 S64 bf16, kernels=none" in line
 
 
 @pytest.mark.gpu
