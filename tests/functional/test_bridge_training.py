@@ -9,7 +9,9 @@ import re
 
 import pytest
 
+from megatron_dsa.extras.huggingface.config_json import read_config
 from megatron_dsa.extras.huggingface.convert import export_model
+from megatron_dsa.extras.huggingface.flags import flags_of
 from megatron_dsa.extras.huggingface.models import MODELS
 from tests.cases.chat import TAGGED, message, save_tokenizer, write_rows
 from tests.functional.launch import flags_in, launch
@@ -31,6 +33,7 @@ FIELDS = {
     "scheduler.end_weight_decay": 0.0,
     "rng.seed": 7,
     "model.moe_router_bias_update_rate": 1e-3,
+    "model.moe_router_load_balancing_type": "seq_aux_loss",
 }
 FLAGS = {
     "--lr": 3e-3,
@@ -62,33 +65,34 @@ PRETRAINING = {
     "tokenizer.tokenizer_model": None,
     "tokenizer.vocab_size": VOCABULARY - 1,
 }
+#: config.json of a GLM-5; Bridge's provider for it balances experts otherwise.
+GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01, "indexer_rope_interleave": True}
 FIGURES = ("lm loss", "indexer loss", "seq_load_balancing_loss", "dsa attention mass captured")
 #: Printed digits of Megatron's and Bridge's log.
 DIGITS = 2e-6
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Folder of a tiny random DeepSeek-V3.2 with experts and a tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    architecture = MODELS["deepseek_v32"].architecture
-    config = tiny_config("deepseek_v32", architectures=[architecture], vocab_size=VOCABULARY)
-    export_model(tiny_model(config, vocab=VOCABULARY), folder, config)
-    save_tokenizer(folder, TAGGED["deepseek"], 300)
+def write_checkpoint(folder, kind="deepseek_v32", **changes):
+    """Write a tiny random model with experts in Hugging Face's format; return its folder."""
+    architectures = [MODELS[kind].architecture]
+    config = tiny_config(kind, architectures=architectures, vocab_size=VOCABULARY, **changes)
+    prediction = config.get("num_nextn_predict_layers")
+    export_model(tiny_model(config, vocab=VOCABULARY, mtp_num_layers=prediction), folder, config)
     return folder
 
 
-@pytest.fixture(scope="module")
-def flags(checkpoint):
-    """Flags of our entry point for the checkpoint, as the command ``flags`` prints them."""
-    from megatron_dsa.extras.huggingface.config_json import read_config
-    from megatron_dsa.extras.huggingface.flags import flags_of
+def flags_for(checkpoint):
+    """Return flags of our entry point, as the command ``flags`` prints them, and :data:`FLAGS`."""
+    model = flags_in(" ".join(flags_of(read_config(checkpoint))))
+    return model | FLAGS | {"--dsa-load-hf": checkpoint}
 
-    return (
-        flags_in(" ".join(flags_of(read_config(checkpoint))))
-        | FLAGS
-        | {"--dsa-load-hf": checkpoint}
-    )
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a tiny DeepSeek-V3.2 and a tokenizer."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    save_tokenizer(folder, TAGGED["deepseek"], 300)
+    return folder
 
 
 def bridge(recipe, checkpoint, data, fields, **settings):
@@ -106,16 +110,21 @@ def assert_equal_figures(theirs, ours, names):
             assert one[name] == pytest.approx(two[name], rel=DIGITS), (name, one, two)
 
 
-@pytest.fixture(scope="module")
-def ours(flags, data):
-    """Six steps of our entry point."""
+def our_steps(checkpoint, data, number):
+    """Train with our entry point, as :data:`PRETRAINING` says; return the figures of its log."""
     sizes = {
         "--seq-length": TOKENS, "--max-position-embeddings": TOKENS, "--micro-batch-size": 2,
-        "--global-batch-size": 8, "--train-iters": 6, "--tokenizer-type": "NullTokenizer",
+        "--global-batch-size": 8, "--train-iters": number, "--tokenizer-type": "NullTokenizer",
         "--vocab-size": VOCABULARY - 1, "--dsa-indexer-loss-coeff": 1.0,
         "--moe-aux-loss-coeff": 1e-4,
     }  # fmt: skip
-    return launch(flags | sizes | {"--data-path": data}).steps
+    return launch(flags_for(checkpoint) | sizes | {"--data-path": data}).steps
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint, data):
+    """Six steps of our entry point."""
+    return our_steps(checkpoint, data, 6)
 
 
 def test_pretraining(checkpoint, ours, data, tmp_path):
@@ -154,8 +163,29 @@ def test_layouts(checkpoint, ours, data, layout):
     assert_equal_figures(theirs, ours[:3], FIGURES[:2])
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "fields", "figures"),
+    [
+        ("glm_moe_dsa", GLM, {"model.moe_aux_loss_coeff": 1e-4}, FIGURES),
+        (
+            "deepseek_v32",
+            {"num_nextn_predict_layers": 1},
+            {"model.mtp_num_layers": 1, "model.mtp_loss_scaling_factor": 0.1},
+            (*FIGURES, "mtp_1 loss"),
+        ),
+    ],
+    ids=["GLM-5", "V3.2 with prediction"],
+)
+def test_models(kind, changes, fields, figures, data, tmp_path):
+    """Other models have the losses of our entry point also."""
+    folder = write_checkpoint(tmp_path, kind, **changes)
+    fields = PRETRAINING | {"train.train_iters": 3, "checkpoint.save": None} | fields
+    theirs = bridge("pretrain", folder, data, fields).steps
+    assert_equal_figures(theirs, our_steps(folder, data, 3), figures)
+
+
 @pytest.mark.parametrize("coefficient", [0.0, 1.0], ids=["frozen", "trained"])
-def test_finetuning(checkpoint, flags, coefficient, tmp_path):
+def test_finetuning(checkpoint, coefficient, tmp_path):
     """With frozen indexers packed conversations give the losses of our ``--sft``.
 
     Bridge counts the padding of a sequence as one more conversation, on which the indexers are also
@@ -181,7 +211,7 @@ def test_finetuning(checkpoint, flags, coefficient, tmp_path):
     }
     theirs = bridge("finetune", checkpoint, tmp_path, fields).steps
     ours = launch(
-        flags | {
+        flags_for(checkpoint) | {
             "--sft": True, "--data-path": data, "--seq-length": 128, "--train-iters": 3,
             "--max-position-embeddings": 128, "--tokenizer-type": "HuggingFaceTokenizer",
             "--tokenizer-model": checkpoint, "--micro-batch-size": 1, "--global-batch-size": 2,
