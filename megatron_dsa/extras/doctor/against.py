@@ -29,12 +29,12 @@ from megatron_dsa.extras.doctor.bundled import (
 )
 from megatron_dsa.extras.doctor.report import OK, WRONG, print_table
 from megatron_dsa.extras.doctor.session import median_ms
-from megatron_dsa.extras.one_process import one_process
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.ops.dispatch import choices_unlogged
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.specs import dsa_layer_spec
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
+from megatron_dsa.training.one_process import one_process
 
 #: Version of the Megatron that is imported, without the commit that a clone appends.
 MEGATRON = megatron.core.__version__.split("+")[0]

@@ -36,7 +36,6 @@ from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTION
 from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
 from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.extras.huggingface.trained_config import check_trained
-from megatron_dsa.extras.one_process import one_process
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import (
     base_of,
@@ -45,6 +44,7 @@ from megatron_dsa.training.checkpoints import (
     redirect,
 )
 from megatron_dsa.training.files.whole import WholeFiles
+from megatron_dsa.training.one_process import one_process
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
