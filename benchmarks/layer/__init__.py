@@ -49,7 +49,7 @@ import torch
 from benchmarks.child import still_works
 from benchmarks.layer import rank
 from benchmarks.layer.graph import GRAPH, StepGraph, checked_error
-from benchmarks.layer.peers import build, declined_hooks
+from benchmarks.layer.peers import build
 from benchmarks.megatron_layer import Layer, LayerSpec, shortened
 from benchmarks.process_groups import alone
 from benchmarks.ranks.traffic import counted
@@ -223,6 +223,8 @@ class _Measurer:
 
     def _first_step(self, way: str, layer, remark: str) -> tuple[dict, float]:
         """Return the result of a step, not timed, and its seconds."""
+        from megatron_dsa.extras.doctor.bundled import declined_hooks
+
         reset_report()
         begin = time.perf_counter()
         with counted() as traffic, declined_hooks() as declined, Peak(self.clock) as peak:

@@ -17,11 +17,9 @@
 ways that are one of several ranks. All have the linears and norms of torch.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import logging
 import math
 
 import torch
@@ -187,57 +185,8 @@ def fastest_attention(heads: int, qk_dim: int, v_dim: int, device: torch.device)
     return name, ATTENTIONS[name]
 
 
-# megatron-core's own DSA
-
-
 def bundled_module(config, device: torch.device):
     """Return megatron-core's DSA layer of a configuration, and what differs from ``ours``."""
-    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-        get_dsa_module_spec_for_backend,
-    )
-    from megatron.core.transformer.experimental_attention_variant import dsa
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.utils import _validate_dsa_kernel_backend_dependencies
+    from megatron_dsa.extras.doctor.bundled import bundled_layer
 
-    from megatron_dsa.specs import get_backend
-
-    config = copy.copy(config)
-    config.experimental_attention_variant = "dsa"
-    config.dsa_kernel_backend = "tilelang" if device.type == "cuda" else "none"
-    _validate_dsa_kernel_backend_dependencies(config.dsa_kernel_backend)
-    remarks = [f"kernels={config.dsa_kernel_backend}"]
-    if config.dsa_indexer_rotate_activation and dsa.hadamard_transform is None:
-        config.dsa_indexer_rotate_activation = False
-        remarks.append("no Hadamard rotation (fast_hadamard_transform is missing)")
-    backend = get_backend(config.transformer_impl)
-    spec = get_dsa_module_spec_for_backend(config, backend)
-    # Without transformer-engine it takes column-parallel layers only.
-    down = backend.latent_linear()
-    spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
-    return build_module(spec, config=config, layer_number=1), "; ".join(remarks)
-
-
-@contextlib.contextmanager
-def declined_hooks():
-    """Collect which fused functions of megatron-core's DSA are declined inside, in a list.
-
-    It then goes on unfused, without a word in its log at usual levels.
-    """
-    found: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.extend(name for name in record.args[1:2] if name not in found)
-
-    name = "megatron.core.transformer.experimental_attention_variant.dsa_kernels"
-    logger, listener = logging.getLogger(name), Listener(logging.DEBUG)
-    before, forwards = logger.level, logger.propagate
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False
-    logger.addHandler(listener)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(before)
-        logger.propagate = forwards
+    return bundled_layer(config, "tilelang" if device.type == "cuda" else "none")

@@ -145,6 +145,7 @@ exit codes, for CI:
   3  nothing wrong was found on the CPU, where only torch runs (--allow-unfused makes it 0)
 "not checked" in the report lists every implementation that was left out, with the reason. Without a
 GPU, the torch implementations are checked on the CPU at a smaller shape, which the report names.
+With --against: 0, all differences are below the bound (--tolerance, 1e-5); 1, one is above.
 A kernel that hangs has to be stopped by a time limit of yours.
 """
 
@@ -166,6 +167,11 @@ def _dims(text: str) -> tuple[int, int]:
             f"larger), got {text!r}"
         )
     return values[0], values[1]
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    module = "doctor" if arguments.against is None else "doctor.against"
+    return _run(module, "run")(arguments)
 
 
 def _add_doctor(commands) -> None:
@@ -195,7 +201,12 @@ def _add_doctor(commands) -> None:
     add("--device", help="e.g. cuda, cuda:1 or cpu; default: a GPU if there is one")
     add("--json", action="store_true", help="print the report as JSON")
     add("--allow-unfused", action="store_true", help="exit with 0 without a fused implementation")
-    parser.set_defaults(run=_run("doctor", "run"))
+    add(
+        "--against", choices=("bundled",),
+        help="compare our DSA layer with that of the installed megatron-core instead: outputs, "
+        "losses and gradients in float32; on a GPU also times of V3.2's layer",
+    )  # fmt: skip
+    parser.set_defaults(run=_run_doctor, defaults=vars(parser.parse_args([])))
 
 
 def _add_data(commands) -> None:

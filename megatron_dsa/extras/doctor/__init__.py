@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(arguments: argparse.Namespace) -> Report:
-    device = _device(arguments.device)
+    device = device_named(arguments.device)
     asked = shapes_from(arguments)
     shapes = asked if device.type == "cuda" else list(dict.fromkeys(s.on_cpu() for s in asked))
     report = Report(_environment(device), asked, shapes)
@@ -85,7 +85,12 @@ def shapes_from(arguments: argparse.Namespace) -> list[Shape]:
     ]  # fmt: skip
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """Return the device of ``--device``, by default a GPU if there is one.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     wrong = f"--device must be cuda, cuda:<number> or cpu, got {name!r}"

@@ -129,7 +129,7 @@ def print_report(report: Report, code: int) -> None:
         print(f"  {label}: {', '.join(said)}")
     for check in dict.fromkeys(result.check for result in report.results):
         print(f"\n{check} (relative error against float64; * is what dispatch would run)")
-        _print_table([_row(result) for result in report.results if result.check == check])
+        print_table([_row(result) for result in report.results if result.check == check])
     if report.not_checked:
         print("\nnot checked")
     # Most reasons hold for every shape.
@@ -161,7 +161,8 @@ def _row(result: Verdict) -> dict[str, str]:
     return row
 
 
-def _print_table(rows: list[dict[str, str]]) -> None:
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Print lines of a table, each as column -> text."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     columns.sort(key=lambda column: column == "verdict")  # of any length
     widths = {c: max(len(c), *(len(row.get(c, "-")) for row in rows)) for c in columns}

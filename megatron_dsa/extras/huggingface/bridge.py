@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 from megatron.bridge.models import gpt_provider
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -18,6 +19,7 @@ from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, Megatr
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping
 from megatron.bridge.models.deepseek import DeepSeekV3Bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_model_config
@@ -31,6 +33,7 @@ from megatron_dsa.extras.huggingface.models import MODELS
 from megatron_dsa.extras.huggingface.names import INDEXER, V3
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.layers.linears import ReplicatedLinear
+from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")
@@ -119,6 +122,24 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
         return freeze_for_stage([model])[0]
 
 
+class IndexerMetrics(Callback):
+    """The indexers' loss and metrics in Bridge's log line, TensorBoard and W&B.
+
+    ``pretrain(config, forward_step, callbacks=[IndexerMetrics()])``, or ``finetune``.
+    """
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Reduce the metrics of the step over all ranks and add their means to its losses."""
+        state = context.state
+        means: dict[str, torch.Tensor] = {}
+        IndexerLog.log(
+            state.train_state.step + 1, means, bool(context.skipped_iter),
+            state.tensorboard_logger, state.wandb_logger,
+        )  # fmt: skip
+        # Bridge logs this dictionary next, averaged over the iterations of a log line.
+        context.loss_dict.update(means)
+
+
 def sparse_provider(
     bridge: AutoBridge, options: DSAOptions = DSAOptions(), load_weights: bool = True
 ) -> SparseModelProvider:
@@ -146,6 +167,8 @@ def sparse_provider(
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
     provider.__dict__.update(hf.fields)
     provider.experimental_attention_variant = None  # Megatron's own
+    if not hf.mtp_layers:  # transformers' class may have them by default
+        provider.mtp_num_layers = None
     provider.transformer_layer_spec = dsa_block_spec
     provider.dsa = dataclasses.replace(options, latent_norm_epsilon=hf.latent_norm_epsilon)
     return provider

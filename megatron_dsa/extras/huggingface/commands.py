@@ -5,7 +5,6 @@ Megatron checkpoint is a distributed one: runs of any parallel layout write and 
 """
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_dsa.config.model import (
@@ -37,7 +36,6 @@ from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTION
 from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
 from megatron_dsa.extras.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.extras.huggingface.trained_config import check_trained
-from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import (
     base_of,
@@ -46,23 +44,7 @@ from megatron_dsa.training.checkpoints import (
     redirect,
 )
 from megatron_dsa.training.files.whole import WholeFiles
-
-
-@contextlib.contextmanager
-def _one_process():
-    if cpu_host.needed():
-        cpu_host.activate()
-    if torch.distributed.is_initialized():
-        yield
-        return
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        parallel_state.initialize_model_parallel()
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+from megatron_dsa.training.one_process import one_process
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
@@ -79,7 +61,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     locations = [hf.names.locate(name, hf.num_layers) for name in names]
     mtp = any(x is not None and x.is_mtp for x in locations)
     mtp = mtp and PREDICTION not in arguments.without
-    with _one_process():
+    with one_process():
 
         def empty(dtype: torch.dtype | None = None):
             model = empty_model(hf, stage, mtp, dtype, features)
@@ -153,7 +135,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
             "layers of multi-token prediction are left out: by config.json "
             "(num_nextn_predict_layers) the model has none"
         )
-    with _one_process():
+    with one_process():
         _note(*check_trained(directory, hf, arguments.config))
         stored = StoredParameters(directory, base_of(directory))
 
