@@ -95,7 +95,9 @@ def clone(tmp_path):
     """A clone of the scripts, without an environment."""
     for folder in ("examples", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    (tmp_path / "setup.py").touch()
+    (tmp_path / "docs").mkdir()
+    for file in ("setup.py", "docs/requirements.txt"):
+        (tmp_path / file).touch()
     return tmp_path
 
 
@@ -108,7 +110,7 @@ def test_help_needs_no_installation(script, clone):
     lines = done.stdout.splitlines()
     assert all(any(text.startswith(f"  {name} ") for text in lines) for name in ("STEPS", "PYTHON"))
     assert "set -euo" not in done.stdout and not done.stderr
-    assert {path.name for path in clone.iterdir()} == {"examples", "scripts", "setup.py"}
+    assert {path.name for path in clone.iterdir()} == {"docs", "examples", "scripts", "setup.py"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
