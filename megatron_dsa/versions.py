@@ -5,8 +5,11 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,9 +18,13 @@ from megatron_dsa.errors import VersionError
 PYTHON_MIN = (3, 12)
 TORCH_MIN = "2.6"
 MEGATRON_MIN = "0.19"
-MEGATRON_BELOW = "0.20"
-#: Versions of megatron-core that this release was run with, on GPUs and on the CPU.
-MEGATRON_RUN_WITH = ("0.19.2",)
+MEGATRON_BELOW = "0.21"
+#: Versions of megatron-core that this release was run with -> what had that version.
+MEGATRON_RUN_WITH = {"0.19.2": "the release", "0.20.0": "main of 2026-08-22"}
+#: Set to 1, this variable lets versions from ``MEGATRON_BELOW`` on run.
+ANY_HOST = "MEGATRON_DSA_ANY_HOST"
+#: Module that the entry point builds models from; the first thing that 0.18.2 and 0.17.1 lack.
+_MODEL_CONFIG = "megatron.training.models.gpt"
 #: First and last release (major, minor) of torch with which training, saving, resuming and
 #: exporting were run.
 TORCH_RUN_WITH = ((2, 11), (2, 15))
@@ -62,14 +69,18 @@ def is_before(found: str, floor: str) -> bool:
 
 def module_exists(name: str) -> bool:
     """Return whether there is such a module; packages above it are not imported for the answer."""
+    return _find_spec(name) is not None
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
     head, *inner = name.split(".")
     spec = importlib.util.find_spec(head)
     for part in inner:
         if spec is None or spec.submodule_search_locations is None:
-            return False
+            return None
         head = f"{head}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(head, spec.submodule_search_locations)
-    return spec is not None
+    return spec
 
 
 def installed_version(distribution: str) -> str | None:
@@ -78,6 +89,39 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def host_version() -> str | None:
+    """Return the version of the ``megatron.core`` that is imported, or ``None`` without one.
+
+    A source tree on ``PYTHONPATH`` hides an installed wheel, whose metadata stay.
+    """
+    package_info = _package_info()
+    if package_info is None:
+        return installed_version("megatron-core")
+    # Not imported: it runs git.
+    found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", package_info.read_text(), re.M))
+    return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(found)
+
+
+def host_described() -> str:
+    """Return the version of megatron-core, with the folder if it is not an installed wheel."""
+    found, package_info = host_version(), _package_info()
+    if package_info is None:
+        return str(found)
+    try:
+        wheel = importlib.metadata.distribution("megatron-core").locate_file("megatron/core")
+        if package_info.parent == wheel:
+            return str(found)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return f"{found} in {package_info.parents[2]}"
+
+
+def _package_info() -> Path | None:
+    spec = _find_spec("megatron.core.package_info")
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def optional_version(distribution: str) -> str | None:
@@ -126,13 +170,22 @@ def untested_versions() -> list[str]:
             f"torch {torch_version}: this release was run with {was} to {to} only; if something "
             f"fails: pip install 'torch>={was},<{last[0]}.{last[1] + 1}'"
         )
-    megatron = installed_version("megatron-core")
-    if megatron and megatron not in MEGATRON_RUN_WITH:
+    megatron = host_version()
+    if megatron is None or MEGATRON_RUN_WITH.get(megatron) == "the release":
+        return warnings
+    known = f"megatron-core {megatron}: this release was run with {_run_with()}"
+    if parse_version(megatron) >= parse_version(MEGATRON_BELOW):
         warnings.append(
-            f"megatron-core {megatron}: this release was run with {', '.join(MEGATRON_RUN_WITH)} "
-            f"only; if something fails: pip install 'megatron-core=={MEGATRON_RUN_WITH[-1]}'"
+            f"{known} only, and {ANY_HOST} lets newer ones run: anything may fail, also silently"
         )
+    else:
+        last = next(iter(MEGATRON_RUN_WITH))
+        warnings.append(f"{known}; if something fails: pip install 'megatron-core=={last}'")
     return warnings
+
+
+def _run_with() -> str:
+    return ", ".join(f"{version} ({what})" for version, what in MEGATRON_RUN_WITH.items())
 
 
 def host_problem() -> str | None:
@@ -147,23 +200,25 @@ def host_problem() -> str | None:
             f"torch {torch_version or 'not installed'} found, >= {TORCH_MIN} needed: "
             f"pip install 'torch>={TORCH_MIN}'."
         )
-    found = installed_version("megatron-core")
+    found = host_version()
     supported = f"megatron-core >= {MEGATRON_MIN}, < {MEGATRON_BELOW}"
     install = f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'."
     if found is None:
         return f"megatron-core is not installed; supported: {supported}: {install}"
     if parse_version(found) < parse_version(MEGATRON_MIN):
-        return f"megatron-core {found} is too old; supported: {supported}: {install}"
-    if parse_version(found) >= parse_version(MEGATRON_BELOW):
+        lacks = "" if module_exists(_MODEL_CONFIG) else f" (it has no {_MODEL_CONFIG})"
+        return f"megatron-core {found} is too old{lacks}; supported: {supported}: {install}"
+    if parse_version(found) >= parse_version(MEGATRON_BELOW) and os.environ.get(ANY_HOST) != "1":
         return (
             f"megatron-core {found} is newer than what this release supports ({supported}): "
-            f"pip install 'megatron-core<{MEGATRON_BELOW}', or install a newer megatron-dsa."
+            f"pip install 'megatron-core<{MEGATRON_BELOW}', install a newer megatron-dsa, or try "
+            f"it with {ANY_HOST}=1."
         )
     return None
 
 
 def require_supported_megatron() -> None:
-    """Raise :class:`VersionError` unless the installed megatron-core is in the supported range."""
+    """Raise :class:`VersionError` unless megatron-core is in the supported range."""
     problem = host_problem()
     if problem is not None:
         raise VersionError(problem)

@@ -8,6 +8,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from packaging.specifiers import SpecifierSet
+
+from megatron_dsa.versions import host_version, parse_version
+
 UNREPORTED = "unreported"
 #: The defect is a host that Megatron is not made for, or a part that its wheel lacks.
 OURS = "none: of this package"
@@ -24,7 +28,7 @@ class Patch(NamedTuple):
         when: the runs in which it is active.
         needed: the same for a transformer configuration, where layer specs install it.
         upstream: number in NVIDIA/Megatron-LM.
-        versions: of megatron-core.
+        versions: of megatron-core that have the defect.
     """
 
     defect: str
@@ -33,10 +37,17 @@ class Patch(NamedTuple):
     when: str = "always"
     needed: Callable[[Any], bool] = lambda _config: True
     upstream: str = UNREPORTED
-    versions: str = "0.19"
+    versions: str = ">=0.19"
+
+    def applies(self) -> bool:
+        """Return whether the megatron-core that is imported has the defect."""
+        release = ".".join(map(str, parse_version(host_version() or "")))
+        return release in SpecifierSet(self.versions)
 
     def install(self, *arguments: Any) -> Any:
-        """Call the installer."""
+        """Call the installer where this megatron-core has the defect."""
+        if not self.applies():
+            return None
         module, _, function = self.installer.partition(":")
         return getattr(importlib.import_module(f"megatron_dsa.{module}"), function)(*arguments)
 
@@ -84,7 +95,7 @@ TABLE: dict[str, Patch] = {
     "bucket padding": Patch(
         "saves optimizer states with a part of their neighbours' from the second bucket on",
         "patches.bucket_padding:repair_offsets_of_states", "checkpoints",
-        "--dist-ckpt-optim-fully-reshardable"),
+        "--dist-ckpt-optim-fully-reshardable", versions="<0.20"),
     "empty optimizers": Patch(
         "cannot save optimizers without parameters, nor count their steps",
         "patches.optimizer_states:repair_empty_optimizers", "checkpoints",
@@ -123,6 +134,10 @@ TABLE: dict[str, Patch] = {
         "builds its own class of block whatever class a spec of multi-token prediction names",
         "patches.prediction:build_prediction_blocks_from_specs", "layer specs",
         "--hc-mult above 1", _has_streams, OURS),
+    "prediction without engine": Patch(
+        "looks for transformer-engine's classes in multi-token prediction where it has none",
+        "patches.prediction:find_no_inference_linears_without_engine", "layer specs",
+        "no transformer-engine", versions=">=0.20"),
     "unfused linears": Patch(
         "asks its own linears for a kernel of Apex where transformer-engine's fuse by themselves",
         "patches.unfused_linears:leave_linears_unfused_without_apex", "layer specs",
@@ -163,10 +178,14 @@ def install_for_layers(config: Any) -> None:
 def described() -> list[str]:
     """Return a line per patch."""
     return [
-        f"{name} ({patch.when}; megatron-core {patch.versions}; upstream {patch.upstream}): "
-        f"{patch.defect}"
+        f"{name} ({patch.when}; megatron-core {patch.versions}{_state(patch)}; upstream "
+        f"{patch.upstream}): {patch.defect}"
         for name, patch in TABLE.items()
     ]
+
+
+def _state(patch: Patch) -> str:
+    return "" if patch.applies() else ", not this one"
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:

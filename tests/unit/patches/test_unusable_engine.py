@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 #: What fails -> the files of the installation that fail, and what is said of it.
 BROKEN = {
@@ -57,7 +59,7 @@ def broken(request, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}, said
+    return os.environ | {"PYTHONPATH": python_path(tmp_path)}, said
 
 
 def run(arguments, environment):
