@@ -60,6 +60,10 @@ def _mixes_precisions(config: Any) -> bool:
     return _has_streams(config) or getattr(config, "csa_compress_ratios", None) is not None
 
 
+def _predicts(config: Any) -> bool:
+    return bool(getattr(config, "mtp_num_layers", None))
+
+
 def _fuses_gradients(config: Any) -> bool:
     return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
 
@@ -110,10 +114,14 @@ TABLE: dict[str, Patch] = {
     "SGD momentum": Patch(
         "ends in a TypeError when SGD resumes",
         "patches.optimizer_states:make_room_for_momentum", "checkpoints", "--optimizer sgd"),
-    "fp32 checkpoints": Patch(
+    "fp32 checkpoints, plain": Patch(
         "mistakes parameters for each other when it saves 16-bit and fp32 ones in one group",
-        "patches.fp32_checkpoints:repair_checkpoints_of_fp32_parameters", "layer specs",
-        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835, 5929"),
+        "patches.fp32_checkpoints:name_all_parameters_in_plain_checkpoints", "layer specs",
+        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835", "<0.20"),
+    "fp32 checkpoints": Patch(
+        "does the same with --use-distributed-optimizer",
+        "patches.fp32_checkpoints:index_fp32_parameters_of_distributed_optimizer", "layer specs",
+        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5929"),
     "packed targets": Patch(
         "shifts targets of multi-token prediction across documents that are padded one by one",
         "patches.prediction:shift_within_padded_documents", "layer specs",
@@ -137,7 +145,7 @@ TABLE: dict[str, Patch] = {
     "prediction without engine": Patch(
         "looks for transformer-engine's classes in multi-token prediction where it has none",
         "patches.prediction:find_no_inference_linears_without_engine", "layer specs",
-        "no transformer-engine", versions=">=0.20"),
+        "--mtp-num-layers without transformer-engine", _predicts, versions=">=0.20"),
     "unfused linears": Patch(
         "asks its own linears for a kernel of Apex where transformer-engine's fuse by themselves",
         "patches.unfused_linears:leave_linears_unfused_without_apex", "layer specs",

@@ -1,9 +1,10 @@
 """Checkpoints of optimizers that hold 16-bit and fp32 parameters in one parameter group.
 
-megatron-core 0.19 trains such a mix, but mistakes one parameter for another when it saves: it
-crashes, or files states under wrong names. Later versions repair this (NVIDIA/Megatron-LM pull
-requests 5835 and 5929). With ``--use-precision-aware-optimizer`` it saves fp32 parameters as they
-were at the start of the run. Optimizers of one precision see no difference.
+Megatron trains such a mix, but mistakes one parameter for another when it saves: it crashes, or
+files states under wrong names. megatron-core 0.20 repairs its plain optimizer
+(NVIDIA/Megatron-LM pull request 5835), not the distributed one (5929). With
+``--use-precision-aware-optimizer`` that saves fp32 parameters as they were at the start of the
+run. Optimizers of one precision see no difference.
 """
 
 import functools
@@ -16,22 +17,16 @@ from megatron_dsa.patches import replace
 
 
 @functools.cache
-def repair_checkpoints_of_fp32_parameters() -> None:
-    """Let Megatron's optimizers save and load a mix of precisions, for the rest of the process."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    _repair_plain(Float16OptimizerWithFloat16Params)
-    _repair_distributed(DistributedOptimizer)
-
-
-def _repair_plain(optimizer_class: Any) -> None:
-    """Name all parameters while the optimizer saves and loads.
+def name_all_parameters_in_plain_checkpoints() -> None:
+    """Name all parameters while the plain optimizer saves and loads, for the rest of the process.
 
     The states are numbered over all parameters, but only 16-bit ones are looked up. Its lists of
     16-bit parameters and of their fp32 copies therefore name all parameters, in the inner
     optimizer's order. An fp32 parameter is its own copy.
     """
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    optimizer_class: Any = Float16OptimizerWithFloat16Params
 
     @replace(optimizer_class, "sharded_state_dict")
     def sharded_state_dict(original, self, *args, **kwargs):
@@ -66,8 +61,15 @@ def _all_parameters_named(optimizer):
     )
 
 
-def _repair_distributed(optimizer_class: Any) -> None:
-    """It notes every parameter's index in its group, and then puts the fp32 ones in front."""
+@functools.cache
+def index_fp32_parameters_of_distributed_optimizer() -> None:
+    """Correct the indices of parameters in their groups, for the rest of the process.
+
+    Megatron notes every parameter's index in its group, and then puts the fp32 ones in front.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer_class: Any = DistributedOptimizer
     build = optimizer_class._build_optimizer_group_ranges.__func__
 
     @functools.wraps(build)
