@@ -18,11 +18,11 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def name_all_parameters_in_plain_checkpoints() -> None:
-    """Name all parameters while the plain optimizer saves and loads, for the rest of the process.
+    """Name all parameters while the plain optimizer is saved, for the rest of the process.
 
     The states are numbered over all parameters, but only 16-bit ones are looked up. Its lists of
     16-bit parameters and of their fp32 copies therefore name all parameters, in the inner
-    optimizer's order. An fp32 parameter is its own copy.
+    optimizer's order. An fp32 parameter is its own copy, which the model's state holds.
     """
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
@@ -32,33 +32,22 @@ def name_all_parameters_in_plain_checkpoints() -> None:
     def sharded_state_dict(original, self, *args, **kwargs):
         if not any(getattr(self, "fp32_from_fp32_groups", ())):
             return original(self, *args, **kwargs)
-        with _all_parameters_named(self):
-            return original(self, *args, **kwargs)
-
-    @replace(optimizer_class, "load_state_dict")
-    def load_state_dict(original, self, state_dict):
-        # State dicts of --ckpt-format torch name only the 16-bit parameters.
-        saved = state_dict.get("fp32_from_fp16_params", state_dict.get("fp32_from_fp16", ()))
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        if list(map(len, saved)) != list(map(len, groups)):
-            return original(self, state_dict)
-        with _all_parameters_named(self):
-            return original(self, state_dict)
-
-
-def _all_parameters_named(optimizer):
-    main_groups = [list(group["params"]) for group in optimizer.optimizer.param_groups]
-    model_of = {
-        main: model
-        for models, mains in zip(
-            optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
-        )
-        for model, main in zip(models, mains, strict=True)
-    }
-    model_groups = [[model_of.get(main, main) for main in group] for group in main_groups]
-    return mock.patch.multiple(
-        optimizer, float16_groups=model_groups, fp32_from_float16_groups=main_groups
-    )
+        mains = [list(group["params"]) for group in self.optimizer.param_groups]
+        model_of = {
+            main: model
+            for models, copies in zip(
+                self.float16_groups, self.fp32_from_float16_groups, strict=True
+            )
+            for model, main in zip(models, copies, strict=True)
+        }
+        models = [[model_of.get(main, main) for main in group] for group in mains]
+        with mock.patch.multiple(self, float16_groups=models, fp32_from_float16_groups=mains):
+            state = original(self, *args, **kwargs)
+        state["fp32_from_fp16_params"] = [
+            [entry for entry, main in zip(entries, group, strict=True) if main in model_of]
+            for entries, group in zip(state["fp32_from_fp16_params"], mains, strict=True)
+        ]
+        return state
 
 
 @functools.cache

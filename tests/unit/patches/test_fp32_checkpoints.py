@@ -60,6 +60,12 @@ def test_plain_optimizer(model_and_optimizer):
     for name, parameter in module.named_parameters():
         moment = saved[f"optimizer.state.exp_avg.layer.{name}"]
         assert torch.allclose(moment, 0.1 * parameter.main_grad.float(), rtol=1e-5), name
+    # The same names from every version, so that each resumes from the others.
+    copies = {entry.key for entries in state["fp32_from_fp16_params"] for entry in entries}
+    assert copies == {
+        f"optimizer.state.fp32_param.layer.{name}"
+        for name, parameter in module.named_parameters() if parameter.dtype == torch.bfloat16
+    }  # fmt: skip
 
 
 def optimizer_of(*values):
