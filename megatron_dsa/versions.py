@@ -19,8 +19,9 @@ PYTHON_MIN = (3, 12)
 TORCH_MIN = "2.6"
 MEGATRON_MIN = "0.19"
 MEGATRON_BELOW = "0.21"
-#: Versions of megatron-core that this release was run with -> what had that version.
-MEGATRON_RUN_WITH = {"0.19.2": "the release", "0.20.0": "main of 2026-08-22"}
+#: The release of megatron-core that this release was run with, and a state of the next one.
+MEGATRON_RUN_WITH = "0.19.2"
+MEGATRON_MAIN = "0.20.0 (main of 2026-08-22)"
 #: Set to 1, this variable lets versions from ``MEGATRON_BELOW`` on run.
 ANY_HOST = "MEGATRON_DSA_ANY_HOST"
 #: Module that the entry point builds models from; the first thing that 0.18.2 and 0.17.1 lack.
@@ -97,12 +98,13 @@ def host_version() -> str | None:
 
     A source tree on ``PYTHONPATH`` hides an installed wheel, whose metadata stay.
     """
-    package_info = _package_info()
-    if package_info is None:
-        return installed_version("megatron-core")
-    # Not imported: it runs git.
-    found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", package_info.read_text(), re.M))
-    return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(found)
+    if (package_info := _package_info()) is not None:
+        # Not imported: it runs git.
+        text = package_info.read_text()
+        found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", text, re.M))
+        if {"MAJOR", "MINOR", "PATCH", "PRE_RELEASE"} <= set(found):
+            return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(found)
+    return installed_version("megatron-core")
 
 
 def host_described() -> str:
@@ -171,21 +173,15 @@ def untested_versions() -> list[str]:
             f"fails: pip install 'torch>={was},<{last[0]}.{last[1] + 1}'"
         )
     megatron = host_version()
-    if megatron is None or MEGATRON_RUN_WITH.get(megatron) == "the release":
-        return warnings
-    known = f"megatron-core {megatron}: this release was run with {_run_with()}"
-    if parse_version(megatron) >= parse_version(MEGATRON_BELOW):
+    if megatron not in (None, MEGATRON_RUN_WITH):
+        fails = f"if something fails: pip install 'megatron-core=={MEGATRON_RUN_WITH}'"
+        if parse_version(megatron) >= parse_version(MEGATRON_BELOW):
+            fails = f"{ANY_HOST} lets a newer one run: anything may fail, also silently"
         warnings.append(
-            f"{known} only, and {ANY_HOST} lets newer ones run: anything may fail, also silently"
+            f"megatron-core {megatron}: this release was run with {MEGATRON_RUN_WITH} and "
+            f"{MEGATRON_MAIN}; {fails}"
         )
-    else:
-        last = next(iter(MEGATRON_RUN_WITH))
-        warnings.append(f"{known}; if something fails: pip install 'megatron-core=={last}'")
     return warnings
-
-
-def _run_with() -> str:
-    return ", ".join(f"{version} ({what})" for version, what in MEGATRON_RUN_WITH.items())
 
 
 def host_problem() -> str | None:

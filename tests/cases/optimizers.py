@@ -55,7 +55,7 @@ def step(model, optimizer, seed):
 def sharded_model(model, norm="{}.bias"):
     """Return what ``sharded_state_dict`` of a Megatron module would.
 
-    ``norm`` is what a layer calls its one-dimensional parameter.
+    ``norm`` is the name of a layer's one-dimensional parameter.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -117,7 +117,9 @@ def test_a_newer_one_may_be_tried(host, monkeypatch):
     monkeypatch.setenv(versions.ANY_HOST, "1")
     host("0.22.0")
     versions.require_supported_megatron()
-    assert any("MEGATRON_DSA_ANY_HOST lets newer" in line for line in versions.untested_versions())
+    assert any(
+        "MEGATRON_DSA_ANY_HOST lets a newer" in line for line in versions.untested_versions()
+    )
     host("0.18.2")
     with pytest.raises(VersionError, match="too old"):
         versions.require_supported_megatron()

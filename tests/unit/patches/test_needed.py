@@ -1,7 +1,7 @@
 """Every repair of a defect of Megatron is needed by the versions that the table names, and helps.
 
 A probe returns True where the defect shows. It runs with and without its patch, in processes of its
-own. When upstream mends a defect, the test of its row fails there: narrow ``versions``.
+own. Once upstream has mended a defect, its test fails there: narrow ``versions`` of the patch.
 """
 
 import importlib.util
