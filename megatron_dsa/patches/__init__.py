@@ -41,7 +41,7 @@ class Patch(NamedTuple):
 
     def applies(self) -> bool:
         """Return whether the megatron-core that is imported has the defect."""
-        release = ".".join(map(str, parse_version(host_version() or "")))
+        release = ".".join(map(str, parse_version(host_version() or "0")))
         return release in SpecifierSet(self.versions)
 
     def install(self, *arguments: Any) -> Any:
