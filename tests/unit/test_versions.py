@@ -4,6 +4,7 @@ The trees hold nothing of Megatron but its version: an import of anything else w
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,36 @@ def test_a_newer_one_may_be_tried(host, monkeypatch):
     host("0.18.2")
     with pytest.raises(VersionError, match="too old"):
         versions.require_supported_megatron()
+
+
+def linked(folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [ROOT / "scripts/megatron_tree.sh", folder], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHON": sys.executable},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_source_tree_is_compiled_elsewhere(tmp_path):
+    """For ``scripts/test.sh --megatron``; the tree stays as it was."""
+    datasets = tree(tmp_path, "0.20.0") / "megatron" / "core" / "datasets"
+    datasets.mkdir()
+    for name in ("helpers.cpp", "Makefile", "utils.py"):
+        (datasets / name).write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    done = linked(tmp_path)
+    assert done.returncode == 0, done.stderr
+    links = Path(done.stdout.strip())
+    try:
+        found = {
+            path.name.partition(".")[0] for path in (links / "megatron/core/datasets").iterdir()
+        }
+        assert found == {"helpers", "helpers_cpp", "utils"}
+        assert sorted(tmp_path.rglob("*")) == before
+    finally:
+        shutil.rmtree(links)
+
+
+def test_a_folder_without_megatron_is_refused(tmp_path):
+    done = linked(tmp_path)
+    assert done.returncode == 2 and "must be a clone of NVIDIA/Megatron-LM" in done.stderr
