@@ -35,6 +35,9 @@ BROKEN = {
 ON_GPU = """
 import torch
 torch.cuda.is_available = lambda: True
+# megatron-core 0.20 reads both when it is imported.
+torch.cuda.get_device_name = lambda *_: "a GPU"
+torch.cuda.get_device_capability = lambda *_: (9, 0)
 from megatron_dsa.patches import cpu_host
 cpu_host.hide_unusable_transformer_engine()
 from megatron_dsa.versions import why_not_transformer_engine
