@@ -46,7 +46,7 @@ setup(
         # The operations, eager or registered (megatron_dsa.extras.torch_library), without a host.
         "torch": ["torch>=2.6"],
         # The host: Megatron-Core with its training loop.
-        "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],
+        "train": ["megatron-core>=0.19,<0.21", "omegaconf>=2.3", "psutil", "pyyaml>=6"],
         # Megatron's fused linears and norms.
         "te": ["transformer-engine[pytorch]>=2.6"],
         # cuDNN's sparse-attention kernels (Hopper and Blackwell).

@@ -19,7 +19,7 @@ from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.launching import check_launch, remove_stale_build_lock, this_rank
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.quiet_output import quiet_output, silence_host_warnings
-from megatron_dsa.versions import untested_versions
+from megatron_dsa.versions import require_supported_megatron, untested_versions
 
 if TYPE_CHECKING:
     from megatron_dsa.training.model import embedding_ranks
@@ -48,9 +48,11 @@ def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets preset flags.
 
     Raises:
+        VersionError: Python, torch or megatron-core is not supported.
         ConfigError: a variable of the launcher is wrong, or Megatron has imported
             transformer-engine on a machine without a GPU.
     """
+    require_supported_megatron()
     silence_host_warnings()
     # Neither help nor a fake process group has other processes.
     if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
@@ -82,6 +84,7 @@ def main() -> None:
 
 
 def _main() -> None:
+    require_supported_megatron()
     check_own_flags(sys.argv[1:])
     if "--dsa-dry-run" in sys.argv[1:]:
         install("transformer-engine")  # the planner imports Megatron

@@ -60,7 +60,9 @@ from megatron_dsa.layers.v4.stage_layers import layers_of_stage
 from megatron_dsa.layers.v4.stream_prediction import HeadBeforePrediction, on_streams
 from megatron_dsa.metrics.log import install_loss_scale
 from megatron_dsa.patches import install, install_for_layers
-from megatron_dsa.versions import why_not_transformer_engine
+from megatron_dsa.versions import require_supported_megatron, why_not_transformer_engine
+
+require_supported_megatron()
 
 
 class LocalBackend(LocalSpecProvider):

@@ -5,8 +5,11 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,9 +18,14 @@ from megatron_dsa.errors import VersionError
 PYTHON_MIN = (3, 12)
 TORCH_MIN = "2.6"
 MEGATRON_MIN = "0.19"
-MEGATRON_BELOW = "0.20"
-#: Versions of megatron-core that this release was run with, on GPUs and on the CPU.
-MEGATRON_RUN_WITH = ("0.19.2",)
+MEGATRON_BELOW = "0.21"
+#: The release of megatron-core that this release was run with, and a state of the next one.
+MEGATRON_RUN_WITH = "0.19.2"
+MEGATRON_MAIN = "0.20.0 (main of 2026-08-22)"
+#: Set to 1, this variable lets versions from ``MEGATRON_BELOW`` on run.
+ANY_HOST = "MEGATRON_DSA_ANY_HOST"
+#: Module that the entry point builds models from; the first thing that 0.18.2 and 0.17.1 lack.
+_MODEL_CONFIG = "megatron.training.models.gpt"
 #: First and last release (major, minor) of torch with which training, saving, resuming and
 #: exporting were run.
 TORCH_RUN_WITH = ((2, 11), (2, 15))
@@ -62,14 +70,18 @@ def is_before(found: str, floor: str) -> bool:
 
 def module_exists(name: str) -> bool:
     """Return whether there is such a module; packages above it are not imported for the answer."""
+    return _find_spec(name) is not None
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
     head, *inner = name.split(".")
     spec = importlib.util.find_spec(head)
     for part in inner:
         if spec is None or spec.submodule_search_locations is None:
-            return False
+            return None
         head = f"{head}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(head, spec.submodule_search_locations)
-    return spec is not None
+    return spec
 
 
 def installed_version(distribution: str) -> str | None:
@@ -78,6 +90,40 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def host_version() -> str | None:
+    """Return the version of the ``megatron.core`` that is imported, or ``None`` without one.
+
+    A source tree on ``PYTHONPATH`` hides an installed wheel, whose metadata stay.
+    """
+    if (package_info := _package_info()) is not None:
+        # Not imported: it runs git.
+        text = package_info.read_text()
+        found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", text, re.M))
+        if {"MAJOR", "MINOR", "PATCH", "PRE_RELEASE"} <= set(found):
+            return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(found)
+    return installed_version("megatron-core")
+
+
+def host_described() -> str:
+    """Return the version of megatron-core, with the folder if it is not an installed wheel."""
+    found, package_info = host_version(), _package_info()
+    if package_info is None:
+        return str(found)
+    try:
+        wheel = importlib.metadata.distribution("megatron-core").locate_file("megatron/core")
+        if package_info.parent == wheel:
+            return str(found)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return f"{found} in {package_info.parents[2]}"
+
+
+def _package_info() -> Path | None:
+    spec = _find_spec("megatron.core.package_info")
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def optional_version(distribution: str) -> str | None:
@@ -126,11 +172,14 @@ def untested_versions() -> list[str]:
             f"torch {torch_version}: this release was run with {was} to {to} only; if something "
             f"fails: pip install 'torch>={was},<{last[0]}.{last[1] + 1}'"
         )
-    megatron = installed_version("megatron-core")
-    if megatron and megatron not in MEGATRON_RUN_WITH:
+    megatron = host_version()
+    if megatron not in (None, MEGATRON_RUN_WITH):
+        fails = f"if something fails: pip install 'megatron-core=={MEGATRON_RUN_WITH}'"
+        if parse_version(megatron) >= parse_version(MEGATRON_BELOW):
+            fails = f"{ANY_HOST} lets a newer one run: anything may fail, also silently"
         warnings.append(
-            f"megatron-core {megatron}: this release was run with {', '.join(MEGATRON_RUN_WITH)} "
-            f"only; if something fails: pip install 'megatron-core=={MEGATRON_RUN_WITH[-1]}'"
+            f"megatron-core {megatron}: this release was run with {MEGATRON_RUN_WITH} and "
+            f"{MEGATRON_MAIN}; {fails}"
         )
     return warnings
 
@@ -147,23 +196,25 @@ def host_problem() -> str | None:
             f"torch {torch_version or 'not installed'} found, >= {TORCH_MIN} needed: "
             f"pip install 'torch>={TORCH_MIN}'."
         )
-    found = installed_version("megatron-core")
+    found = host_version()
     supported = f"megatron-core >= {MEGATRON_MIN}, < {MEGATRON_BELOW}"
     install = f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'."
     if found is None:
         return f"megatron-core is not installed; supported: {supported}: {install}"
     if parse_version(found) < parse_version(MEGATRON_MIN):
-        return f"megatron-core {found} is too old; supported: {supported}: {install}"
-    if parse_version(found) >= parse_version(MEGATRON_BELOW):
+        lacks = "" if module_exists(_MODEL_CONFIG) else f" (it has no {_MODEL_CONFIG})"
+        return f"megatron-core {found} is too old{lacks}; supported: {supported}: {install}"
+    if parse_version(found) >= parse_version(MEGATRON_BELOW) and os.environ.get(ANY_HOST) != "1":
         return (
             f"megatron-core {found} is newer than what this release supports ({supported}): "
-            f"pip install 'megatron-core<{MEGATRON_BELOW}', or install a newer megatron-dsa."
+            f"pip install 'megatron-core<{MEGATRON_BELOW}', install a newer megatron-dsa, or try "
+            f"it with {ANY_HOST}=1."
         )
     return None
 
 
 def require_supported_megatron() -> None:
-    """Raise :class:`VersionError` unless the installed megatron-core is in the supported range."""
+    """Raise :class:`VersionError` unless megatron-core is in the supported range."""
     problem = host_problem()
     if problem is not None:
         raise VersionError(problem)

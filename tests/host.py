@@ -186,6 +186,14 @@ def parsed(flags, world, monkeypatch):
     return args
 
 
+def unstreamed() -> list[str]:
+    """Return the flag with which FP8 weights are dequantised before loading; none if always."""
+    from megatron.training.config.training_config import CheckpointConfig
+
+    streams = hasattr(CheckpointConfig, "stream_ckpt_dequant")
+    return ["--no-stream-ckpt-dequant"] if streams else []
+
+
 def packed_of(lengths, longest, padded=None):
     """Megatron's PackedSeqParams for cumulative lengths, without and with padding: tensors."""
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -41,6 +41,11 @@ IMPORTED = [
 MEGATRON = "tests.megatron_preload"
 
 
+def python_path(*folders: Path) -> str:
+    """Return ``PYTHONPATH`` with this repository and ``folders`` in front."""
+    return os.pathsep.join(map(str, (REPOSITORY, *folders, os.environ.get("PYTHONPATH", ""))))
+
+
 def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
     """Run ``function(rank, *arguments)`` in ``ranks`` processes with the environment of this one.
 
@@ -170,7 +175,7 @@ def prepare() -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         # What cannot be imported is left out without a word.
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
     }
     with mock.patch.dict(os.environ, variables):
         if not torch.cuda.is_available():

@@ -13,6 +13,7 @@ from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.config.rules.ranges import Range, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, did_you_mean, require, suggest_names
+from megatron_dsa.versions import require_supported_megatron
 
 #: Console script of this module, installed with the package.
 SCRIPT = "megatron-dsa"
@@ -71,8 +72,14 @@ def _print_flags(arguments: argparse.Namespace) -> int:
     return 0
 
 
+#: Commands that need no Megatron.
+WITHOUT_HOST = ("info", "doctor", "flags", "report")
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
+    if arguments.command not in WITHOUT_HOST:
+        require_supported_megatron()
     for ok, message in range_rules(vars(arguments), RANGES):
         require(ok, message)
     for name, value in vars(arguments).items():

@@ -23,8 +23,8 @@ from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_M
 from megatron_dsa.ops.dispatch.support import Support, short_dtype
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
+    host_described,
     host_problem,
-    installed_version,
     optional_version,
     untested_versions,
     why_not_transformer_engine,
@@ -40,7 +40,7 @@ def collect_info() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "megatron-core": {
-            "version": installed_version("megatron-core"),
+            "version": host_described(),
             "problem": host_problem(),
         },
         "untested": untested_versions(),

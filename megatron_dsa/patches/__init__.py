@@ -8,6 +8,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from packaging.specifiers import SpecifierSet
+
+from megatron_dsa.versions import host_version, parse_version
+
 UNREPORTED = "unreported"
 #: The defect is a host that Megatron is not made for, or a part that its wheel lacks.
 OURS = "none: of this package"
@@ -24,7 +28,7 @@ class Patch(NamedTuple):
         when: the runs in which it is active.
         needed: the same for a transformer configuration, where layer specs install it.
         upstream: number in NVIDIA/Megatron-LM.
-        versions: of megatron-core.
+        versions: of megatron-core that have the defect.
     """
 
     defect: str
@@ -33,10 +37,17 @@ class Patch(NamedTuple):
     when: str = "always"
     needed: Callable[[Any], bool] = lambda _config: True
     upstream: str = UNREPORTED
-    versions: str = "0.19"
+    versions: str = ">=0.19"
+
+    def applies(self) -> bool:
+        """Return whether the megatron-core that is imported has the defect."""
+        release = ".".join(map(str, parse_version(host_version() or "0")))
+        return release in SpecifierSet(self.versions)
 
     def install(self, *arguments: Any) -> Any:
-        """Call the installer."""
+        """Call the installer where this megatron-core has the defect."""
+        if not self.applies():
+            return None
         module, _, function = self.installer.partition(":")
         return getattr(importlib.import_module(f"megatron_dsa.{module}"), function)(*arguments)
 
@@ -47,6 +58,10 @@ def _has_streams(config: Any) -> bool:
 
 def _mixes_precisions(config: Any) -> bool:
     return _has_streams(config) or getattr(config, "csa_compress_ratios", None) is not None
+
+
+def _predicts(config: Any) -> bool:
+    return bool(getattr(config, "mtp_num_layers", None))
 
 
 def _fuses_gradients(config: Any) -> bool:
@@ -84,7 +99,7 @@ TABLE: dict[str, Patch] = {
     "bucket padding": Patch(
         "saves optimizer states with a part of their neighbours' from the second bucket on",
         "patches.bucket_padding:repair_offsets_of_states", "checkpoints",
-        "--dist-ckpt-optim-fully-reshardable"),
+        "--dist-ckpt-optim-fully-reshardable", versions="<0.20"),
     "empty optimizers": Patch(
         "cannot save optimizers without parameters, nor count their steps",
         "patches.optimizer_states:repair_empty_optimizers", "checkpoints",
@@ -99,10 +114,14 @@ TABLE: dict[str, Patch] = {
     "SGD momentum": Patch(
         "ends in a TypeError when SGD resumes",
         "patches.optimizer_states:make_room_for_momentum", "checkpoints", "--optimizer sgd"),
-    "fp32 checkpoints": Patch(
+    "fp32 checkpoints, plain": Patch(
         "mistakes parameters for each other when it saves 16-bit and fp32 ones in one group",
-        "patches.fp32_checkpoints:repair_checkpoints_of_fp32_parameters", "layer specs",
-        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835, 5929"),
+        "patches.fp32_checkpoints:name_all_parameters_in_plain_checkpoints", "layer specs",
+        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5835", "<0.20"),
+    "fp32 checkpoints": Patch(
+        "does the same with --use-distributed-optimizer",
+        "patches.fp32_checkpoints:index_fp32_parameters_of_distributed_optimizer", "layer specs",
+        "--csa-compress-ratios, or --hc-mult above 1", _mixes_precisions, "5929"),
     "packed targets": Patch(
         "shifts targets of multi-token prediction across documents that are padded one by one",
         "patches.prediction:shift_within_padded_documents", "layer specs",
@@ -123,6 +142,10 @@ TABLE: dict[str, Patch] = {
         "builds its own class of block whatever class a spec of multi-token prediction names",
         "patches.prediction:build_prediction_blocks_from_specs", "layer specs",
         "--hc-mult above 1", _has_streams, OURS),
+    "prediction without engine": Patch(
+        "looks for transformer-engine's classes in multi-token prediction where it has none",
+        "patches.prediction:find_no_inference_linears_without_engine", "layer specs",
+        "--mtp-num-layers without transformer-engine", _predicts, versions=">=0.20"),
     "unfused linears": Patch(
         "asks its own linears for a kernel of Apex where transformer-engine's fuse by themselves",
         "patches.unfused_linears:leave_linears_unfused_without_apex", "layer specs",
@@ -163,10 +186,14 @@ def install_for_layers(config: Any) -> None:
 def described() -> list[str]:
     """Return a line per patch."""
     return [
-        f"{name} ({patch.when}; megatron-core {patch.versions}; upstream {patch.upstream}): "
-        f"{patch.defect}"
+        f"{name} ({patch.when}; megatron-core {patch.versions}{_state(patch)}; upstream "
+        f"{patch.upstream}): {patch.defect}"
         for name, patch in TABLE.items()
     ]
+
+
+def _state(patch: Patch) -> str:
+    return "" if patch.applies() else ", not this one"
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:

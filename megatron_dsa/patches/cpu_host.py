@@ -15,12 +15,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from megatron_dsa.errors import DSAError, VersionError
-from megatron_dsa.versions import (
-    MEGATRON_RUN_WITH,
-    installed_version,
-    why_not_transformer_engine,
-)
+from megatron_dsa.errors import DSAError
+from megatron_dsa.versions import require_supported_megatron, why_not_transformer_engine
 
 #: Flags that turn off features that the CPU lacks or is slow at.
 FLAGS = [
@@ -42,16 +38,10 @@ def activate() -> None:
     torch keeps function modes per thread: call it in the thread that builds and trains.
 
     Raises:
-        VersionError: on a megatron-core version on which the shims were not run.
+        VersionError: on a megatron-core version that is not supported.
         DSAError: inside of the planner's ``host()``, whose end would undo a part.
     """
-    found = installed_version("megatron-core")
-    if found not in MEGATRON_RUN_WITH:
-        raise VersionError(
-            f"running without a GPU was tested with megatron-core "
-            f"{', '.join(MEGATRON_RUN_WITH)} only, found {found}: install one of those, or run "
-            "on a machine with a GPU."
-        )
+    require_supported_megatron()
     _install()
 
 

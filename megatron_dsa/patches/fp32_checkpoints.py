@@ -1,9 +1,10 @@
 """Checkpoints of optimizers that hold 16-bit and fp32 parameters in one parameter group.
 
-megatron-core 0.19 trains such a mix, but mistakes one parameter for another when it saves: it
-crashes, or files states under wrong names. Later versions repair this (NVIDIA/Megatron-LM pull
-requests 5835 and 5929). With ``--use-precision-aware-optimizer`` it saves fp32 parameters as they
-were at the start of the run. Optimizers of one precision see no difference.
+Megatron trains such a mix, but mistakes one parameter for another when it saves: it crashes, or
+files states under wrong names. megatron-core 0.20 repairs its plain optimizer
+(NVIDIA/Megatron-LM pull request 5835), not the distributed one (5929). With
+``--use-precision-aware-optimizer`` that saves fp32 parameters as they were at the start of the
+run. Optimizers of one precision see no difference.
 """
 
 import functools
@@ -16,58 +17,48 @@ from megatron_dsa.patches import replace
 
 
 @functools.cache
-def repair_checkpoints_of_fp32_parameters() -> None:
-    """Let Megatron's optimizers save and load a mix of precisions, for the rest of the process."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    _repair_plain(Float16OptimizerWithFloat16Params)
-    _repair_distributed(DistributedOptimizer)
-
-
-def _repair_plain(optimizer_class: Any) -> None:
-    """Name all parameters while the optimizer saves and loads.
+def name_all_parameters_in_plain_checkpoints() -> None:
+    """Name all parameters while the plain optimizer is saved, for the rest of the process.
 
     The states are numbered over all parameters, but only 16-bit ones are looked up. Its lists of
     16-bit parameters and of their fp32 copies therefore name all parameters, in the inner
-    optimizer's order. An fp32 parameter is its own copy.
+    optimizer's order. An fp32 parameter is its own copy, which the model's state holds.
     """
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    optimizer_class: Any = Float16OptimizerWithFloat16Params
 
     @replace(optimizer_class, "sharded_state_dict")
     def sharded_state_dict(original, self, *args, **kwargs):
         if not any(getattr(self, "fp32_from_fp32_groups", ())):
             return original(self, *args, **kwargs)
-        with _all_parameters_named(self):
-            return original(self, *args, **kwargs)
-
-    @replace(optimizer_class, "load_state_dict")
-    def load_state_dict(original, self, state_dict):
-        # State dicts of --ckpt-format torch name only the 16-bit parameters.
-        saved = state_dict.get("fp32_from_fp16_params", state_dict.get("fp32_from_fp16", ()))
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        if list(map(len, saved)) != list(map(len, groups)):
-            return original(self, state_dict)
-        with _all_parameters_named(self):
-            return original(self, state_dict)
-
-
-def _all_parameters_named(optimizer):
-    main_groups = [list(group["params"]) for group in optimizer.optimizer.param_groups]
-    model_of = {
-        main: model
-        for models, mains in zip(
-            optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
-        )
-        for model, main in zip(models, mains, strict=True)
-    }
-    model_groups = [[model_of.get(main, main) for main in group] for group in main_groups]
-    return mock.patch.multiple(
-        optimizer, float16_groups=model_groups, fp32_from_float16_groups=main_groups
-    )
+        mains = [list(group["params"]) for group in self.optimizer.param_groups]
+        model_of = {
+            main: model
+            for models, copies in zip(
+                self.float16_groups, self.fp32_from_float16_groups, strict=True
+            )
+            for model, main in zip(models, copies, strict=True)
+        }
+        models = [[model_of.get(main, main) for main in group] for group in mains]
+        with mock.patch.multiple(self, float16_groups=models, fp32_from_float16_groups=mains):
+            state = original(self, *args, **kwargs)
+        state["fp32_from_fp16_params"] = [
+            [entry for entry, main in zip(entries, group, strict=True) if main in model_of]
+            for entries, group in zip(state["fp32_from_fp16_params"], mains, strict=True)
+        ]
+        return state
 
 
-def _repair_distributed(optimizer_class: Any) -> None:
-    """It notes every parameter's index in its group, and then puts the fp32 ones in front."""
+@functools.cache
+def index_fp32_parameters_of_distributed_optimizer() -> None:
+    """Correct the indices of parameters in their groups, for the rest of the process.
+
+    Megatron notes every parameter's index in its group, and then puts the fp32 ones in front.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer_class: Any = DistributedOptimizer
     build = optimizer_class._build_optimizer_group_ranges.__func__
 
     @functools.wraps(build)

@@ -5,6 +5,8 @@ without padding, though tokens lie at the padded offsets: targets cross document
 rank's loss by the rank's own count of unmasked tokens, for the gradient and for the log: ranks of
 context parallelism hold parts of the same sequences, so masks that are not spread evenly gave
 other gradients and another log than one rank. Here counts are summed over the ranks of the group.
+megatron-core 0.20 looks for linears for inference among the modules of its layers, whose classes
+derive from transformer-engine's: without that they are none, and ``isinstance`` raises.
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ def shift_within_padded_documents() -> None:
     from megatron.core.transformer import multi_token_prediction
 
     @replace(multi_token_prediction, "_roll_tensor_packed_seq")
-    def roll(original, tensor, shifts, dims, packed_seq_params, cp_group=None):
+    def roll(original, tensor, shifts, dims, packed_seq_params, cp_group=None, return_sum=True):
         if shifts != -1 or dims not in (-1, tensor.dim() - 1):
             return original(tensor, shifts, dims, packed_seq_params, cp_group)  # it raises
         ranks = 1 if cp_group is None else cp_group.size()
@@ -41,7 +43,7 @@ def shift_within_padded_documents() -> None:
         rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))
         if tensor.dtype == torch.bool:  # a padding mask: padding stays padding
             rolled = torch.where(behind < 0, tensor, rolled)
-        return rolled, rolled.sum()
+        return rolled, rolled.sum() if return_sum else None  # a parameter since 0.20
 
 
 def _tokens_behind(
@@ -171,3 +173,13 @@ def build_prediction_blocks_from_specs() -> None:
         return block(spec=spec, **others)
 
     gpt_model.MultiTokenPredictionBlock = build
+
+
+@functools.cache
+def find_no_inference_linears_without_engine() -> None:
+    """Let prediction layers be built where linears for inference are placeholders, no classes."""
+    from megatron.core.tensor_parallel import inference_layers
+    from megatron.core.transformer import multi_token_prediction
+
+    if not isinstance(inference_layers.InferenceColumnParallelLinear, type):
+        multi_token_prediction.is_inference_column_parallel_linear = lambda _module: False

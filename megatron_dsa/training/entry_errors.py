@@ -236,7 +236,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
     said = "" if isinstance(cause, ZeroDivisionError) else str(cause)
     if not said and frames:
         code = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
-        file = frames[-1].filename.rpartition("site-packages/")[2]
+        file = re.sub(".*/(?:site-packages/|(?=megatron/))", "", frames[-1].filename)
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)

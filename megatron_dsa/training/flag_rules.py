@@ -240,12 +240,15 @@ def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]
     saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
     pretrained = args.pretrained_checkpoint is not None and not saved
     starts = pretrained or (args.load and (args.finetune or args.no_load_optim))
-    read_in_bf16 = args.load_main_params_from_ckpt and not args.stream_ckpt_dequant
+    # megatron-core 0.20 always dequantises before it loads, and has no flag for it.
+    streams: bool | None = getattr(args, "stream_ckpt_dequant", None)
+    flag = "" if streams is None else " --no-stream-ckpt-dequant"
+    read_in_bf16 = args.load_main_params_from_ckpt and not streams
     yield (
         not args.fp8_param_gather or not starts or read_in_bf16,
         "--pretrained-checkpoint, or --load with --finetune or --no-load-optim, and "
         "--fp8-param-gather: Megatron would train from weights rounded to FP8, which small updates "
-        "do not move; add --no-load-optim --load-main-params-from-ckpt --no-stream-ckpt-dequant",
+        f"do not move; add --no-load-optim --load-main-params-from-ckpt{flag}",
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 import megatron_dsa
 from megatron_dsa.training.launching import world_size
-from megatron_dsa.versions import installed_version
+from megatron_dsa.versions import host_described
 
 #: Names of the arguments.
 MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
@@ -32,7 +32,7 @@ def machine() -> str:
 def software() -> str:
     """Return the versions that were trained with, and the commit where the package is a clone."""
     commit = f" (commit {found})" if (found := _commit()) else ""
-    megatron = f"megatron-core {installed_version('megatron-core')}"
+    megatron = f"megatron-core {host_described()}"
     return f"megatron_dsa {megatron_dsa.__version__}{commit}, {megatron}, torch {torch.__version__}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.processes import REPOSITORY, Lost, run_modules, run_without_a_rank
+from tests.processes import REPOSITORY, Lost, python_path, run_modules, run_without_a_rank
 from tests.trainer import Trainer
 
 ENTRY_POINT = "megatron_dsa.pretrain"
@@ -197,7 +197,7 @@ def launch(
 def _environment() -> dict[str, str]:
     return os.environ | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }

@@ -11,6 +11,7 @@ import torch
 
 from tests.cases.launch_scripts import EXAMPLES
 from tests.functional.launch import REPOSITORY
+from tests.processes import python_path
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -19,11 +20,10 @@ pytest.importorskip("safetensors")
 @pytest.mark.parametrize("model", ["glm-5", "v3.2", "v4"])
 def test_a_checkpoint_is_continued_and_exported(model, tmp_path, python):
     """The exported model answers questions as well as the trained one."""
-    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHON": python, "RUN_DIR": str(tmp_path), "STEPS": "2 4 12", "MODEL": model}
     done = subprocess.run(
         [EXAMPLES / "continue_small.sh"],
-        env=os.environ | {"PYTHONPATH": places, "MASTER_PORT": "0"} | variables,
+        env=os.environ | {"PYTHONPATH": python_path(), "MASTER_PORT": "0"} | variables,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

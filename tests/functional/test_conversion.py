@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from tests.cases.launch_scripts import EXAMPLES
-from tests.functional.launch import REPOSITORY
+from tests.processes import python_path
 
 #: Run -> its last step, and its loss on held-out text there (nats per token), as first measured.
 MEASURED = {
@@ -26,14 +26,13 @@ GAPS = [("sparse", 0.07, 0.2), ("sparse_without_warmup", 0.0, 0.035), ("scratch"
 
 def train_all(folder, python):
     """Run the example as users do; return what it printed."""
-    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHON": python, "RUN_DIR": str(folder), "SMALL": "1", "SEED": "1"}
     unset = ("STEPS", "BATCH", "RATE", "LENGTH", "TOPK", "ONLY", "PLAN", "GPU30")
     unset += ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
         [EXAMPLES / "conversion/all.sh"],
-        env=environment | {"PYTHONPATH": places, "MASTER_PORT": "0"} | variables,
+        env=environment | {"PYTHONPATH": python_path(), "MASTER_PORT": "0"} | variables,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr

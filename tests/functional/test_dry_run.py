@@ -12,6 +12,7 @@ import torch
 from megatron_dsa.versions import installed_version
 from tests.cases.launch_scripts import launch
 from tests.functional.launch import ENTRY_POINT, REPOSITORY
+from tests.processes import python_path
 
 #: Runs a command, and prints the most memory (KiB) that it had. A process of its own: to a command
 #: that this one starts, Linux counts the memory that this one has had.
@@ -25,8 +26,7 @@ sys.exit(status)
 
 def dry_run(flags, folder):
     """Start the entry point as a user does; return what it printed, and its memory in KiB."""
-    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": places}
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-c", WITH_MEMORY, sys.executable, "-m", ENTRY_POINT, *flags],
         env=environment, cwd=folder, capture_output=True, text=True,

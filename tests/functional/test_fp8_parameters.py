@@ -14,6 +14,7 @@ from tests.functional.engine import (
     relative_differences,
     run,
 )
+from tests.host import unstreamed
 
 pytestmark = MARKS
 DISTRIBUTED = {"--use-distributed-optimizer": True}
@@ -22,7 +23,7 @@ PARAMETERS = DISTRIBUTED | {"--fp8-param-gather": True}
 MAIN = {
     "--load-main-params-from-ckpt": True,
     "--no-load-optim": True,
-    "--no-stream-ckpt-dequant": True,
+    **dict.fromkeys(unstreamed(), True),
 }
 WAYS = {
     "sparse": {},

@@ -17,14 +17,14 @@ from tests.functional.fsdp2_reference import (
     STEPS,
 )
 from tests.functional.launch import REPOSITORY
+from tests.processes import python_path
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 def run(*command: str, device: str = "cpu") -> str:
     """Run a Python command of this repository, which must succeed."""
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(

@@ -5,18 +5,18 @@ import re
 import subprocess
 
 from tests.cases.launch_scripts import EXAMPLES
-from tests.functional.launch import REPOSITORY, parse_steps
+from tests.functional.launch import parse_steps
+from tests.processes import python_path
 
 #: Half of the sequences of a step.
 LESS = ("--global-batch-size", "4")
 
 
 def test_a_small_whole_v4_trains(tmp_path, python):
-    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHON": python, "RUN_DIR": str(tmp_path), "STEPS": "8 2"}
     done = subprocess.run(
         [EXAMPLES / "train_small_v4.sh", "--log-interval", "1", "--eval-iters", "1", *LESS],
-        env=os.environ | {"PYTHONPATH": places, "MASTER_PORT": "0"} | variables,
+        env=os.environ | {"PYTHONPATH": python_path(), "MASTER_PORT": "0"} | variables,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

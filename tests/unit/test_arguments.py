@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dsa.errors import ConfigError
 from tests.functional.launch import TINY, command_line
-from tests.host import parsed, start
+from tests.host import parsed, start, unstreamed
 
 FLAGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "flags.md"
 
@@ -278,8 +278,8 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
             "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
         ),
         (
-            [*FP8_START, "--load-main-params-from-ckpt"],
-            "--fp8-param-gather: .* --no-stream-ckpt-dequant",
+            FP8_START,
+            "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
         ),
         (
             ["--hc-mult", "4", "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
@@ -311,9 +311,20 @@ def test_flags_without_an_effect_are_named(flags, message):
         ["--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"],
         ["--load", "somewhere", "--fp8-param-gather"],
         ["--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
-        [*FP8_START, "--load-main-params-from-ckpt", "--no-stream-ckpt-dequant"],
+        [*FP8_START, "--load-main-params-from-ckpt", *unstreamed()],
     ):
         check_flags(parse("--multi-latent-attention", *allowed))
+
+
+def test_weights_that_are_dequantised_late_are_refused():
+    start()
+    from megatron_dsa.training.flag_rules import check_flags
+
+    if not unstreamed():
+        pytest.skip("this Megatron always dequantises before it loads")
+    flags = parse("--multi-latent-attention", *FP8_START, "--load-main-params-from-ckpt")
+    with pytest.raises(ConfigError, match=r"--fp8-param-gather: .* --no-stream-ckpt-dequant"):
+        check_flags(flags)
 
 
 def test_a_run_with_a_checkpoint_of_its_own_resumes(tmp_path):

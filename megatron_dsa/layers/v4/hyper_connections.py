@@ -69,6 +69,8 @@ class StreamsNorm(MegatronModule):
 
     connection: Callable[[], Connection]
     write: StreamsWrite
+    #: Megatron 0.20 reads this, 0.19 looks at the output.
+    returns_residual = True
 
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
         super().__init__(config=config)

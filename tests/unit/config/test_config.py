@@ -13,7 +13,7 @@ from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.rules.model import ATTENTION
 from megatron_dsa.config.rules.table import Must, Not
-from megatron_dsa.errors import ConfigError, VersionError
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.layout.sharding import CP_LAYOUTS
 from megatron_dsa.training.flag_rules import ROWS
 from tests.cases.released_models import CONFIGS
@@ -438,33 +438,3 @@ def test_which_layers_compute_their_selection():
                 # The flags keep Megatron's meaning.
                 skips = is_dsa_skip_topk_layer(layer, offset, freq)
                 assert computes_topk(config, layer) == (not skips), (freq, offset, layer)
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (None, "megatron-core is not installed"),
-        ("0.18.0", "megatron-core 0.18.0 is too old"),
-        ("0.20.1", "megatron-core 0.20.1 is newer than"),
-    ],
-)
-def test_version_guard(found, message, monkeypatch):
-    from megatron_dsa import versions
-
-    real = versions.installed_version
-    monkeypatch.setattr(
-        versions,
-        "installed_version",
-        lambda name: found if name == "megatron-core" else real(name),
-    )
-    with pytest.raises(VersionError, match=message) as error:
-        versions.require_supported_megatron()
-    assert "pip install" in str(error.value) and "0.19" in str(error.value)
-
-
-def test_cpu_shims_refuse_an_unknown_megatron(monkeypatch):
-    from megatron_dsa.patches import cpu_host
-
-    monkeypatch.setattr(cpu_host, "installed_version", lambda _name: "0.19.99")
-    with pytest.raises(VersionError, match=r"0\.19\.99"):
-        cpu_host.activate()

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dsa.extras import cli
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
@@ -196,7 +197,7 @@ def test_page_runs(page, tmp_path):
         env=os.environ
         | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "PYTHONWARNINGS": "ignore",
             "PET_STANDALONE": "1",  # torchrun takes a free port, not always the same
         },

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
+
 ROOT = Path(__file__).resolve().parents[3]
 EXTRAS = ROOT / "megatron_dsa/extras"
 FOLDERS = sorted(path.name for path in EXTRAS.iterdir() if (path / "__init__.py").is_file())
@@ -85,7 +87,7 @@ for hidden.folder, (module, command) in LOADED.items():
 
 
 def test_each_extra_can_be_deleted_alone():
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     program = f"LOADED = {LOADED}\n{PROGRAM}"
     command = [sys.executable, "-W", "ignore", "-c", program]
     subprocess.run(command, check=True, env=environment)

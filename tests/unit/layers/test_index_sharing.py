@@ -95,7 +95,7 @@ def graphed(model, microbatches):
     """Capture all layers, microbatch by microbatch, as Megatron does for transformer-engine."""
     layers = model.decoder.layers
     model.config.cuda_graph_impl = "transformer_engine"
-    for module in (model.decoder, *layers):
+    for module in (model, model.decoder, *layers):
         module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
     captured = []
     for _ in range(microbatches):

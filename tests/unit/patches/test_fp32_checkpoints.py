@@ -3,32 +3,13 @@
 import pytest
 import torch
 
-from tests.host import attention_module, small_csa_config, start
+from tests.cases.optimizers import mixed
+from tests.host import start
 
 
 @pytest.fixture
 def model_and_optimizer(request):
-    """A CSA layer in bf16 and Megatron's optimizer for it, after a step."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    device, distributed = start(), request.param
-    config = small_csa_config(4, dtype=torch.float32, bf16=True)
-    module = attention_module(config).bfloat16()
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16, torch.float32}
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
-    model = DistributedDataParallel(config, settings, module)
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=distributed, clip_grad=0.0,
-        weight_decay=0.0, adam_beta1=0.9,
-    )  # fmt: skip
-    optimizer = get_megatron_optimizer(settings, [model])
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.main_grad.copy_(gradient.to(device))
-    optimizer.step()
-    return module, optimizer.chained_optimizers[0]
+    return mixed(request.param)
 
 
 @pytest.mark.parametrize("model_and_optimizer", [True], indirect=True, ids=["distributed"])
@@ -79,6 +60,12 @@ def test_plain_optimizer(model_and_optimizer):
     for name, parameter in module.named_parameters():
         moment = saved[f"optimizer.state.exp_avg.layer.{name}"]
         assert torch.allclose(moment, 0.1 * parameter.main_grad.float(), rtol=1e-5), name
+    # The same names from every version, so that each resumes from the others.
+    copies = {entry.key for entries in state["fp32_from_fp16_params"] for entry in entries}
+    assert copies == {
+        f"optimizer.state.fp32_param.layer.{name}"
+        for name, parameter in module.named_parameters() if parameter.dtype == torch.bfloat16
+    }  # fmt: skip
 
 
 def optimizer_of(*values):
@@ -87,9 +74,9 @@ def optimizer_of(*values):
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+    from megatron_dsa.patches import install
 
-    repair_checkpoints_of_fp32_parameters()
+    install("fp32 checkpoints, plain")
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
     parameters = [
         torch.nn.Parameter(torch.full((2,), float(v), dtype=d))

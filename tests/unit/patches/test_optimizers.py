@@ -1,107 +1,12 @@
 """Megatron's optimizers without transformer-engine: a loaded one continues to the last bit."""
 
-import copy
-
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
 from tests import host
+from tests.cases.optimizers import FORMATS, build, save_and_load, sharded_model, step
 from tests.ranks import spawn
-
-LAYERS = 3
-
-
-def build(dtype, distributed, seed=0, frozen=False, chain=False, **settings):
-    """Return DDP-wrapped linears in several buckets, and Megatron's optimizer for them.
-
-    Args:
-        chain: return all optimizers of a model that has several.
-        settings: of the optimizer.
-    """
-    host.start()
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_dsa.patches import install_checkpoint_repairs
-
-    install_checkpoint_repairs()
-    torch.manual_seed(seed)
-    bf16 = dtype == torch.bfloat16
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, bf16=bf16, params_dtype=dtype
-    )
-    # Sizes that are no multiple of a bucket's alignment.
-    linears = torch.nn.Sequential(*(torch.nn.Linear(7, 11, dtype=dtype) for _ in range(LAYERS)))
-    linears.requires_grad_(not frozen)
-    layout = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed, overlap_grad_reduce=True, bucket_size=50
-    )
-    model = DistributedDataParallel(config, layout, linears)
-    defaults = {
-        "optimizer": "adam", "lr": 1e-2, "bf16": bf16, "use_distributed_optimizer": distributed,
-        "clip_grad": 0.0, "weight_decay": 0.1, "params_dtype": dtype,
-    }  # fmt: skip
-    optimizer = get_megatron_optimizer(OptimizerConfig(**defaults | settings), [model])
-    return model, optimizer if chain else optimizer.chained_optimizers[0]
-
-
-def step(model, optimizer, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-        gradient = torch.randn(parameter.shape, generator=generator)
-        parameter.main_grad.copy_(gradient.to(parameter.device))
-    optimizer.step()
-
-
-def sharded_model(model, norm="{}.bias"):
-    """Return what ``sharded_state_dict`` of a Megatron module would.
-
-    ``norm`` is what a layer calls its one-dimensional parameter.
-    """
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    def key(name):
-        layer, _, kind = name.partition(".")
-        return "decoder.layers." + (norm.format(layer) if kind == "bias" else name)
-
-    return {
-        name: ShardedTensor.from_rank_offsets(key(name), parameter)
-        for name, parameter in model.module.named_parameters()
-    }
-
-
-def save_and_load(model, optimizer, other, other_optimizer, folder, metadata, norms=()):
-    """Save ``model`` and ``optimizer``, load them into the others, as the entry point does.
-
-    ``norms`` are the names of norms there and here, see :func:`sharded_model`.
-    """
-    from megatron.core import dist_checkpointing
-
-    from megatron_dsa.training.checkpoints import load
-
-    def state(model, optimizer, is_loading):
-        tensors = sharded_model(model, *norms[is_loading : is_loading + 1])
-        states = optimizer.sharded_state_dict(
-            copy.copy(tensors), is_loading=is_loading, metadata=metadata
-        )
-        return {"model": tensors, "optimizer": states}
-
-    dist_checkpointing.save(state(model, optimizer, False), str(folder))
-    loaded = load(state(other, other_optimizer, True), str(folder))
-    with torch.no_grad():
-        for name, parameter in other.module.named_parameters():
-            parameter.copy_(loaded["model"][name])
-    other_optimizer.load_state_dict(loaded["optimizer"])
-
-
-FORMATS = {
-    "plain": (False, {}),
-    "distributed": (True, {"distrib_optim_sharding_type": "dp_reshardable"}),
-    "fully_reshardable": (True, {"distrib_optim_sharding_type": "fully_reshardable"}),
-}
-
 
 FUSED = "{}.mlp.linear_fc1.layer_norm_weight"
 ALONE = "{}.pre_mlp_layernorm.weight"

@@ -12,6 +12,7 @@ from megatron_dsa.config.extras import load_extra
 from tests.host import small_config, small_csa_config, start
 
 FOLDER = Path(patches.__file__).parent
+MIXED = {"fp32 checkpoints, plain", "fp32 checkpoints"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,8 +37,9 @@ def test_every_installer_is_there():
     ("config", "more"),
     [
         (small_config(), set()),
-        (small_csa_config(4), {"fp32 checkpoints"}),
-        (small_config(hc_mult=2), {"fp32 checkpoints", "stream pipelines", "prediction blocks"}),
+        (small_csa_config(4), MIXED),
+        (small_config(hc_mult=2), {*MIXED, "stream pipelines", "prediction blocks"}),
+        (small_config(mtp_num_layers=1), {"prediction without engine"}),
         (SimpleNamespace(moe_hash_layers=1), {"token ids"}),
         (
             SimpleNamespace(

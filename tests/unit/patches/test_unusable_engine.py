@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 #: What fails -> the files of the installation that fail, and what is said of it.
 BROKEN = {
@@ -33,6 +35,9 @@ BROKEN = {
 ON_GPU = """
 import torch
 torch.cuda.is_available = lambda: True
+# megatron-core 0.20 reads both when it is imported.
+torch.cuda.get_device_name = lambda *_: "a GPU"
+torch.cuda.get_device_capability = lambda *_: (9, 0)
 from megatron_dsa.patches import cpu_host
 cpu_host.hide_unusable_transformer_engine()
 from megatron_dsa.versions import why_not_transformer_engine
@@ -57,7 +62,7 @@ def broken(request, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}, said
+    return os.environ | {"PYTHONPATH": python_path(tmp_path)}, said
 
 
 def run(arguments, environment):

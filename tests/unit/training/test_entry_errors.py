@@ -19,6 +19,7 @@ from megatron_dsa.errors import ConfigError, FallbackError
 from megatron_dsa.training.entry_errors import explain, report_errors
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_FLAGS = command_line(TINY)
@@ -350,7 +351,7 @@ def test_commands(command, says, monkeypatch, alone, capsys):
 def test_a_training_as_a_user_starts_it(tmp_path):
     """In a process of its own: exit code 2, one line on the error stream, no traceback."""
     command = [sys.executable, "-m", "megatron_dsa.pretrain", *TINY_FLAGS, "--csa-window-size", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     environment.pop("PYTHONWARNINGS", None)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
