@@ -279,3 +279,18 @@ def test_hugging_face_both_ways(data, tmp_path, python):
     start = flags | {"--load": tmp_path / "start"}
     runs = [train(start | kind, one_process=True) for kind in kinds.values()]
     assert figures(runs[0]) == figures(runs[1])
+
+
+def test_evaluate_reads_the_model(data, tmp_path, python):
+    """The command prints the loss of a GPT with the same layers."""
+    flags = {"--data-path": data, "--train-iters": 1, "--save-interval": 1}
+    patterns = {"gpt": {}, "hybrid": hybrid("D-D-"), "others": hybrid("DD-")}
+    losses = {}
+    for name, kind in patterns.items():
+        train(flags | kind | {"--save": tmp_path / name}, one_process=True)
+        given = ["--load", tmp_path / name, "--data-path", data]
+        call = [python, "-m", "megatron_dsa", "evaluate", *map(str, given)]
+        done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses[name] = done.stdout.replace(str(tmp_path / name), "")
+    assert losses["gpt"] == losses["hybrid"] != losses["others"]
