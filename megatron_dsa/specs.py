@@ -4,8 +4,11 @@
   ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
   ``provider.transformer_layer_spec``; handles MoE layers and pipeline stages.
 * :func:`dsa_layer_spec`: one layer as a ``ModuleSpec`` for a given configuration.
-* ``dsa_local_layer_spec``, ``dsa_te_layer_spec``: ready ``ModuleSpec`` objects of a dense layer,
-  for builders that expect an object.
+* :func:`dsa_hybrid_stack_spec`: the stack of a hybrid model as a ``ModuleSpec``, for ``--spec`` of
+  our entry point and ``HybridModelConfig.hybrid_stack_spec``.
+* ``dsa_local_layer_spec``, ``dsa_te_layer_spec``, ``dsa_local_hybrid_stack_spec``,
+  ``dsa_te_hybrid_stack_spec``: ready ``ModuleSpec`` objects of dense layers, for builders that
+  expect an object.
 """
 
 import dataclasses
@@ -13,15 +16,27 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 from megatron_dsa.config.extras import optional_extra
 from megatron_dsa.config.model import (
@@ -37,18 +52,25 @@ from megatron_dsa.config.rules.hyper_connections import predicts_apart
 from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import DSASelfAttention
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers.backends import (
+    LocalBackend as LocalBackend,
+)
+from megatron_dsa.layers.backends import (
+    SeparateNorms,
+    get_backend,
+)
 from megatron_dsa.layers.compressor import Compressor, CompressorSubmodules
 from megatron_dsa.layers.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
 from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.layers.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.layers.hybrid import DSAHybridStack, HybridAttentionLayer
 from megatron_dsa.layers.index_sharing import (
     IndexSharingHyperConnectionLayer,
     IndexSharingLayer,
 )
-from megatron_dsa.layers.linears import LocalNorm, ReplicatedLinear, bf16_linear, bf16_weight_linear
+from megatron_dsa.layers.linears import ReplicatedLinear
 from megatron_dsa.layers.v4.hash_routing import with_hash_routing
 from megatron_dsa.layers.v4.hyper_connections import (
     HyperConnectionLayer,
@@ -59,33 +81,10 @@ from megatron_dsa.layers.v4.hyper_connections import (
 from megatron_dsa.layers.v4.stage_layers import layers_of_stage
 from megatron_dsa.layers.v4.stream_prediction import HeadBeforePrediction, on_streams
 from megatron_dsa.metrics.log import install_loss_scale
-from megatron_dsa.patches import install, install_for_layers
+from megatron_dsa.patches import install, install_for_layers, install_for_model
 from megatron_dsa.versions import require_supported_megatron, why_not_transformer_engine
 
 require_supported_megatron()
-
-
-class LocalBackend(LocalSpecProvider):
-    """Layers of Megatron without transformer-engine, and of this package.
-
-    ``latent_linear``: down projections; ``absorbed_linear``: the up projection of keys and values,
-    whose weight is also read as a plain tensor.
-    """
-
-    def linear(self) -> type:
-        return ReplicatedLinear
-
-    def latent_linear(self) -> type:
-        return ColumnParallelLinear  # as in Megatron's local MLA spec
-
-    def absorbed_linear(self) -> type:
-        return self.column_parallel_linear()
-
-    def indexer_linear(self, fp8: bool) -> type:
-        return self.linear()
-
-    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False) -> type:
-        return LocalNorm
 
 
 def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = False) -> ModuleSpec:
@@ -113,39 +112,6 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
-    )
-
-
-def _te_backend():
-    reason = why_not_transformer_engine(torch.cuda.is_available())
-    if reason is not None:
-        raise ConfigError(
-            f"--transformer-impl transformer_engine cannot be used: {reason}. Install it on a "
-            "machine with a GPU (pip install 'megatron-dsa[te]'), or pass --transformer-impl local"
-        )
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    class TransformerEngineBackend(TESpecProvider):
-        def latent_linear(self) -> type:
-            return self.linear()
-
-        def absorbed_linear(self) -> type:
-            return bf16_weight_linear(self.column_parallel_linear())
-
-        def indexer_linear(self, fp8: bool) -> type:
-            return self.linear() if fp8 else bf16_linear(self.linear())
-
-    return TransformerEngineBackend()
-
-
-def get_backend(transformer_impl: str) -> Any:
-    """Return the set of layers for ``--transformer-impl``."""
-    if transformer_impl == "transformer_engine":
-        return _te_backend()
-    if transformer_impl == "local":
-        return LocalBackend()
-    raise ConfigError(
-        f"--transformer-impl must be 'local' or 'transformer_engine', got {transformer_impl!r}"
     )
 
 
@@ -217,19 +183,6 @@ def _layer_spec(
     )
 
 
-class _SeparateNorms:
-    """A backend without norms fused into linears: streams come between, or adapters."""
-
-    def __init__(self, backend):
-        self._backend = backend
-
-    def __getattr__(self, name: str):
-        return getattr(self._backend, name)
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        return False
-
-
 def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
     """Return the spec of a layer with hyper-connections in place of norms and residuals."""
     shared = spec.module is IndexSharingLayer
@@ -279,7 +232,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
             fp8_indexer=fp8_indexer,
         )
     spec = _layer_spec(
-        _SeparateNorms(backend) if uses_streams(config) or has_adapters(config) else backend,
+        SeparateNorms(backend) if uses_streams(config) or has_adapters(config) else backend,
         attention,
         layer=IndexSharingLayer if shares_indices(config) and not is_mtp else GraphedLayer,
         rms_norm=rms_norm,
@@ -306,10 +259,7 @@ def dsa_block_spec(
     if uses_streams(config) and predicts_apart(config):
         # The stage of the last layer sends more than the stages before it: shapes are sent as well.
         config.mtp_standalone = True
-    # On every pipeline rank, also on those without an indexer: see IndexerLog.
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    install("training log", config, device)
-    install("throughput", config)
+    install_for_model(config)
     kinds = (False,) if config.num_moe_experts is None else (False, True)
     specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
     hashed = with_hash_routing(specs[True]) if hash_layers(config) else None
@@ -345,21 +295,102 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
     return on_streams(block, backend.linear())
 
 
-def _dense_layer_spec(transformer_impl: str) -> ModuleSpec:
+def dsa_hybrid_stack_spec(config) -> ModuleSpec:
+    """Return the spec of a hybrid stack whose layers ``D`` have sparse attention.
+
+    The other layers are Megatron's; without transformer-engine only ``-``, ``E``, ``G`` and
+    multi-token prediction exist, made of its local parts.
+
+    Args:
+        config: a transformer configuration with a ``layer_pattern``, or a model configuration with
+            one inside.
+
+    Raises:
+        ConfigError: the configuration is not supported.
+    """
+    config = _transformer_config(config)
+    layer = dsa_layer_spec(config)
+    experts = None if config.num_moe_experts is None else dsa_layer_spec(config, moe=True)
+    backend = get_backend(config.transformer_impl)
+    return _hybrid_spec(backend, layer, experts, local=config.transformer_impl == "local")
+
+
+def _hybrid_spec(
+    backend, layer: ModuleSpec, experts: ModuleSpec | None = None, *, local: bool
+) -> ModuleSpec:
+    """Return the stack with the parts of GPT layers, with a dense MLP and with experts, apart."""
+    attention = _part(
+        HybridAttentionLayer, layer, "input_layernorm", "self_attention", "self_attn_bda"
+    )
+    if not local:
+        megatron = hybrid_layer_specs.hybrid_stack_spec.submodules
+        parts = dataclasses.replace(megatron, dsa_layer=attention)
+    else:
+        mlp = "pre_mlp_layernorm", "mlp", "mlp_bda"
+        parts = HybridStackSubmodules(
+            dsa_layer=attention,
+            mlp_layer=_part(MLPLayer, layer, *mlp),
+            moe_layer=IdentityOp if experts is None else _part(MoETransformerLayer, experts, *mlp),
+            gdn_layer=_local_gated_delta_net(backend),
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(
+                    layer_specs=[get_mtp_layer_spec_for_backend(attention, backend)]
+                ),
+            ),
+        )
+    return ModuleSpec(
+        module=DSAHybridStack, params={"norm": backend.layer_norm(rms_norm=True)}, submodules=parts
+    )
+
+
+def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:
+    parts = {name: getattr(layer.submodules, name) for name in names}
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
+
+
+def _local_gated_delta_net(backend) -> ModuleSpec:
+    norm = backend.layer_norm(rms_norm=True)
+    mixer = GatedDeltaNetSubmodules(
+        in_proj=backend.column_parallel_linear(),
+        out_norm=norm,
+        out_proj=backend.row_parallel_linear(),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(module=GatedDeltaNet, submodules=mixer),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _dense_spec(transformer_impl: str, hybrid: bool) -> ModuleSpec:
     install("packed targets")
     install("prediction loss")
     backend = get_backend(transformer_impl)
-    return _layer_spec(backend, _attention_spec(backend))
+    layer = _layer_spec(backend, _attention_spec(backend))
+    return _hybrid_spec(backend, layer, local=transformer_impl == "local") if hybrid else layer
+
+
+#: Ready objects -> arguments of :func:`_dense_spec`.
+_READY = {
+    "dsa_local_layer_spec": ("local", False),
+    "dsa_local_hybrid_stack_spec": ("local", True),
+    "dsa_te_layer_spec": ("transformer_engine", False),
+    "dsa_te_hybrid_stack_spec": ("transformer_engine", True),
+}
 
 
 def __getattr__(name: str):
     # Raises the reason why the object does not exist without transformer-engine.
-    if name == "dsa_te_layer_spec":
-        return _dense_layer_spec("transformer_engine")
+    if name in _READY:
+        return _dense_spec(*_READY[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
-dsa_local_layer_spec = _dense_layer_spec("local")
-if why_not_transformer_engine(torch.cuda.is_available()) is None:
-    dsa_te_layer_spec = _dense_layer_spec("transformer_engine")
+for _name, (_impl, _hybrid) in _READY.items():
+    if _impl == "local" or why_not_transformer_engine(torch.cuda.is_available()) is None:
+        globals()[_name] = _dense_spec(_impl, _hybrid)

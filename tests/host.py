@@ -95,6 +95,13 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
     return config
 
 
+def small_hybrid_config(pattern, **changes):
+    """The configuration of a hybrid model with such layers."""
+    layers = len(pattern.partition("/")[0].replace("|", ""))
+    settings = {"num_layers": layers, "mtp_num_layers": pattern.count("/") or None} | changes
+    return small_config(layer_pattern=pattern, is_hybrid_model=True, **settings)
+
+
 def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
     """A configuration of hybrid attention whose layers all have the same compression ratio."""
     start()

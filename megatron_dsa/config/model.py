@@ -4,15 +4,18 @@ Megatron is not imported: commands that only print read these.
 """
 
 # Without ``from __future__ import annotations``: flags are made from the types of fields.
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from megatron_dsa.config.fields import option
+from megatron_dsa.config.hybrid import attention_layers, attention_number
 from megatron_dsa.config.options import DSAOptions
 from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
 from megatron_dsa.config.rules.hash_routing import hash_rules
+from megatron_dsa.config.rules.hybrid import hybrid_rules
 from megatron_dsa.config.rules.hyper_connections import hyper_connection_rules
 from megatron_dsa.config.rules.lora import adapted_linears, adapts_indexer, lora_rules
 from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
@@ -157,7 +160,7 @@ def selected_tokens(config: Any) -> int:
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:
-    """Return whether layer ``layer_number`` (from 1) selects keys instead of reusing a selection.
+    """Return whether attention ``layer_number`` (from 1) selects keys or reuses a selection.
 
     ``dsa_indexer_skip_topk_offset`` leading layers do; from then on, one in
     ``dsa_indexer_topk_freq``.
@@ -173,12 +176,14 @@ def shares_indices(config: Any) -> bool:
 
 def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
     """Return whether a layer of V3.2's attention has an indexer in the sparse stage."""
-    return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
+    number = attention_number(config, layer_number)
+    return is_mtp or not shares_indices(config) or computes_topk(config, number)
 
 
 def ends_group(config: Any, layer_number: int) -> bool:
     """Return whether no layer behind ``layer_number`` reuses the keys that it attends to."""
-    return layer_number >= config.num_layers or selects_keys(config, layer_number + 1)
+    behind = [number for number in attention_layers(config) if number > layer_number]
+    return not behind or selects_keys(config, behind[0])
 
 
 def shares_teacher(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
@@ -198,6 +203,7 @@ def validate(config: Any) -> None:
     elif isinstance(config, StreamFields):
         rules = chain(option_rules(StreamFields, config), rules)
     rules = chain(rules, hyper_connection_rules(config), hash_rules(config))
+    rules = chain(rules, hybrid_rules(config, options, functools.partial(selects_keys, config)))
     rules = chain(rules, masked_rules(config, options), lora_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]

@@ -15,9 +15,14 @@ require_supported_megatron()
 
 @dataclass
 class DSATransformerConfig(StreamFields, MLATransformerConfig):
-    """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention."""
+    """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention.
+
+    Attributes:
+        layer_pattern: ``hybrid_layer_pattern`` of a hybrid model, whose parts read it.
+    """
 
     dsa: DSAOptions = field(default_factory=DSAOptions)
+    layer_pattern: str | None = None
 
     def __post_init__(self):
         self._derive()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_dsa.config.hybrid import attention_layers
 from megatron_dsa.config.model import selects_keys, shares_teacher, uses_indexer
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
@@ -119,7 +120,8 @@ class DSACoreAttention(CoreAttention):
 
     def selecting_numbers(self) -> list[int]:
         """See :class:`CoreAttention`; a layer outside of a model may have any number."""
-        numbers = range(1, max(self.config.num_layers, self.layer_number) + 1)
+        numbers = attention_layers(self.config)
+        numbers += range(self.config.num_layers + 1, self.layer_number + 1)
         return [number for number in numbers if selects_keys(self.config, number)]
 
     def forward_sparse(

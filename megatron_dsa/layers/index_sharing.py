@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
+from megatron_dsa.config.hybrid import has_pattern
 from megatron_dsa.config.model import ends_group
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import TopKIndices
@@ -18,10 +19,11 @@ class IndexSharingLayer(GraphedLayer):
     attention, which a GPT has not: it belongs to its microbatch, and activation recompute saves and
     restores it like any other input.
 
-    Megatron drops the context in two cases: capture for ``--cuda-graph-impl transformer_engine``,
-    and ``--overlap-moe-expert-parallel-comm``. Both run the layers of a microbatch one after the
-    other, so the selection waits in the class for the next layer. The graphs of a microbatch then
-    read it in the memory that the selecting layer's graph writes, like other memory of their pool.
+    Megatron drops the context in three cases: capture for ``--cuda-graph-impl transformer_engine``,
+    ``--overlap-moe-expert-parallel-comm``, and hybrid stacks that are not fully recomputed. All run
+    the layers of a microbatch one after the other, so the selection waits in the class for the next
+    layer. The graphs of a microbatch then read it in the memory that the selecting layer's graph
+    writes, like other memory of their pool.
     """
 
     _waiting: torch.Tensor | None = None
@@ -31,7 +33,7 @@ class IndexSharingLayer(GraphedLayer):
         self.self_attention.hands_on_selection = True
 
     def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
-        attention, dropped = self.self_attention, _context_is_dropped(self.config)
+        attention, dropped = self.self_attention, self._context_is_dropped()
         selects = attention.core_attention.computes_topk
         if dropped and not selects:
             context = IndexSharingLayer._waiting
@@ -56,11 +58,13 @@ class IndexSharingLayer(GraphedLayer):
             context = None
         return hidden_states, context
 
-
-def _context_is_dropped(config: Any) -> bool:
-    if config.overlap_moe_expert_parallel_comm:
-        return True
-    return config.cuda_graph_impl == "transformer_engine" and is_graph_capturing()
+    def _context_is_dropped(self) -> bool:
+        config: Any = self.config
+        if config.overlap_moe_expert_parallel_comm:
+            return True
+        if has_pattern(config):
+            return not (config.recompute_granularity == "full" and self.training)
+        return config.cuda_graph_impl == "transformer_engine" and is_graph_capturing()
 
 
 class IndexSharingHyperConnectionLayer(HyperConnections, IndexSharingLayer):

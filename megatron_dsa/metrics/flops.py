@@ -18,6 +18,7 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
+* Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
 """
@@ -25,6 +26,7 @@ In a frozen ``warmup`` no gradient of the main model is needed, so none is count
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, MLP, parts_of_layer
 from megatron_dsa.config.model import (
     has_adapters,
     indexer_is_trained,
@@ -35,7 +37,6 @@ from megatron_dsa.config.model import (
     uses_streams,
 )
 from megatron_dsa.config.rules.csa import CSA_RATIO
-from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.layers.required_ops import Keys, RequiredOp, required_ops
 
 
@@ -92,10 +93,14 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
 
 def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
     """Return what transformer layer ``number`` (from 1) of the decoder, or MTP layer, does."""
-    weights = (_csa_weights if uses_csa(config) else _dsa_weights)(config, number, is_mtp)
-    index = config.num_layers - 1 if is_mtp else number - 1
-    pairs = _pair_work(config, number, is_mtp)
-    return [*weights, *pairs, *_mlp_work(config, is_moe_layer(config, index)), *_streams(config)]
+    work: list[Work] = []
+    for part in parts_of_layer(config, number, is_mtp):
+        if part == ATTENTION:
+            weights = _csa_weights if uses_csa(config) else _dsa_weights
+            work += [*weights(config, number, is_mtp), *_pair_work(config, number, is_mtp)]
+        elif part in MLP + EXPERTS:
+            work += _mlp_work(config, part == EXPERTS)
+    return [*work, *_streams(config)]
 
 
 def _streams(config) -> Iterator[Work]:

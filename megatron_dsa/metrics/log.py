@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.utils import log_single_rank
 
+from megatron_dsa.config.hybrid import logged_layers
 from megatron_dsa.config.model import has_indexers, indexer_is_trained, options_of
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
@@ -253,10 +254,12 @@ class TrainingLog:
         return self.megatron(*bound.args, **bound.kwargs)
 
 
-def install_logging(config, device, training_module: ModuleType | None = None) -> None:
+def install_logging(config, device=None, training_module: ModuleType | None = None) -> None:
     """Let Megatron's training loop log our metrics, and every step in its own interval."""
     if has_indexers(config):
-        IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
+        if device is None:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        IndexerLog.create(logged_layers(config), device)
     training: Any = training_module or sys.modules.get("megatron.training.training")
     if training is not None and not isinstance(training.training_log, TrainingLog):
         training.training_log = TrainingLog(training.training_log)

@@ -88,7 +88,7 @@ TABLE: dict[str, Patch] = {
         "training.quiet_output:quiet_output", "entry point", "no --logging-level 10",
         upstream=OURS),
     "loading": Patch(
-        "refuses checkpoints without indexers or with the names of another layer set",
+        "refuses checkpoints without indexers, or with names of another layer set or kind of model",
         "training.checkpoints:prepare_loading", "entry point", upstream=OURS),
     "prediction layers": Patch(
         "derives layers of multi-token prediction from its own dense spec",
@@ -181,6 +181,12 @@ def install_for_layers(config: Any) -> None:
     for patch in TABLE.values():
         if patch.by == "layer specs" and patch.needed(config):
             patch.install()
+
+
+def install_for_model(config: Any) -> None:
+    """Install the log of a model, on every pipeline rank: see ``IndexerLog``."""
+    install("training log", config)
+    install("throughput", config)
 
 
 def described() -> list[str]:

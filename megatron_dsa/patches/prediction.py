@@ -70,6 +70,7 @@ def _tokens_behind(
 def count_prediction_tokens_of_all_ranks() -> None:
     """Let models divide by the tokens of the context-parallel group; one rank sees no change."""
     from megatron.core.models.gpt import gpt_model
+    from megatron.core.models.hybrid import hybrid_model
     from megatron.core.transformer import multi_token_prediction
 
     original = multi_token_prediction.process_mtp_loss
@@ -84,7 +85,7 @@ def count_prediction_tokens_of_all_ranks() -> None:
             return original(*args, **kwargs)
         return _process(SimpleNamespace(**bound.arguments))
 
-    for module in (multi_token_prediction, gpt_model):
+    for module in (multi_token_prediction, gpt_model, hybrid_model):
         setattr(module, original.__name__, process)
 
 

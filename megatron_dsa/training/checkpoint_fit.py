@@ -132,6 +132,13 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
     sharding = metadata.get("distrib_optim_sharding_type")
     if was and (sharding is None or sharding in _FIT_ANY_LAYOUT):
         return
+    kinds = [getattr(x, "hybrid_layer_pattern", None) is None for x in (saved, args)]
+    yield (
+        not was or kinds[0] == kinds[1],
+        f"--hybrid-layer-pattern must {'not ' if kinds[0] else ''}be given, {where}: states of the "
+        f"distributed optimizer were saved without {RESHARDABLE} and have no names. Resume like "
+        "that with it until it has saved, then change",
+    )
     precision = next((f"--{x}" for x in ("fp16", "bf16") if getattr(saved, x, False)), None)
     yield (
         bool(precision) == (args.fp16 or args.bf16),

@@ -6,17 +6,16 @@ error.
 """
 
 import argparse
-import dataclasses
-import re
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -33,25 +32,26 @@ from megatron_dsa.training.checkpoint_fit import (
     nested_entries,
     say_layout,
 )
-from megatron_dsa.training.launching import this_rank
-
-# transformer-engine keeps some norms inside the linear that follows them; names for both forms.
-_NORM_NAMES = (
-    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
-    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
-    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+from megatron_dsa.training.checkpoint_names import (
+    OtherKind,
+    is_held,
+    other_kind,
+    same_under_another_name,
 )
+from megatron_dsa.training.launching import this_rank
 
 
 def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
-    Inside it, Megatron's loader accepts that a checkpoint has no indexers.
+    Inside it, Megatron's loader accepts that a checkpoint has no indexers, and that it is of a GPT
+    where the run's model is hybrid, or the other way round.
     """
     install_checkpoint_repairs()
     install("tracker file", read_tracker)
     directory = checkpoint_directory(args)
-    functions: dict[str, Any] = {"load": load}
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    functions: dict[str, Any] = {"load": functools.partial(load, pattern=pattern)}
     if (base := _base_of_saves(args, directory)) is not None:
         functions["save"] = load_extra("lora.base", "--lora-rank").saving_without(
             base, args.lora_base
@@ -80,7 +80,18 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
         say_dropped_indexers(args, directory)
         check_hash_layers(args, directory)
         check_adapters(args, directory)
-    return mock.patch.multiple(checkpointing.dist_checkpointing, **functions)
+    return _loading_by(functions)
+
+
+@contextmanager
+def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
+    # Megatron's own reads checkpoints of a GPT for layers * only, and none the other way round.
+    names: dict[str, Any] = {"_maybe_setup_gpt_to_hybrid_load": lambda *_: (None, False)}
+    with (
+        mock.patch.multiple(checkpointing, **names),
+        mock.patch.multiple(checkpointing.dist_checkpointing, **functions),
+    ):
+        yield
 
 
 def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | None:
@@ -261,14 +272,18 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
     return directory
 
 
-def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
+def load(sharded_state_dict, checkpoint_dir, *args, pattern: str | None = None, **kwargs) -> Any:
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
-    indexers, go by the names of other layer sets, or hold adapters only."""
+    indexers, go by other names, or hold adapters only; ``pattern`` as for :func:`redirect`."""
     with reading(Path(checkpoint_dir)):
-        available = redirect(sharded_state_dict, checkpoint_dir)
+        available = redirect(sharded_state_dict, checkpoint_dir, pattern)
         check_shapes(sharded_state_dict, checkpoint_dir, available)
         if (base := base_of(checkpoint_dir)) is None:
-            return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            loaded = serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            kind = other_kind(loaded.get("args"), pattern, checkpoint_dir)
+            if kind is not None and "args" in loaded:
+                loaded["args"].num_layers = kind.num_layers  # Megatron compares it
+            return loaded
         extra = load_extra("lora.base", "--lora-rank")
         return extra.load(sharded_state_dict, checkpoint_dir, base, *args, **kwargs)
 
@@ -315,33 +330,39 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
     } | entries
 
 
-def redirect(sharded_state_dict, checkpoint_dir) -> dict[str, ShardedBase]:
+def redirect(
+    sharded_state_dict, checkpoint_dir, pattern: str | None = None
+) -> dict[str, ShardedBase]:
     """Point entries of models and optimizers to where a checkpoint keeps them; print the changes.
 
     Entries of indexers are removed where the checkpoint has none. Returns all that it holds, by
-    key.
+    key. ``pattern``: the layer pattern of this run, ``None`` for a GPT.
 
     Raises:
         ConfigError: the checkpoint lacks anything else.
     """
     available = entries_of(checkpoint_dir)
-    _redirect_models(sharded_state_dict, checkpoint_dir, available)
-    _redirect_optimizers(sharded_state_dict, checkpoint_dir, available)
+    kind = other_kind(_saved_args(checkpoint_dir), pattern, checkpoint_dir)
+    _redirect_models(sharded_state_dict, checkpoint_dir, available, kind)
+    _redirect_optimizers(sharded_state_dict, checkpoint_dir, available, kind)
     return available
 
 
-def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> None:
+def _redirect_models(
+    sharded_state_dict, checkpoint_dir, available: dict, kind: OtherKind | None = None
+) -> None:
     has_indexers = any(is_indexer_parameter(key) for key in available)
     fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
     for parent, name, entry in list(nested_entries(models)):
-        if entry.key in available:
+        # The other kind may have this number for another layer.
+        if kind is None and is_held(entry, available):
             continue
         if name.endswith("_extra_state"):
             # Objects of a layer kind or stacking that the checkpoint does not have; they hold
             # quantisation statistics, which training finds again.
             del parent[name]
-        elif (found := same_under_another_name(entry, available)) is not None:
+        elif (found := same_under_another_name(entry, available, kind)) is not None:
             parent[name] = found
             renamed.append(entry.key)
         elif is_adapter_parameter(entry.key):
@@ -372,13 +393,15 @@ def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> Non
         print_rank_0(f"> {len(renamed)} tensors of the checkpoint go by another name there")
 
 
-def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) -> None:
+def _redirect_optimizers(
+    sharded_state_dict, checkpoint_dir, available: dict, kind: OtherKind | None = None
+) -> None:
     """States of Adam carry the names of their parameters."""
     missing = []
     for parent, name, entry in list(nested_entries(sharded_state_dict.get("optimizer"))):
-        if ".state." not in entry.key or entry.key in available:
+        if ".state." not in entry.key or (kind is None and is_held(entry, available)):
             continue
-        if (found := same_under_another_name(entry, available)) is not None:
+        if (found := same_under_another_name(entry, available, kind)) is not None:
             parent[name] = found
         elif not isinstance(entry, ShardedObject):
             missing.append(entry.key)
@@ -389,45 +412,3 @@ def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) ->
             f"{', '.join(sorted(missing)[:3])}{more}: it was written with another optimizer or by "
             "other trained parameters. Pass --no-load-optim to start the optimizer anew."
         )
-
-
-def same_under_another_name(entry, available: dict):
-    """Return ``entry`` as it is found in a checkpoint, or ``None`` if it is not."""
-    for key in (entry.key, *_other_norm_names(entry.key)):
-        if key in available:
-            return dataclasses.replace(entry, key=key)
-        # One tensor per layer here, all layers stacked in one tensor there.
-        match = re.fullmatch(r"(.*decoder\.layers)\.(\d+)\.(.*)", key)
-        if match and (stacked := f"{match[1]}.{match[3]}") in available:
-            layers = available[stacked].global_shape[0]
-            return _in_stack(entry, stacked, int(match[2]), layers)
-    return None
-
-
-def _other_norm_names(key: str):
-    for plain, fused in _NORM_NAMES:
-        for one, other in ((plain, fused), (fused, plain)):
-            if key.endswith(f".{one}"):
-                yield key.removesuffix(one) + other
-
-
-def _in_stack(entry, key: str, layer: int, layers: int):
-    """Return the sharded tensor (or factory of some) that reads one layer of a stacked tensor."""
-    if isinstance(entry, ShardedTensor):
-        return dataclasses.replace(
-            entry,
-            key=key,
-            global_shape=(layers, *entry.global_shape),
-            global_offset=(layer, *entry.global_offset),
-            axis_fragmentations=(layers, *entry.axis_fragmentations),
-            prepend_axis_num=entry.prepend_axis_num + 1,
-        )
-    build = entry.build_fn
-
-    def build_stacked(_key, *args):
-        # The factory appends nothing to the key, so its parts are all of the stacked tensor.
-        return dict_list_map_inplace(
-            lambda part: _in_stack(part, key, layer, layers), build(key, *args)
-        )
-
-    return dataclasses.replace(entry, build_fn=build_stacked)

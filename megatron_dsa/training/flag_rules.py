@@ -120,6 +120,11 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("timing_log_level", 0, "Megatron's timers wait for the GPU, which a capture cannot"),
      "with --cuda-graph-impl {cuda_graph_impl}",
      lambda args: args.cuda_graph_impl == "full_iteration"),
+    (Must("hybrid_layer_pattern", None, "plans are of GPTs; plan the one with the same layers"),
+     "with --dsa-dry-run", lambda args: on_meta()),
+    (Must("hybrid_layer_pattern", None, "its names are a GPT's; run python -m megatron_dsa "
+          "import-hf, and give its output to --load"),
+     "with --dsa-load-hf", lambda args: args.dsa_load_hf is not None),
     (Must("lora_rank", None, "Muon is for whole matrices, not for their factors; take adam"),
      _OPTIMIZER, lambda args: args.optimizer in MUON),
     (Must("use_distributed_optimizer", False, "megatron-core 0.19's holds the states of Adam only; "

@@ -7,8 +7,9 @@ from unittest import mock
 
 import torch
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import print_rank_0
-from megatron.training.models import gpt
+from megatron.training.models import gpt, hybrid
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
@@ -22,7 +23,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.layers.cuda_graphs import describe_graphs
 from megatron_dsa.ops.dispatch import Choice, collect_choices
 from megatron_dsa.ops.dispatch.choice_log import NO_GPU
-from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+from megatron_dsa.specs import dsa_block_spec, dsa_hybrid_stack_spec, dsa_mtp_block_spec
 
 
 @dataclass(kw_only=True)
@@ -33,14 +34,24 @@ class DSAModelConfig(gpt.GPTModelConfig):
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
 
 
-class DSAModelBuilder(gpt.GPTModelBuilder):
-    """Builds a GPT model from :class:`DSAModelConfig`."""
+@dataclass(kw_only=True)
+class DSAHybridModelConfig(hybrid.HybridModelConfig):
+    """The same of a hybrid model; its transformer configuration has ``layer_pattern``."""
+
+    lists_optimizers: bool = False
+    builder: ClassVar[str] = "megatron_dsa.training.model.DSAHybridModelBuilder"
+
+
+class _Builder:
+    """Part of a builder that prints what was built; Megatron's builder comes behind it."""
+
+    _model_config: Any
 
     def build_distributed_models(self, pg_collection, *args, **kwargs) -> list[Any]:
         """Build all stages of this rank; like the parent, and print the start-up table."""
         _check_embedding_group(self._model_config, pg_collection)
         with collect_choices() as choices:
-            models = super().build_distributed_models(pg_collection, *args, **kwargs)
+            models = super().build_distributed_models(pg_collection, *args, **kwargs)  # type: ignore[misc]
         config = self._model_config.transformer
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
         for line in describe_graphs(config):
@@ -50,6 +61,10 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         if has_adapters(config):
             load_extra("lora.lora", "--lora-rank").print_adapters(models, config)
         return models
+
+
+class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
+    """Builds a GPT model from :class:`DSAModelConfig`."""
 
     def build_model(self, *args, **kwargs) -> Any:
         """Build one stage; like the parent, but MTP layers are sparse as well."""
@@ -67,6 +82,20 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
             model = super().build_model(*args, **kwargs)
         if has_adapters(transformer):
             load_extra("lora.lora", "--lora-rank").add_adapters(model, transformer)
+        if transformer.mtp_use_repeated_layer:
+            accumulate_in_every_call(model)
+        return model
+
+
+class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
+    """Builds a hybrid model from :class:`DSAHybridModelConfig`."""
+
+    def build_model(self, *args, **kwargs) -> Any:
+        """Build one stage; like the parent, with a stack spec of this package by default."""
+        transformer, spec = self._model_config.transformer, self._model_config.hybrid_stack_spec
+        if not isinstance(spec, ModuleSpec):
+            self._model_config.hybrid_stack_spec = (spec or dsa_hybrid_stack_spec)(transformer)
+        model = super().build_model(*args, **kwargs)
         if transformer.mtp_use_repeated_layer:
             accumulate_in_every_call(model)
         return model

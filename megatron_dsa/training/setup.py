@@ -1,5 +1,6 @@
 """The model's configuration from parsed flags, and the forward step of a training."""
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
+    hybrid_config_from_args,
 )
 
 from megatron_dsa.arguments import field_values, options_from_args
@@ -22,7 +24,7 @@ from megatron_dsa.ops.dispatch import log_all_candidates
 from megatron_dsa.ops.dispatch.operation import TIMES
 from megatron_dsa.training.data import check_cp_layout, get_batch
 from megatron_dsa.training.flag_rules import MUON, apply_yarn_flags, check_flags
-from megatron_dsa.training.model import DSAModelConfig
+from megatron_dsa.training.model import DSAHybridModelConfig, DSAModelConfig
 from megatron_dsa.training.provenance import record_provenance
 
 
@@ -81,24 +83,30 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     return losses, functools.partial(loss_function, batch["loss_mask"])
 
 
-def model_config_from_args(args) -> DSAModelConfig:
-    """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
+def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
+    """Return the configuration of the model that the parsed flags describe."""
     check_flags(args)
     record_provenance(args)
     check_cp_layout(args)
     TIMES.on = args.dsa_time_operations
     if args.dsa_log_dispatch:
         log_all_candidates()
-    mla = core_transformer_config_from_args(args)
+    mla = core_transformer_config_from_args(_without_bundled_attention(args))
     apply_yarn_flags(args, mla)
     options = options_from_args(args)
     if args.csa_compress_ratios is not None:
         csa = field_values(CSATransformerConfig, args)
         config = CSATransformerConfig.from_mla(mla, options, **csa)
     else:
-        own = field_values(DSATransformerConfig, args)
+        own = field_values(DSATransformerConfig, args) | {
+            "layer_pattern": args.hybrid_layer_pattern
+        }
         config = DSATransformerConfig.from_mla(mla, options, **own)
-    model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
+    model: Any
+    if args.hybrid_layer_pattern is None:
+        model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
+    else:
+        model = hybrid_config_from_args(args, config, DSAHybridModelConfig)
     model.lists_optimizers = args.optimizer in MUON
     if args.dsa_load_hf is not None:
         extra = load_extra("huggingface.load_hf", "--dsa-load-hf")
@@ -108,3 +116,10 @@ def model_config_from_args(args) -> DSAModelConfig:
         model.pre_wrap_hooks.append(extra.adapting_hook(args))
     model.pre_wrap_hooks.append(freeze_for_stage)
     return model
+
+
+def _without_bundled_attention(args) -> argparse.Namespace:
+    """Return arguments from which Megatron does not take layers D for its bundled attention."""
+    pattern = args.hybrid_layer_pattern
+    pattern = None if pattern is None else pattern.replace("D", "+")
+    return argparse.Namespace(**vars(args) | {"hybrid_layer_pattern": pattern})

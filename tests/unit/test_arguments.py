@@ -100,7 +100,7 @@ def test_every_option_has_a_flag():
     inherited = len(dataclasses.fields(MLATransformerConfig))
     own = {each.name for each in dataclasses.fields(CSATransformerConfig)[inherited:]}
     assert own - {each.name for each, _ in option_fields(CSATransformerConfig)} == {
-        "dsa", "moe_hash_vocab_size",
+        "dsa", "moe_hash_vocab_size", "layer_pattern",
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dsa"
 FORMER = {
     r"(device|index|dense)_problem|\w*Problem": "describe_call, OpCall, ...Inputs",
     r"Hybrid(SelfAttention|CoreAttention|TransformerConfig)\w*": "CSA...",
-    r"is_hybrid|hybrid": "uses_csa",
+    r"is_hybrid": "uses_csa",
     r"Window": "QueryRange",
     r"Spread|spread_layout": "Sharding, sharded_layout",
     r"KeyPlaces|key_places|places_of": "KeyOwnership, global_positions_of",

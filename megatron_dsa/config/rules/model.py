@@ -42,10 +42,6 @@ ATTENTION = (
     ),
     Must("linear_attention_freq", None, "every layer has the attention of this package"),
     Must(
-        "is_hybrid_model", False, "every layer has the attention of this package",
-        "--hybrid-layer-pattern",
-    ),
-    Must(
         "dsa_kernel_backend", "none", "it chooses kernels of Megatron's bundled DSA; name kernels "
         "of this package by operation (--dsa-impl, docs/guide/flags.md)",
     ),

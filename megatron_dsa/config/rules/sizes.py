@@ -82,8 +82,10 @@ def expert_rules(config: Any) -> Iterator[tuple[Any, str]]:
         return
     pattern = config.moe_layer_freq
     listed = isinstance(pattern, list)
+    # Hybrid models: see hybrid_rules.
+    fits = not listed or config.is_hybrid_model or len(pattern) == config.num_layers
     yield (
-        (len(pattern) == config.num_layers and set(pattern) <= {0, 1}) if listed else pattern >= 1,
+        (fits and set(pattern) <= {0, 1}) if listed else pattern >= 1,
         "--moe-layer-freq must be a positive number, or a list of 0 (dense) and 1 (experts) with "
         f"an entry for each of the {config.num_layers} layers, got {pattern}",
     )

@@ -236,7 +236,9 @@ def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.devi
             theirs, remark = _layers(config(), kernels, device)[1:]
             with declined_hooks() as declined:
                 other = _milliseconds(theirs, tokens)
-        except Exception as error:  # a missing package or another version of it, a kernel that fails
+        except (
+            Exception
+        ) as error:  # a missing package or another version of it, a kernel that fails
             torch.cuda.empty_cache()
             found.remarks.append(f"{label}, kernels={kernels}: {str(error).splitlines()[0]}")
             continue

@@ -15,7 +15,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa, dsa_ke
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.utils import _validate_dsa_kernel_backend_dependencies
 
-from megatron_dsa.specs import get_backend
+from megatron_dsa.layers.backends import get_backend
 
 #: Values of ``--dsa-kernel-backend`` that name fused kernels.
 FUSED = ("cudnn", "tilelang")

@@ -31,6 +31,7 @@ from megatron_dsa.arguments import add_dsa_arguments
 from megatron_dsa.config.transformer import CSATransformerConfig
 from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host
+from megatron_dsa.training.checkpoint_names import arguments_of_gpt
 from megatron_dsa.training.checkpoints import distributed_checkpoint, prepare_loading
 from megatron_dsa.training.launching import use_compiled_dataset_helper, world_size
 from megatron_dsa.training.model import embedding_ranks
@@ -55,6 +56,7 @@ _KINDS_OF_THE_RUN = (
 #: Arguments of the model that are no fields of its configuration.
 _MODEL = (
     *("seq_length", "max_position_embeddings", "num_experts", "swiglu", "squared_relu"),
+    "hybrid_layer_pattern",
     *("bias_swiglu_fusion", "position_embedding_type", "rotary_base", "rotary_percent"),
     *("untie_embeddings_and_output_weights", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("bf16", "fp16", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
@@ -109,6 +111,7 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
 
     ``data``: also those that name its data sets.
     """
+    saved = arguments_of_gpt(saved)  # which may have another pipeline
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
         field.name
@@ -120,6 +123,8 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     names += [field.name for field in dataclasses.fields(TokenizerConfig)]
     names += [*_MODEL, *READING, *(_DATA if data else ())]
     found = {name: getattr(saved, name) for name in names if hasattr(saved, name)}
+    if found.get("hybrid_layer_pattern") is not None:
+        found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     if found.get("train_samples") is not None:
         found.pop("train_iters", None)  # Megatron computed them
     return found

@@ -18,6 +18,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.config_json import UNSAID, HFModel, differences
 from megatron_dsa.extras.huggingface.keys import shown
 from megatron_dsa.extras.huggingface.models import key_of
+from megatron_dsa.training.checkpoint_names import arguments_of_gpt
 from megatron_dsa.training.setup import model_config_from_args
 
 #: Arguments that no field of the transformer configuration has -> key and its only value.
@@ -44,6 +45,7 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
             f"{directory} holds imported weights and no arguments of a training: what no shape of "
             f"a tensor shows (rope, epsilons, routing, ...) is as {source} says, unchecked"
         ]
+    saved = arguments_of_gpt(saved)
     trained = _configuration(hf, saved)
     if found := list(_contradictions(hf, saved, trained)):
         raise ConfigError(

@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from megatron_dsa.config.model import is_adapter_parameter
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.training.checkpoints import same_under_another_name, stored_entries
+from megatron_dsa.training.checkpoint_names import same_under_another_name
+from megatron_dsa.training.checkpoints import stored_entries
 from megatron_dsa.training.launching import this_rank
 
 #: Blocks of a file that enter the digest: a base of a terabyte is checked in a second.

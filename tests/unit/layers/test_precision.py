@@ -94,6 +94,7 @@ def backend(monkeypatch):
     """The layers of transformer-engine in specs, by name; its own classes need it installed."""
     start()
     from megatron_dsa import specs
+    from megatron_dsa.layers import backends
 
     class Backend(specs.LocalBackend):
         linear = column_parallel_linear = row_parallel_linear = lambda self: "quantised"
@@ -101,7 +102,7 @@ def backend(monkeypatch):
         absorbed_linear = lambda self: "bf16 weight"  # noqa: E731
         indexer_linear = lambda self, fp8: "quantised" if fp8 else "bf16"  # noqa: E731
 
-    monkeypatch.setattr(specs, "_te_backend", Backend)
+    monkeypatch.setattr(backends, "_te_backend", Backend)
     return specs
 
 
@@ -130,10 +131,10 @@ def test_specs_take_the_classes_of_transformer_engine(monkeypatch):
     start()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear
 
-    from megatron_dsa import specs
+    from megatron_dsa.layers import backends
 
-    monkeypatch.setattr(specs, "why_not_transformer_engine", lambda has_gpu: None)
-    layers = specs.get_backend("transformer_engine")
+    monkeypatch.setattr(backends, "why_not_transformer_engine", lambda has_gpu: None)
+    layers = backends.get_backend("transformer_engine")
     assert layers.indexer_linear(fp8=True) is TELinear
     assert layers.indexer_linear(fp8=False) is bf16_linear(TELinear)
     assert layers.absorbed_linear() is bf16_weight_linear(TEColumnParallelLinear)

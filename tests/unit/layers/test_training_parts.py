@@ -331,7 +331,7 @@ def test_checkpoint_names_of_fused_norms():
     """Both ways: transformer-engine keeps the norm inside the linear that follows it."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from megatron_dsa.training.checkpoints import same_under_another_name
+    from megatron_dsa.training.checkpoint_names import same_under_another_name
 
     layer = "decoder.layers.1."
     pairs = {

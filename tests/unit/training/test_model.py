@@ -101,7 +101,7 @@ def test_linears_that_are_called_again_are_not_told_of_a_first_call(repeated, mo
 
     model = torch.nn.Module()
     model.decoder, model.mtp = Linear(), torch.nn.Sequential(Linear())
-    parent = DSAModelBuilder.__mro__[1]
+    parent = DSAModelBuilder.__mro__[2]
     monkeypatch.setattr(parent, "build_model", lambda *_args: model)
     config = DSAModelConfig(
         transformer=small_config(mtp_num_layers=2, mtp_use_repeated_layer=repeated),

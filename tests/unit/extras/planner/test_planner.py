@@ -18,6 +18,7 @@ from megatron_dsa.extras.planner import chunks
 from megatron_dsa.extras.planner.command import dry_run
 from megatron_dsa.extras.planner.memory import LIBRARIES
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
+from megatron_dsa.layers import backends
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.compressor.spec import COMPRESSOR
@@ -286,7 +287,7 @@ def test_a_machine_with_transformer_engine_plans_alike(monkeypatch):
     expected = plan(job)
     presets = "megatron_dsa.training.preset_flags.why_not_transformer_engine"
     monkeypatch.setattr(presets, lambda has_gpu: None)
-    monkeypatch.setattr(specs, "_te_backend", lambda: None)  # asked whether it can be imported
+    monkeypatch.setattr(backends, "_te_backend", lambda: None)  # asked whether it can be imported
     monkeypatch.setattr(moe_utils, "te_general_gemm", mock.Mock(side_effect=RuntimeError("no GPU")))
     found = plan(job)
     assert found.stages[0].memory == expected.stages[0].memory

@@ -1,0 +1,20 @@
+"""The entry point where layers G need no flash-linear-attention, whose kernels need a GPU.
+
+With ``--deterministic-mode`` Megatron runs torch code of its own but for one norm, which is here
+torch's.
+"""
+
+import torch
+from megatron.core.ssm.gated_delta_net import common
+
+from megatron_dsa import pretrain
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Return vectors of length 1 along the last dimension."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+if __name__ == "__main__":
+    common.HAVE_FLA, common.l2norm = True, l2norm
+    pretrain.main()
