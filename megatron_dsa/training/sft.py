@@ -155,8 +155,12 @@ class SFTDataset(MegatronDataset):
         lengths = np.minimum(dataset.sequence_lengths[self.documents] - 1, config.sequence_length)
         items: list[np.ndarray] = []
         epoch, wanted = 0, 1 if num_samples is None else num_samples
+        if not wanted:
+            # Megatron's samplers refuse an empty data set, also where nothing is read from it.
+            self.items = [np.arange(min(1, len(self.documents)))]
+            return
         require(
-            len(self.documents) or not wanted,
+            len(self.documents),
             f"--split gives the {index_split.name} data no conversation of {dataset_path} that "
             "fits --seq-length, and it is cut between conversations: give it a larger share, or "
             "set --eval-iters 0",

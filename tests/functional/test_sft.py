@@ -64,6 +64,11 @@ def sft_single(sft_step):
     return step, gradients, result
 
 
+def test_a_validation_part_that_is_not_read(flags):
+    run = train(flags | {"--split": "90,10,0", "--eval-iters": 0, "--train-iters": 1})
+    assert len(run.steps) == 1
+
+
 @pytest.mark.parametrize("name", layout_cases(LAYOUTS))
 def test_layout(name, sft_single, sft_step):
     """The loss is a mean over the assistant's tokens of the global batch, however it is divided."""

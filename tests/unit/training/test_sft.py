@@ -191,6 +191,17 @@ def test_files_of_tokens(chat, tmp_path, capsys):
         SFTDataset.build_low_level_dataset(path, config)
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(0)], ids=["some", "none"])
+def test_a_part_that_nothing_is_read_from(part, build):
+    """``--eval-iters 0``: Megatron's samplers refuse an empty data set."""
+    data = build(ROWS, 96, samples=0, part=part, split=Split.valid)
+    assert len(data) == 1
+    if part == slice(0):
+        assert not any(data[0][name].any() for name in ("tokens", "loss_mask", "cu_seqlens"))
+    else:
+        assert len(list(documents_of(data[0]))) == 1
+
+
 def test_turns_without_an_end_are_warned_of(tmp_path, capsys):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     chat = ChatTokenizer(save_tokenizer(tmp_path), template)
