@@ -64,6 +64,8 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
             f"{flag_of('csa_compress_ratios')}"
         )
         return
+    if (size := getattr(saved, "dsa_indexer_pool_size", 1)) != 1:
+        yield f"no key says {flag_of('dsa_indexer_pool_size')}, which was {size} in training"
     for name, (actual, expected) in differences(hf, trained).items():
         if name in _FIXED and getattr(saved, name, None) is None:
             continue
