@@ -177,8 +177,10 @@ def _dims(text: str) -> tuple[int, int]:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    module = "doctor" if arguments.against is None else "doctor.against"
-    return _run(module, "run")(arguments)
+    if arguments.against is None:
+        return _run("doctor", "run")(arguments)
+    require_supported_megatron()
+    return _run("doctor.against", "run")(arguments)
 
 
 def _add_doctor(commands) -> None:

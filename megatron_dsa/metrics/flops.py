@@ -30,6 +30,7 @@ from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, MLP, parts_of_layer
 from megatron_dsa.config.model import (
     has_adapters,
     indexer_is_trained,
+    options_of,
     selects_keys,
     trains_main,
     uses_csa,
@@ -137,7 +138,8 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
         _linear("W_uk, W_uv", up, main),
     ]
     if uses_indexer(config) and selects_keys(config, number, is_mtp):
-        work.append(_indexer_weights(config, hidden * config.dsa_indexer_head_dim))
+        gated = 2 if options_of(config).indexer_pool_size > 1 else 1
+        work.append(_indexer_weights(config, gated * hidden * config.dsa_indexer_head_dim))
     return work
 
 

@@ -373,6 +373,14 @@ def _redirect_models(
             del parent[name]
         else:
             missing.append(entry.key)
+    keys = [entry.key for _, _, entry in nested_entries(models)]
+    pooled = [any(key.endswith("indexer.pool_ape") for key in each) for each in (available, keys)]
+    trained_alike = not any(map(is_indexer_parameter, keys)) or pooled[0] == pooled[1]
+    require(
+        trained_alike or not has_indexers,
+        f"--dsa-indexer-pool-size must be {'above 1' if pooled[0] else '1'}, as in checkpoint "
+        f"{checkpoint_dir}: an index key is of {'a pool' if pooled[0] else 'a token'} there",
+    )
     if missing:
         raise ConfigError(
             f"checkpoint {checkpoint_dir} does not hold {', '.join(sorted(set(missing)))}; only "

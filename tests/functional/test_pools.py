@@ -55,3 +55,15 @@ def test_warm_up_then_two_ranks(data, tmp_path):
     one, two = (train(flags | rest | more, ranks=n) for more, n in (({}, 1), (TP2_SEQUENCE, 2)))
     for name in ("lm loss", "indexer loss", "grad norm"):
         assert two.column(name) == pytest.approx(one.column(name), rel=1e-4), name
+
+
+def test_refusals(data, tmp_path):
+    flags = POOLS | {"--data-path": data, "--train-iters": 1}
+    train(flags | {"--save": tmp_path, "--save-interval": 1})
+    for changes, message in (
+        ({"--dsa-indexer-pool-size": 1}, "--dsa-indexer-pool-size must be above 1, as in check"),
+        ({"--dsa-indexer-pool-size": 0}, "--dsa-indexer-pool-size must be finite and at least 1"),
+        ({"--dsa-indexer-pool-size": 2}, "pool_ape is [2, 4, 16] in checkpoint"),
+    ):
+        run = train(flags | {"--load": tmp_path, "--finetune": True} | changes, check=False)
+        assert run.returncode == 2 and message in run.log and "Traceback" not in run.log, run.log

@@ -345,7 +345,7 @@ _POOLED = (
 
 def _pool_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     size, topk = options.indexer_pool_size, config.dsa_indexer_topk
-    if size == 1:
+    if size <= 1:
         return
     yield (
         not topk or (type(topk) is int and topk % size == 0),

@@ -55,7 +55,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
         Range(1, 2**16, "it counts heads, groups, streams or experts, or dimensions of a head"),
         "--num-attention-heads --num-query-groups --kv-channels --qk-head-dim --v-head-dim "
         "--dsa-indexer-n-heads --num-experts --moe-router-topk --moe-router-num-groups "
-        "--moe-router-group-topk --o-groups --hc-mult",
+        "--moe-router-group-topk --o-groups --hc-mult --dsa-indexer-pool-size",
     ),
     (Range(0, 2**16, "it is a dimension of a head"), "--qk-pos-emb-head-dim"),
     (

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron_dsa.config.hybrid import attention_layers, attention_number
 from megatron_dsa.config.model import selects_keys, uses_csa
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
@@ -137,7 +138,7 @@ def _int32(data: np.ndarray, name: str) -> torch.Tensor:
 
 def selecting_layers(config: Any) -> list[int]:
     """Return the numbers, from 1, of the decoder layers that select keys."""
-    numbers = range(1, config.num_layers + 1)
+    numbers = attention_layers(config)
     if uses_csa(config):
         return [number for number in numbers if config.ratio(number) == CSA_RATIO]
     return [number for number in numbers if selects_keys(config, number)]
@@ -156,7 +157,8 @@ def record_layers(config: Any, engine: Engine) -> tuple[int, dict[int, int]]:
     require(engine in ("sglang", "vllm"), f"engine must be sglang or vllm, got {engine!r}")
     layers = selecting_layers(config)
     if engine == "sglang" and not uses_csa(config):
-        return config.num_layers, {number: number - 1 for number in layers}
+        columns = {number: attention_number(config, number) - 1 for number in layers}
+        return len(attention_layers(config)), columns
     return len(layers), {number: column for column, number in enumerate(layers)}
 
 

@@ -206,7 +206,14 @@ def test_what_a_user_may_want_is_noted(changes, note, trained, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dsa_indexer_pool_size": 4}, "no key says --dsa-indexer-pool-size, which was 4"),
+        (
+            {
+                "dsa_indexer_pool_size": 3,
+                "qk_pos_emb_head_dim": 0,
+                "dsa_indexer_rotate_activation": False,
+            },
+            "no key says --dsa-indexer-pool-size, which was 3",
+        ),
         ({"layernorm_zero_centered_gamma": True}, "no key says --apply-layernorm-1p, which was Tr"),
         ({"activation_func_clamp_value": 7.0}, "no key says --activation-func-clamp-value, which"),
         ({"rotary_percent": 0.5}, "no key says --rotary-percent, which was 0.5"),

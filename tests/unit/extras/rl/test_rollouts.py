@@ -156,6 +156,10 @@ def test_columns():
     shared = small_config(num_layers=4, dsa_indexer_topk_freq=2)
     assert record_layers(shared, "sglang") == (4, {1: 0, 3: 2})
     assert record_layers(shared, "vllm") == (2, {1: 0, 3: 1})
+    hybrid = small_config(
+        num_layers=8, layer_pattern="D-D-D-D-", is_hybrid_model=True, dsa_indexer_topk_freq=2
+    )
+    assert record_layers(hybrid, "sglang") == (4, {1: 0, 5: 2})
     v4 = small_csa_config(4, num_layers=5, csa_compress_ratios=[4, 0, 4, 6, 4])
     for engine in ("sglang", "vllm"):
         assert record_layers(v4, engine) == (3, {1: 0, 3: 1, 5: 2})
