@@ -125,7 +125,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
     def _start_keys(
         self, x: torch.Tensor, rope: TokenRope, ranks: Ranks, pools: CompressedKeys | None
     ) -> Callable[[], torch.Tensor]:
-        """Start to exchange the keys; return a function that waits for those of all ranks."""
+        """Start to exchange the keys; return a function that waits for the keys of all ranks."""
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._norm_keys(k)
         if pools is not None:

@@ -2,7 +2,7 @@
 
 A pool is a group of :mod:`.compressed` without overlap. Attention and everything behind it works on
 lists of tokens; this module turns selected pools into such lists, and the attention mass on a list
-into that of its pools.
+into the mass of each pool.
 """
 
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ class KeyPools:
 
         Args:
             indices, length: lists of the query tokens ``tokens`` (all by default).
-            mass: ``[r, K * size + size - 1]``, of every entry; that of tokens in no pool is left
+            mass: ``[r, K * size + size - 1]``, of every entry; tokens in no pool are left
                 out.
         """
         if length is None:
@@ -92,10 +92,10 @@ class KeyPools:
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Return keys ``[keys of the layout, DI]``, each that of its pool, and their visibility.
+        """Return the key of each token's pool, ``[keys of the layout, DI]``, and their visibility.
 
-        Tokens in no pool are not seen. The gradient of a loss over tokens equals that of the loss
-        over pools: its student gives the tokens of a pool equal shares.
+        Tokens in no pool are not seen. Losses over tokens and over pools have the same gradient: the
+        student gives the tokens of a pool equal shares.
         """
         layout, keys = self.layout, self.keys
 
