@@ -94,8 +94,8 @@ class KeyPools:
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         """Return the key of each token's pool, ``[keys of the layout, DI]``, and their visibility.
 
-        Tokens in no pool are not seen. Losses over tokens and over pools have the same gradient: the
-        student gives the tokens of a pool equal shares.
+        Tokens in no pool are not seen. Losses over tokens and over pools have the same gradient:
+        the student gives the tokens of a pool equal shares.
         """
         layout, keys = self.layout, self.keys
 
