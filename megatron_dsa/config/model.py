@@ -154,13 +154,18 @@ def has_dense_loss(config: Any) -> bool:
     return uses_indexer(config) and computed and not loss_is_sparse(config)
 
 
+def selected_keys(config: Any) -> int:
+    """Return the most keys that an indexer selects: of pools, or of tokens."""
+    return config.dsa_indexer_topk // options_of(config).indexer_pool_size
+
+
 def selected_tokens(config: Any) -> int:
     """Return the most keys that a query attends to in layers of V3.2's attention."""
     return config.dsa_indexer_topk + options_of(config).indexer_pool_size - 1
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:
-    """Return whether attention ``layer_number`` (from 1) selects keys or reuses a selection.
+    """Return whether attention ``layer_number`` (from 1) selects keys; others reuse a selection.
 
     ``dsa_indexer_skip_topk_offset`` leading layers do; from then on, one in
     ``dsa_indexer_topk_freq``.

@@ -9,7 +9,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
-from megatron_dsa.config.model import indexer_is_trained, loss_is_sparse, options_of, validate
+from megatron_dsa.config.model import (
+    indexer_is_trained,
+    loss_is_sparse,
+    options_of,
+    selected_keys,
+    validate,
+)
 from megatron_dsa.config.rules.cuda_graphs import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
@@ -204,7 +210,7 @@ class CoreAttention(MegatronModule):
         compressed: CompressedKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
-        count = self.config.dsa_indexer_topk // self.options.indexer_pool_size
+        count = selected_keys(self.config)
         if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
             return indexer_topk(inputs, keys, count, policy=self.policy)

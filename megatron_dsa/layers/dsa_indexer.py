@@ -72,12 +72,12 @@ class DSAIndexer(Fp32Parameters, Indexer):
             hidden_size=self.dim,
             eps=config.layernorm_epsilon if eps is None else eps,
         )
-        self.pool_size = options_of(config).indexer_pool_size
-        if self.pool_size > 1:
+        pool_size = options_of(config).indexer_pool_size
+        if pool_size > 1:
             self.linear_pool_gate = ReplicatedLinear(
                 hidden, self.dim, config=config, init_method=config.init_method
             )
-            self.pool_ape = new_parameter(config, self.pool_size, self.dim)
+            self.pool_ape = new_parameter(config, pool_size, self.dim)
             self.fp32_parameters = ("pool_ape",)
             mark_table(self.pool_ape)  # of positions
         for name, parameter in self.named_parameters():

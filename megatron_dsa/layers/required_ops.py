@@ -16,6 +16,7 @@ from megatron_dsa.config.model import (
     indexer_is_trained,
     loss_is_sparse,
     options_of,
+    selected_keys,
     selected_tokens,
     selects_keys,
     shares_teacher,
@@ -236,7 +237,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
 
 def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
     config = calls.config
-    call = calls.indexer(config.dsa_indexer_topk // options_of(config).indexer_pool_size)
+    call = calls.indexer(selected_keys(config))
     for name, each in selection_calls(call, options_of(config).policy):
         yield RequiredOp(name, each, (visible,))
 
@@ -258,10 +259,9 @@ def _loss(
         yield RequiredOp("dense_indexer_loss", call, (visible,), trained, _share(config))
         return
     size = options_of(config).indexer_pool_size
-    count = config.dsa_indexer_topk // size
     if size > 1:
-        selected = Keys(size, count)
-    call = calls.indexer(count)
+        selected = Keys(size, selected_keys(config))
+    call = calls.indexer(selected_keys(config))
     yield RequiredOp("sparse_indexer_loss", call, (selected,), trained, _share(config))
 
 

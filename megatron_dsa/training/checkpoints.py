@@ -7,7 +7,7 @@ error.
 
 import argparse
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -373,14 +373,7 @@ def _redirect_models(
             del parent[name]
         else:
             missing.append(entry.key)
-    keys = [entry.key for _, _, entry in nested_entries(models)]
-    pooled = [any(key.endswith("indexer.pool_ape") for key in each) for each in (available, keys)]
-    trained_alike = not any(map(is_indexer_parameter, keys)) or pooled[0] == pooled[1]
-    require(
-        trained_alike or not has_indexers,
-        f"--dsa-indexer-pool-size must be {'above 1' if pooled[0] else '1'}, as in checkpoint "
-        f"{checkpoint_dir}: an index key is of {'a pool' if pooled[0] else 'a token'} there",
-    )
+    _check_pools([entry.key for *_, entry in nested_entries(models)], available, checkpoint_dir)
     if missing:
         raise ConfigError(
             f"checkpoint {checkpoint_dir} does not hold {', '.join(sorted(set(missing)))}; only "
@@ -399,6 +392,17 @@ def _redirect_models(
         )
     if renamed:
         print_rank_0(f"> {len(renamed)} tensors of the checkpoint go by another name there")
+
+
+def _check_pools(keys: list[str], available: Iterable[str], checkpoint_dir) -> None:
+    """Check that index keys are of tokens, or of pools, in the run and in the checkpoint."""
+    here, there = ([key for key in each if is_indexer_parameter(key)] for each in (keys, available))
+    pooled = any(key.endswith("indexer.pool_ape") for key in there)
+    require(
+        not (here and there) or pooled == any(key.endswith("indexer.pool_ape") for key in here),
+        f"--dsa-indexer-pool-size must be {'above 1' if pooled else '1'}, as in checkpoint "
+        f"{checkpoint_dir}: an index key is of {'a pool' if pooled else 'a token'} there",
+    )
 
 
 def _redirect_optimizers(

@@ -122,3 +122,17 @@ def mixed(distributed):
         parameter.main_grad.copy_(gradient.to(device))
     optimizer.step()
     return module, optimizer.chained_optimizers[0]
+
+
+def check_moments(module, optimizer):
+    """Check that a plain optimizer's checkpoint has each parameter's first moment; return it."""
+    state = optimizer.sharded_state_dict(module.sharded_state_dict(prefix="layer."))
+    saved = {
+        entry.key: entry.data
+        for states in state["optimizer"]["state"].values() if isinstance(states, dict)
+        for entry in states.values()
+    }  # fmt: skip
+    for name, parameter in module.named_parameters():
+        moment = saved[f"optimizer.state.exp_avg.layer.{name}"]
+        assert torch.allclose(moment, 0.1 * parameter.main_grad.float(), rtol=1e-5), name
+    return state

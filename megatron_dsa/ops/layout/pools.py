@@ -27,8 +27,9 @@ class KeyPools:
 
     @classmethod
     def of(cls, layout: Layout, size: int) -> "KeyPools":
-        """Return the pools of ``size`` tokens of a layout, the same object in every layer."""
-        return layout.derive(("pools", size), lambda: cls(layout, compressed_keys(layout, size)))
+        """Return the pools of ``size`` tokens of a layout."""
+        # Not kept by the layout, which it refers to: a cycle would keep a microbatch's tensors.
+        return cls(layout, compressed_keys(layout, size))
 
     @property
     def size(self) -> int:

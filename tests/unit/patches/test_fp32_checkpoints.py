@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cases.optimizers import mixed
+from tests.cases.optimizers import check_moments, mixed
 from tests.host import start
 
 
@@ -51,15 +51,7 @@ def test_precision_aware_optimizer(model_and_optimizer, monkeypatch):
 @pytest.mark.parametrize("model_and_optimizer", [False], indirect=True, ids=["plain"])
 def test_plain_optimizer(model_and_optimizer):
     module, optimizer = model_and_optimizer
-    state = optimizer.sharded_state_dict(module.sharded_state_dict(prefix="layer."))
-    saved = {
-        entry.key: entry.data
-        for states in state["optimizer"]["state"].values() if isinstance(states, dict)
-        for entry in states.values()
-    }  # fmt: skip
-    for name, parameter in module.named_parameters():
-        moment = saved[f"optimizer.state.exp_avg.layer.{name}"]
-        assert torch.allclose(moment, 0.1 * parameter.main_grad.float(), rtol=1e-5), name
+    state = check_moments(module, optimizer)
     # The same names from every version, so that each resumes from the others.
     copies = {entry.key for entries in state["fp32_from_fp16_params"] for entry in entries}
     assert copies == {

@@ -156,22 +156,10 @@ def sgd_momentum(folder):
 
 
 def fp32_plain(_):
-    from tests.cases.optimizers import mixed
+    from tests.cases.optimizers import check_moments, mixed
 
     module, optimizer = mixed(False)
-
-    def keys():
-        state = optimizer.sharded_state_dict(module.sharded_state_dict(prefix="layer."))
-        saved = {
-            entry.key: entry.data
-            for states in state["optimizer"]["state"].values() if isinstance(states, dict)
-            for entry in states.values()
-        }  # fmt: skip
-        for name, parameter in module.named_parameters():
-            moment = saved[f"optimizer.state.exp_avg.layer.{name}"]
-            assert torch.allclose(moment, 0.1 * parameter.main_grad.float(), rtol=1e-5), name
-
-    return fails(keys, Exception)
+    return fails(lambda: check_moments(module, optimizer), Exception)
 
 
 def fp32_distributed(_):

@@ -1,5 +1,8 @@
 """Pools of index keys: lists of tokens, attention mass per pool, keys by token."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -100,3 +103,17 @@ def test_keys_by_token(name):
         assert list(documents(seen))[query] == document[:count]
         for place in range(count):
             assert torch.equal(of_tokens[document[place]], k[first + place // size])
+
+
+def test_a_layout_does_not_keep_itself():
+    """Layouts of packed batches end with their microbatch, also without garbage collection."""
+    layout = LAYOUTS["packed"]()
+    pools = KeyPools.of(layout, 4)
+    pools.by_token(torch.randn(pools.keys.count, 3))
+    gone = weakref.ref(layout)
+    gc.disable()
+    try:
+        del layout, pools
+        assert gone() is None
+    finally:
+        gc.enable()
