@@ -63,25 +63,31 @@ class HopperTiles(TritonTiles):
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """Yield a first head, the keys from it on, and the rope key of all heads.
 
-        Keys are ``[w, h, nope + ...]``; without a rope key of all heads, each head's follows its
-        key.
+        Keys are ``[w, h, nope + ...]``; without a rope key of all heads, all dims of a key are its
+        head's.
         """
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
         elif isinstance(keys, ExpandedKeys):
-            yield 0, keys.kv.contiguous(), keys.k_pe.contiguous()
+            yield 0, keys.kv.contiguous(), _shared(keys.k_pe)
         else:
             rank = keys.w_uk.shape[2]
-            latents, rope = keys.latents[:, :rank], keys.latents[:, rank:].contiguous()
+            latents, rope = keys.latents[:, :rank], _shared(keys.latents[:, rank:])
             for some in slices(len(keys.w_uk), self._heads_at_once):
                 own = latents @ keys.w_uk[some].flatten(0, 1).t()
                 yield some.start, own.unflatten(1, (-1, keys.w_uk.shape[1])), rope
 
 
+def _shared(rope: torch.Tensor) -> torch.Tensor | None:
+    return rope.contiguous() if rope.shape[1] > 0 else None
+
+
 def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
     """Return the dims of a key without rope, ``None`` if the kernel does not support the keys."""
     if isinstance(keys, torch.Tensor):
-        nope = q.shape[2] - ROPE if keys.shape[1] == q.shape[1] else 0
+        nope = q.shape[2] if keys.shape[1] == q.shape[1] else 0
     else:
         nope = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.nope.shape[2]
+    if nope == q.shape[2]:  # the kernel reads a head's last dims where it reads a rope key
+        nope -= ROPE
     return nope if DIMS.get(nope) == q.shape[2] else None

@@ -61,16 +61,14 @@ class Tiling:
     stages: int = STAGES
 
 
-#: By dims of a key without rope, of its rope, and of a value: DeepSeek-V3.2's, GLM-5's.
-TILINGS = {
-    (128, 64, 128): Tiling(),
-    (192, 64, 256): Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1),
-}
+_WIDE = Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1)
+#: By ``Dims``: DeepSeek-V3.2's, GLM-5's, GLM-5.3's.
+TILINGS = {(128, 64, 128): Tiling(), (192, 64, 256): _WIDE, (256, 0, 256): _WIDE}
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Dims of a key without rope, of its rope, and of a value."""
+    """Dims of a head's key, of the rope key that all heads share, and of a value."""
 
     nope: int
     rope: int
