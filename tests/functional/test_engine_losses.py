@@ -50,16 +50,17 @@ def hybrid(pattern):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_losses_of_hybrid_models(name):
+def test_losses_of_hybrid_models(name, source):
     """A GPT and the hybrid model with its layers draw equal weights."""
-    gpt, equal = run(MODELS[name], ENGINE), run(MODELS[name], ENGINE)
-    got = run(MODELS[name] | hybrid(HYBRIDS[name]), ENGINE)
+    flags = MODELS[name] | {"--data-path": source}
+    gpt, equal = run(flags, ENGINE), run(flags, ENGINE)
+    got = run(flags | hybrid(HYBRIDS[name]), ENGINE)
     check_losses(got, gpt, BOUNDS[name, "bf16"], noise_of(gpt, equal))
 
 
-def test_gated_delta_net_in_hybrid_models():
+def test_gated_delta_net_in_hybrid_models(source):
     pytest.importorskip("fla")
-    got = run(MODELS["DSA"] | hybrid("GD-GD-"), ENGINE)
+    got = run(MODELS["DSA"] | hybrid("GD-GD-") | {"--data-path": source}, ENGINE)
     assert got.steps[-1]["lm loss"] < got.steps[0]["lm loss"]
     assert got.steps[-1]["indexer loss"] > 0
 

@@ -232,8 +232,8 @@ def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts,
 def test_scores_far_from_zero(dims, shift):
     """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
     case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
-    case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
-    case.q[..., dims[0]] = shift / 3
+    case.kv[..., 0] = torch.linspace(0, 3, 600, device="cuda").to(case.kv.dtype)[:, None]
+    case.q[..., 0] = shift / 3
     check(case)
 
 
