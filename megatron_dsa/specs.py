@@ -41,6 +41,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_dsa.config.extras import optional_extra
 from megatron_dsa.config.model import (
     has_adapters,
+    has_learned_head,
     hash_layers,
     options_of,
     shares_indices,
@@ -75,6 +76,7 @@ from megatron_dsa.layers.v4.hash_routing import with_hash_routing
 from megatron_dsa.layers.v4.hyper_connections import (
     HyperConnectionLayer,
     StreamsHead,
+    StreamsMean,
     StreamsNorm,
     StreamsWrite,
 )
@@ -231,15 +233,16 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
             is_mtp=is_mtp,
             fp8_indexer=fp8_indexer,
         )
+    streams = has_learned_head(config) if is_mtp else uses_streams(config)
     spec = _layer_spec(
-        SeparateNorms(backend) if uses_streams(config) or has_adapters(config) else backend,
+        SeparateNorms(backend) if streams or has_adapters(config) else backend,
         attention,
         layer=IndexSharingLayer if shares_indices(config) and not is_mtp else GraphedLayer,
         rms_norm=rms_norm,
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
-    return _with_streams(config, spec) if uses_streams(config) else spec
+    return _with_streams(config, spec) if streams else spec
 
 
 def dsa_block_spec(
@@ -276,6 +279,8 @@ def _final_norm(config) -> type:
     if not uses_streams(config):
         backend = get_backend(config.transformer_impl)
         return backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    if not has_learned_head(config):
+        return StreamsMean
     return HeadBeforePrediction if config.mtp_num_layers else StreamsHead
 
 
@@ -290,7 +295,7 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
     block = gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
         config=config, spec=layer, backend=backend, vp_stage=vp_stage
     )
-    if block is None or not uses_streams(config):
+    if block is None or not has_learned_head(config):
         return block
     return on_streams(block, backend.linear())
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dsa.config.fields import option
 from megatron_dsa.config.hybrid import attention_layers, attention_number
@@ -46,6 +46,13 @@ class StreamFields:
         1e-6,
         "--hc-eps",
         "Added to the weights of hyper-connections and to the sums that divide them.",
+    )
+    hc_collapse: Literal["learned", "mean"] = option(
+        "learned",
+        "--hc-collapse",
+        "How streams become one after the last layer: summed with weights of every token "
+        "(DeepSeek-V4), or their mean (GLM-5.3), from which multi-token prediction goes on with "
+        "plain residuals.",
     )
     moe_hash_layers: int = option(
         0,
@@ -107,6 +114,11 @@ def options_of(config: Any) -> DSAOptions:
 def uses_streams(config: Any) -> bool:
     """Return whether the residual is several streams, with hyper-connections."""
     return getattr(config, "hc_mult", 1) > 1
+
+
+def has_learned_head(config: Any) -> bool:
+    """Return whether a learned head ends the streams; multi-token prediction reads them also."""
+    return uses_streams(config) and config.hc_collapse == "learned"
 
 
 def hash_layers(config: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_dsa.config.attention_choice import LayerCalls, attention_of, query_heads
 from megatron_dsa.config.model import (
+    has_learned_head,
     indexer_is_trained,
     loss_is_sparse,
     options_of,
@@ -88,7 +89,7 @@ def required_ops(
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
     """Return what attention and MLP of a layer call for their streams, or the model's ``head``."""
-    if not uses_streams(config):
+    if not (has_learned_head(config) if head else uses_streams(config)):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
     return [RequiredOp(each.name, call) for each in ((HEAD,) if head else (READ, WRITE))]
