@@ -5,6 +5,7 @@ to 6 are selected. The peer's indexer has no gradient: ours is frozen.
 """
 
 import copy
+import importlib
 import json
 
 import pytest
@@ -23,10 +24,12 @@ from tests.tiny_models import (
     tiny_glm_5_3,
     tiny_model,
     tokens,
+    transformers_classes,
 )
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 
+MTP = "model.language_model.layers.4."
 LAYERS = {"dsa": {}}
 #: Lengths that no pool divides, documents without a whole pool.
 LENGTHS = {"one": [23], "packed": [3, 9, 1, 22, 2]}
@@ -114,20 +117,26 @@ def read(folder):
     return {name: x for tensors in files for name, x in tensors.items()}
 
 
-def test_prediction(released, tmp_path):
-    """Layer 4, which transformers skips, has plain residuals, attention and experts."""
-    _, folder = released
-    config = json.loads((folder / "config.json").read_text())
+@pytest.fixture(scope="module")
+def predicting(released, tmp_path_factory):
+    """A model with a layer of prediction, which transformers skips, and its export."""
+    folder = tmp_path_factory.mktemp("prediction")
+    config = json.loads((released[1] / "config.json").read_text())
     config["text_config"]["num_nextn_predict_layers"] = 1
     model = tiny_model(config, mtp_num_layers=1, features=[HYPER_CONNECTIONS])
-    export_model(model, tmp_path / "there", config)
-    tensors = read(tmp_path / "there")
-    prefix = "model.language_model.layers.4."
-    own = {x.removeprefix(prefix) for x in tensors if x.startswith(prefix) and "experts" not in x}
+    export_model(model, folder, config)
+    return model, folder
+
+
+def test_prediction_there_and_back(predicting, tmp_path):
+    """Layer 4 has plain residuals, sparse attention and experts."""
+    tensors = read(predicting[1])
+    own = {x.removeprefix(MTP) for x in tensors if x.startswith(MTP) and ".experts." not in x}
     assert own == {
         *("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
         *("input_layernorm.weight", "post_attention_layernorm.weight"),
         *("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+        *(f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")),
         *(f"self_attn.{x}_proj.weight" for x in ("q_a", "q_b", "kv_b", "o")),
         "self_attn.kv_a_proj_with_mqa.weight",
         *(f"self_attn.{x}_a_layernorm.weight" for x in ("q", "kv")),
@@ -135,10 +144,64 @@ def test_prediction(released, tmp_path):
         "self_attn.indexer.k_norm.bias",
         *(f"self_attn.indexer.index_kpool_compress_{x}" for x in ("gate", "ape")),
     }
-    back = there_and_back(tmp_path / "there", tmp_path)
-    again = read(back)
+    again = read(there_and_back(predicting[1], tmp_path))
     assert tensors.keys() == again.keys()
     assert all(torch.equal(x, again[name]) for name, x in tensors.items())
+
+
+def test_prediction(predicting):
+    """As vLLM reads the layer: of the output of the final norm and the next token's embedding."""
+    model, folder = predicting
+    config_class, model_class = transformers_classes("glm5_next")
+    config = config_class.from_pretrained(folder)
+    theirs = model_class.from_pretrained(folder, attn_implementation="eager").float()
+    ids = tokens(1, 23)
+    own = {x.removeprefix(MTP): y for x, y in read(folder).items() if x.startswith(MTP)}
+    with torch.no_grad():
+        expected = predicted_by(theirs.model.language_model, config.text_config, own, ids)
+    found = []
+    hook = model.mtp.layers[0].register_forward_hook(lambda *call: found.append(call[2][0]))
+    with torch.no_grad():
+        model(ids, torch.arange(23)[None], None, labels=ids, loss_mask=torch.ones(1, 23))
+    hook.remove()
+    # The last token has no next one.
+    assert relative_error(found[0].transpose(0, 1)[:, :-1], expected) < 1e-5
+
+
+def predicted_by(text_model, config, weights, ids):
+    """Output of the layer of prediction, by modules of transformers: ``[1, tokens - 1, C]``."""
+    modeling = importlib.import_module("transformers.models.glm5_next.modeling_glm5_next")
+    config = copy.deepcopy(config)
+    layer, config._attn_implementation = config.num_hidden_layers, "eager"
+    config.layer_types, config.indexer_types = ["indexed_attention"] * 5, ["full"] * 5
+    attention, experts = (
+        modeling.Glm5NextTextAttention(config, layer),
+        modeling.Glm5NextTextMoE(config),
+    )
+    of_attention = {x[10:]: y for x, y in weights.items() if x.startswith("self_attn.")}
+    attention.load_state_dict(of_attention)
+    pick = [
+        [weights[f"mlp.experts.{i}.{x}_proj.weight"] for i in range(8)]
+        for x in ("gate", "up", "down")
+    ]
+    gate, up, down = map(torch.stack, pick)
+    of_mlp = {x[4:]: y for x, y in weights.items() if x.startswith("mlp.") and ".experts." not in x}
+    of_mlp |= {"experts.gate_up_proj": torch.cat((gate, up), 1), "experts.down_proj": down}
+    experts.load_state_dict(of_mlp)
+
+    def norm(name, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], 1e-5)
+
+    hidden = text_model(ids).last_hidden_state[:, :-1]
+    embedded = text_model.embed_tokens(ids[:, 1:])
+    x = (
+        torch.cat((norm("enorm", embedded), norm("hnorm", hidden)), -1)
+        @ weights["eh_proj.weight"].T
+    )
+    everything = torch.ones(1, x.shape[1], dtype=torch.bool)
+    x = x + attention(norm("input_layernorm", x), everything)[0]
+    x = x + experts(norm("post_attention_layernorm", x))
+    return norm("shared_head.norm", x)
 
 
 @pytest.mark.parametrize(
