@@ -17,6 +17,7 @@ from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
 from megatron_dsa.config.rules.hash_routing import hash_rules
 from megatron_dsa.config.rules.hybrid import hybrid_rules
 from megatron_dsa.config.rules.hyper_connections import hyper_connection_rules
+from megatron_dsa.config.rules.kda import kda_rules
 from megatron_dsa.config.rules.lora import adapted_linears, adapts_indexer, lora_rules
 from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
 from megatron_dsa.config.rules.ranges import option_rules
@@ -29,7 +30,7 @@ LORA_A, LORA_B = "_lora_A", "_lora_B"
 
 @dataclass
 class StreamFields:
-    """Fields of hyper-connections and hash routing, of any attention."""
+    """Fields of hyper-connections and hash routing, of any attention, and of KDA layers."""
 
     hc_mult: int = option(
         1,
@@ -66,6 +67,11 @@ class StreamFields:
     )
     #: Rows of these tables: the padded vocabulary, which the model's builder sets.
     moe_hash_vocab_size: int | None = None
+    kda_gate_lower_bound: float = option(
+        -5.0,
+        "--kda-gate-lower-bound",
+        "Least log decay of a step in layers of Kimi Delta Attention (--linear-attention-freq).",
+    )
 
 
 @dataclass
@@ -220,6 +226,7 @@ def validate(config: Any) -> None:
     elif isinstance(config, StreamFields):
         rules = chain(option_rules(StreamFields, config), rules)
     rules = chain(rules, hyper_connection_rules(config), hash_rules(config))
+    rules = chain(rules, kda_rules(config, options))
     rules = chain(rules, hybrid_rules(config, options, functools.partial(selects_keys, config)))
     rules = chain(rules, masked_rules(config, options), lora_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))

@@ -30,7 +30,10 @@ from tests.tiny_models import (
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 MTP = "model.language_model.layers.4."
-LAYERS = {"dsa": {}}
+LAYERS = {
+    "dsa": {},
+    "whole": {"layer_types": ["linear_attention"] * 3 + ["indexed_attention"]},
+}
 #: Lengths that no pool divides, documents without a whole pool.
 LENGTHS = {"one": [23], "packed": [3, 9, 1, 22, 2]}
 
