@@ -13,6 +13,7 @@ import torch
 
 from megatron_dsa.config.attention_choice import LayerCalls, attention_of, query_heads
 from megatron_dsa.config.model import (
+    has_learned_head,
     indexer_is_trained,
     loss_is_sparse,
     options_of,
@@ -25,11 +26,13 @@ from megatron_dsa.config.model import (
     uses_streams,
 )
 from megatron_dsa.config.rules.csa import CSA_RATIO
+from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.hyper_connections.spec import HEAD, READ, WRITE
 from megatron_dsa.ops.indexer_topk.api import selection_calls
+from megatron_dsa.ops.kda import spec as kda
 from megatron_dsa.ops.masked_attention import spec as masked
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teacher
 
@@ -82,16 +85,31 @@ def required_ops(
     ``layer_number`` counts from 1; ``device``: ``cuda`` or ``cpu``, by default the one that
     training would use here.
     """
+    if not is_mtp and is_kda_layer(config, layer_number - 1):
+        return kda_ops(config, device)
     declare = _csa_ops if uses_csa(config) else _dsa_ops
     return list(declare(LayerCalls(config, device), layer_number, is_mtp))
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
     """Return what attention and MLP of a layer call for their streams, or the model's ``head``."""
-    if not uses_streams(config):
+    if not (has_learned_head(config) if head else uses_streams(config)):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
     return [RequiredOp(each.name, call) for each in ((HEAD,) if head else (READ, WRITE))]
+
+
+def kda_ops(config: Any, device: str | None = None) -> list[RequiredOp]:
+    """Return the operations that a KDA layer calls."""
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    heads //= config.tensor_model_parallel_size
+    calls = LayerCalls(config, device)
+    convolution, of_heads = calls.of(1, heads * dim, heads * dim), calls.of(heads, dim, dim)
+    return [
+        RequiredOp(kda.CONVOLUTION.name, convolution),
+        RequiredOp(kda.ATTENTION.name, of_heads),
+        RequiredOp(kda.NORM.name, of_heads),
+    ]
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:

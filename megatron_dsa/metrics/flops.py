@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, MLP, parts_of_layer
 from megatron_dsa.config.model import (
     has_adapters,
+    has_learned_head,
     indexer_is_trained,
     options_of,
     selects_keys,
@@ -81,7 +82,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
     # One product for the embedding, one for the hidden state or for each of its streams.
-    projections = (1 + (config.hc_mult if uses_streams(config) else 1)) * config.hidden_size**2
+    projections = (1 + (config.hc_mult if has_learned_head(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
@@ -101,11 +102,11 @@ def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
             work += [*weights(config, number, is_mtp), *_pair_work(config, number, is_mtp)]
         elif part in MLP + EXPERTS:
             work += _mlp_work(config, part == EXPERTS)
-    return [*work, *_streams(config)]
+    return [*work, *_streams(config, is_mtp)]
 
 
-def _streams(config) -> Iterator[Work]:
-    if uses_streams(config):
+def _streams(config, is_mtp: bool) -> Iterator[Work]:
+    if has_learned_head(config) if is_mtp else uses_streams(config):
         outputs = config.hc_mult * (2 + config.hc_mult)
         products = 2 * _projection(config, outputs)
         yield _linear("hyper-connections", products, _weight_gradients(config))
@@ -113,7 +114,7 @@ def _streams(config) -> Iterator[Work]:
 
 def _head(config) -> Iterator[Work]:
     """Yield the projection of the connection that reads the streams for the output layer."""
-    if uses_streams(config):
+    if has_learned_head(config):
         products = _projection(config, config.hc_mult)
         yield _linear("hyper-connections", products, _weight_gradients(config))
 

@@ -169,7 +169,11 @@ _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
     ("lora_load", lambda args: args.lora_rank, "with --lora-rank"),
-    ("hc_sinkhorn_iters hc_eps", lambda args: args.hc_mult > 1, "with --hc-mult of 2 or more"),
+    (
+        "hc_sinkhorn_iters hc_eps hc_collapse",
+        lambda args: args.hc_mult > 1,
+        "with --hc-mult of 2 or more",
+    ),
     ("moe_hash_seed", lambda args: args.moe_hash_layers, "with --moe-hash-layers of 1 or more"),
     ("dsa_warmup_train_all", lambda args: args.dsa_stage == "warmup", "in --dsa-stage warmup"),
     ("dsa_indexer_numerics", lambda args: args.dsa_stage == "sparse", "in --dsa-stage sparse"),

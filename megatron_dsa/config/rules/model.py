@@ -40,7 +40,6 @@ ATTENTION = (
         "softmax_scale", None, "the softmax scale is that of MLA's head dims",
         "--use-mup (or softmax_scale)",
     ),
-    Must("linear_attention_freq", None, "every layer has the attention of this package"),
     Must(
         "dsa_kernel_backend", "none", "it chooses kernels of Megatron's bundled DSA; name kernels "
         "of this package by operation (--dsa-impl, docs/guide/flags.md)",

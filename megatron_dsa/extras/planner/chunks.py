@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config.model import uses_streams
+from megatron_dsa.config.model import has_learned_head
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.layers.required_ops import RequiredOp, called_ops, stream_ops
@@ -177,7 +177,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
         # The output of the head, and the streams that it has read.
-        tensors = 1 + (config.hc_mult if uses_streams(config) else 0)
+        tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers
     return tensors * tokens, batch_size, config.hidden_size
@@ -237,7 +237,7 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
 
 
 def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
-    ops = stream_ops(layer.config)
+    ops = stream_ops(layer.config) if has_learned_head(layer.config) or not is_mtp else []
     if is_mtp or layer.layer_number == layer.config.num_layers:
         ops += stream_ops(layer.config, head=True)
     return ops
