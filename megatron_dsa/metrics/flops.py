@@ -17,6 +17,8 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * A loss on a share of the query tokens counts that share of its products.
 * Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
+* KDA counts three products with a head's state per token, as its recurrence has them; chunks of
+  tokens need others.
 * Experts count if a token is sent to them.
 * Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
 
@@ -26,7 +28,7 @@ In a frozen ``warmup`` no gradient of the main model is needed, so none is count
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, MLP, parts_of_layer
+from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, KDA, MLP, parts_of_layer
 from megatron_dsa.config.model import (
     has_adapters,
     has_learned_head,
@@ -100,6 +102,8 @@ def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
         if part == ATTENTION:
             weights = _csa_weights if uses_csa(config) else _dsa_weights
             work += [*weights(config, number, is_mtp), *_pair_work(config, number, is_mtp)]
+        elif part == KDA:
+            work += _kda_work(config)
         elif part in MLP + EXPERTS:
             work += _mlp_work(config, part == EXPERTS)
     return [*work, *_streams(config, is_mtp)]
@@ -142,6 +146,17 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
         gated = 2 if options_of(config).indexer_pool_size > 1 else 1
         work.append(_indexer_weights(config, gated * hidden * config.dsa_indexer_head_dim))
     return work
+
+
+def _kda_work(config) -> Iterator[Work]:
+    main, hidden = _weight_gradients(config), config.hidden_size
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    # Queries, keys, values and output; both gates in two steps; beta.
+    projections = 4 * hidden * heads * dim + 2 * dim * (hidden + heads * dim) + hidden * heads
+    yield _linear("projections", projections, main)
+    # A token's key reads its head's state, adds to it, and the query reads it.
+    state = 3 * heads * dim**2
+    yield Work("KDA states", TOKEN, state, _main_gradients(config) * state)
 
 
 def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:

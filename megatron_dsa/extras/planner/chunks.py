@@ -211,7 +211,7 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         if isinstance(module, TransformerLayer)
     ]
     for index, (name, module) in enumerate(modules):
-        core = module.self_attention.core_attention
+        core = module.self_attention.core_attention or module.self_attention
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
             OPERATIONS[operation].choose(call, core.options.policy)
@@ -249,15 +249,17 @@ def kind_of(layer) -> str:
 
     core, config = layer.self_attention.core_attention, layer.config
     ratio = getattr(core, "ratio", None)
-    if ratio is not None:
+    if core is None:
+        attention = "KDA"
+    elif ratio is not None:
         name = "window" if ratio == 0 else "CSA" if ratio == 4 else "HCA"
         attention = f"{name} (ratio {ratio})" if ratio else name
     else:
         attention = {"sparse": "DSA", "warmup": "MLA", "dense": "MLA"}[core.options.stage]
         attention += " (masked)" if layer.self_attention.choice.masked else ""
-    if core.indexer is not None:
+    if getattr(core, "indexer", None) is not None:
         attention += " with indexer"
-    elif ratio is None and core.options.stage == "sparse":
+    elif core is not None and ratio is None and core.options.stage == "sparse":
         attention += ", selection of an earlier layer"
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
