@@ -166,7 +166,7 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
             input_is_parallel=True, is_expert=False, tp_comm_buffer_name="proj",
             tp_group=pg_collection.tp,
         )  # fmt: skip
-        resolve_kernels(self.required_ops(), self.policy, None)
+        resolve_kernels(self.required_ops(), self.policy, self.dim**-0.5)
 
     def required_ops(self) -> list[RequiredOp]:
         """Return the operations that this layer calls."""

@@ -199,11 +199,11 @@ def fake_kda_norm(candidate: Candidate, inputs: NormInputs) -> torch.Tensor:
 
 
 def _documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> list[tuple[int, slice]]:
-    """Return the batch element and the tokens of each sequence."""
+    """Return the batch element and the tokens of each sequence that has any."""
     if cu_seqlens is None:
         return [(row, slice(0, x.shape[1])) for row in range(x.shape[0])]
     bounds = cu_seqlens.tolist()
-    return [(0, slice(*pair)) for pair in pairwise(bounds)]
+    return [(0, slice(*pair)) for pair in pairwise(bounds) if pair[0] < pair[1]]
 
 
 def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:

@@ -62,13 +62,13 @@ class _Convolution(torch.autograd.Function):
 
 
 def _masks_of_taps(inputs: ConvolutionInputs) -> list[torch.Tensor | None]:
-    """Return bool ``[tokens, 1]`` per distance: the token that far back is of the same document."""
+    """Return bool ``[tokens, 1]`` per distance: the token that far back is of another document."""
     tokens = inputs.x.shape[1]
     if inputs.cu_seqlens is None:
         return [None] * inputs.weight.shape[2]
     document = _document_of(inputs.cu_seqlens, tokens)
     before = (pad(document, (back, 0), value=-1)[:tokens] for back in range(inputs.weight.shape[2]))
-    return [(each == document)[:, None] for each in before]
+    return [(each != document)[:, None] for each in before]
 
 
 def _convolve(x: torch.Tensor, weight: torch.Tensor, masks) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, masks) -> torch.Tensor:
     for back in range(1, width):
         shifted = pad(wide, (0, 0, back, 0))[:, : x.shape[1]]
         if masks[back] is not None:
-            shifted = shifted * masks[back]
+            shifted = shifted.masked_fill(masks[back], 0.0)
         total = total + shifted * weight[:, 0, width - 1 - back]
     return silu(total).to(x.dtype)
 
