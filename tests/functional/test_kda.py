@@ -87,7 +87,7 @@ def test_resume(optimizer, data, tmp_path):
 def test_selections_pass_kda_layers(data):
     """Layer 4 attends to the keys that layer 2 selects, also where layers run again."""
     shared = train(SHARED | {"--data-path": data})
-    assert ">   indexer_topk: torch 16" in shared.log  # one layer, 4 steps of 4 microbatches
+    assert ">   sparse_indexer_loss: torch 16" in shared.log  # of one layer, in 4 steps of 4
     compare_curves(train(SHARED | FULL_RECOMPUTE | {"--data-path": data}), shared)
 
 
