@@ -189,9 +189,10 @@ def fake_kda_norm(candidate: Candidate, inputs: NormInputs) -> torch.Tensor:
     x, gate, weight = inputs.x, inputs.gate, inputs.weight
 
     def forward(x, gate, weight):
-        return (torch.empty_like(x),), (x, gate, weight, empty_sums(x, *x.shape[:3]))
+        norms = (empty_sums(x, *x.shape[:3]),) if candidate.fused else ()
+        return (torch.empty_like(x),), (x, gate, weight, *norms)
 
-    def backward(x, gate, weight, _norms):
+    def backward(x, gate, weight, *_norms):
         return torch.empty_like(x), torch.empty_like(gate), torch.empty_like(weight)
 
     workspace_bytes = 0 if candidate.fused else inputs.workspace_bytes

@@ -1,11 +1,14 @@
 """Operations of KDA layers: torch, and fla on a GPU, against the recurrence in float64."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch.packages import FLA
 from megatron_dsa.ops.kda import spec
 from megatron_dsa.ops.kda import torch as unfused
@@ -177,6 +180,28 @@ def test_messages(change, message):
     assert delta_attention(**arguments).shape == (2, 4, 3, 8)
     with pytest.raises(ConfigError, match=message):
         delta_attention(**arguments | change)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("operation", NAMES)
+def test_a_plan_counts_what_is_kept(operation, segments):
+    """Output and, of the delta rule, the states before each segment."""
+    fake, kept = getattr(spec, f"fake_{operation}"), []
+    torchs = OPERATIONS[operation].candidates[-1]
+    for device, run_it in (("cpu", getattr(unfused, operation)), ("meta", partial(fake, torchs))):
+        inputs = make(operation, (2, 96, None), dtype=torch.bfloat16)
+        settings = {
+            name: x.detach().to(device).requires_grad_() for name, x in leaves(inputs).items()
+        }
+        if segments > 1:
+            settings["workspace_bytes"] = 1
+        inputs, tracker = dataclasses.replace(inputs, **settings), MemoryTracker()
+        tracker.ignore(*leaves(inputs).values())
+        with tracker:
+            out = run_it(inputs)
+        kept.append(tracker.live)
+        assert out.grad_fn is not None
+    assert kept[0] == kept[1] > 0
 
 
 @pytest.mark.gpu
