@@ -22,7 +22,7 @@ KDA = {
     "--linear-key-head-dim": 16,
     "--linear-value-head-dim": 16,
 }
-#: Around the layers what GLM-5.3 has: streams, prediction, documents of any length in a row.
+#: Around the layers what GLM-5.3 has: streams, prediction, packed documents of any length.
 AROUND = {
     "--hc-mult": 2,
     "--mtp-num-layers": 1,

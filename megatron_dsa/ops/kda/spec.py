@@ -141,8 +141,7 @@ def _require_documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> None
     require_tensor("cu_seqlens", cu_seqlens, ("documents + 1",), INTEGERS, x)
     require(
         x.shape[0] == 1,
-        f"packed documents must lie in one row of tokens, got a batch of {x.shape[0]}: pass "
-        "cu_seqlens=None, or one row",
+        f"the batch must be 1 with cu_seqlens, got {x.shape[0]}: pack all documents, or pass None",
     )
 
 

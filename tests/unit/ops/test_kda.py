@@ -168,7 +168,7 @@ def test_documents_do_not_see_each_other(operation):
         ({"g": torch.zeros(2, 4, 3, 8).double()}, "g must have dtype float32"),
         ({"A_log": torch.zeros(3).bfloat16()}, "A_log must have dtype float32"),
         ({"dt_bias": torch.zeros(3)}, r"dt_bias must be \[24\]"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "packed documents must lie in one row of tokens"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "the batch must be 1 with cu_seqlens, got 2"),
     ],
 )
 def test_messages(change, message):
