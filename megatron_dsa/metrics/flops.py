@@ -3,8 +3,8 @@
 Counted are the matrix products that the mathematics asks for, each once, with two operations per
 multiply-add. Not counted are products that are computed again (scores in a backward pass,
 recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
-everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads,
-sums of residual streams).
+everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, short convolutions,
+sums over index heads, sums of residual streams).
 Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
@@ -17,9 +17,8 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * A loss on a share of the query tokens counts that share of its products.
 * Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
-* KDA counts three products with a head's state per token, as its recurrence has them; chunks of
-  tokens need others.
 * Experts count if a token is sent to them.
+* A KDA layer counts its recurrence: per token and head the state is read twice and written once.
 * Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
@@ -148,17 +147,6 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     return work
 
 
-def _kda_work(config) -> Iterator[Work]:
-    main, hidden = _weight_gradients(config), config.hidden_size
-    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
-    # Queries, keys, values and output; both gates in two steps; beta.
-    projections = 4 * hidden * heads * dim + 2 * dim * (hidden + heads * dim) + hidden * heads
-    yield _linear("projections", projections, main)
-    # A token's key reads its head's state, adds to it, and the query reads it.
-    state = 3 * heads * dim**2
-    yield Work("KDA states", TOKEN, state, _main_gradients(config) * state)
-
-
 def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     main, heads, hidden = _weight_gradients(config), config.num_attention_heads, config.hidden_size
     dim, ratio = config.head_dim, config.ratio(number, is_mtp)
@@ -173,6 +161,22 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     if ratio == CSA_RATIO and uses_indexer(config):
         work.append(_indexer_weights(config, compressor * config.dsa_indexer_head_dim))
     return work
+
+
+def _kda_work(config) -> list[Work]:
+    hidden, heads, dim = (
+        config.hidden_size,
+        config.linear_num_value_heads,
+        config.linear_value_head_dim,
+    )
+    width = heads * dim
+    # Queries, keys, values and output; gates of low rank; beta.
+    weights = hidden * (4 * width + heads) + 2 * dim * (hidden + width)
+    state = 3 * width * dim  # read by the key, written, read by the query
+    return [
+        _linear("projections", weights, _weight_gradients(config)),
+        _linear("delta rule", state, _main_gradients(config)),
+    ]
 
 
 def _indexer_weights(config, keys: int) -> Work:
