@@ -3,8 +3,8 @@
 Counted are the matrix products that the mathematics asks for, each once, with two operations per
 multiply-add. Not counted are products that are computed again (scores in a backward pass,
 recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
-everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads,
-sums of residual streams).
+everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, short convolutions,
+sums over index heads, sums of residual streams).
 Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
@@ -18,6 +18,7 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
+* A KDA layer counts its recurrence: per token and head the state is read twice and written once.
 * Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
@@ -26,7 +27,7 @@ In a frozen ``warmup`` no gradient of the main model is needed, so none is count
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, MLP, parts_of_layer
+from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, KDA, MLP, parts_of_layer
 from megatron_dsa.config.model import (
     has_adapters,
     has_learned_head,
@@ -100,6 +101,8 @@ def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
         if part == ATTENTION:
             weights = _csa_weights if uses_csa(config) else _dsa_weights
             work += [*weights(config, number, is_mtp), *_pair_work(config, number, is_mtp)]
+        elif part == KDA:
+            work += _kda_work(config)
         elif part in MLP + EXPERTS:
             work += _mlp_work(config, part == EXPERTS)
     return [*work, *_streams(config, is_mtp)]
@@ -158,6 +161,22 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     if ratio == CSA_RATIO and uses_indexer(config):
         work.append(_indexer_weights(config, compressor * config.dsa_indexer_head_dim))
     return work
+
+
+def _kda_work(config) -> list[Work]:
+    hidden, heads, dim = (
+        config.hidden_size,
+        config.linear_num_value_heads,
+        config.linear_value_head_dim,
+    )
+    width = heads * dim
+    # Queries, keys, values and output; gates of low rank; beta.
+    weights = hidden * (4 * width + heads) + 2 * dim * (hidden + width)
+    state = 3 * width * dim  # read by the key, written, read by the query
+    return [
+        _linear("projections", weights, _weight_gradients(config)),
+        _linear("delta rule", state, _main_gradients(config)),
+    ]
 
 
 def _indexer_weights(config, keys: int) -> Work:

@@ -242,7 +242,7 @@ def kda_attention(q, k, v, g, beta, A_log, dt_bias, lower_bound) -> torch.Tensor
         error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
         state = state + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
         outputs.append(torch.einsum("hk,hkv->hv", q[t] * dim**-0.5, state))
-    return torch.stack(outputs) if outputs else torch.zeros_like(v)
+    return torch.stack(outputs)
 
 
 def kda_norm(x, gate, weight, eps) -> torch.Tensor:

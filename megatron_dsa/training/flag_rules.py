@@ -175,6 +175,11 @@ _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
         "with --hc-mult of 2 or more",
     ),
     ("moe_hash_seed", lambda args: args.moe_hash_layers, "with --moe-hash-layers of 1 or more"),
+    (
+        "kda_gate_lower_bound",
+        lambda args: args.linear_attention_freq is not None,
+        "with --linear-attention-freq",
+    ),
     ("dsa_warmup_train_all", lambda args: args.dsa_stage == "warmup", "in --dsa-stage warmup"),
     ("dsa_indexer_numerics", lambda args: args.dsa_stage == "sparse", "in --dsa-stage sparse"),
     (

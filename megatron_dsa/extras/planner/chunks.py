@@ -211,7 +211,7 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         if isinstance(module, TransformerLayer)
     ]
     for index, (name, module) in enumerate(modules):
-        core = module.self_attention.core_attention
+        core = _calling_part(module)
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
             OPERATIONS[operation].choose(call, core.options.policy)
@@ -243,11 +243,15 @@ def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
     return ops
 
 
-def kind_of(layer) -> str:
-    """Return the attention and the MLP of a transformer layer in words."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+def _calling_part(layer) -> Any:
+    """Return the core of a layer's attention, or KDA, which has none."""
+    return layer.self_attention.core_attention or layer.self_attention
 
-    core, config = layer.self_attention.core_attention, layer.config
+
+def _attention_of(layer) -> str:
+    core = layer.self_attention.core_attention
+    if core is None:
+        return "KDA"
     ratio = getattr(core, "ratio", None)
     if ratio is not None:
         name = "window" if ratio == 0 else "CSA" if ratio == 4 else "HCA"
@@ -259,6 +263,14 @@ def kind_of(layer) -> str:
         attention += " with indexer"
     elif ratio is None and core.options.stage == "sparse":
         attention += ", selection of an earlier layer"
+    return attention
+
+
+def kind_of(layer) -> str:
+    """Return the attention and the MLP of a transformer layer in words."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    attention, config = _attention_of(layer), layer.config
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
         mlp = f"{config.num_moe_experts} experts"

@@ -34,7 +34,7 @@ _TIME_STEPS = 1e-3, 1e-1
 
 @dataclass
 class KDASelfAttentionSubmodules:
-    """Linears: of a rank's heads (by rows and by columns), and of local tokens."""
+    """Linears: divided by heads (two kinds), and replicated for local tokens."""
 
     by_heads: ModuleSpec | type = None
     of_tokens: ModuleSpec | type = None
@@ -93,7 +93,7 @@ class _GatedNorm(MegatronModule):
 
     def __init__(self, config, dim: int):
         super().__init__(config=config)
-        # Ranks have gradients of their heads, which are summed as those of local tokens are.
+        # The mark for local tokens sums gradients over ranks, here over their heads.
         self.weight = new_norm_weight(config, dim)
         self.policy = options_of(config).policy
 
@@ -108,10 +108,10 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``). A tensor-parallel rank computes its heads for all
-    tokens. Parameters, with ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj [H * D, ...]``
-    and ``linear_b_proj [H, hidden]``, divided by rows; ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and
-    ``A_log [H]`` in fp32, divided by heads also; ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm
-    [D]``, replicated; ``linear_proj``, divided by columns.
+    tokens. Parameters, with ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj [H * D, ...]``,
+    ``linear_b_proj [H, hidden]``, ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and ``A_log [H]`` (these
+    in fp32), divided along dim 0; ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``,
+    replicated; ``linear_proj``, divided along dim 1.
     """
 
     fp32_parameters = ("A_log", "dt_bias")
@@ -166,7 +166,7 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
             input_is_parallel=True, is_expert=False, tp_comm_buffer_name="proj",
             tp_group=pg_collection.tp,
         )  # fmt: skip
-        resolve_kernels(self.required_ops(), self.policy, None)
+        resolve_kernels(self.required_ops(), self.policy, self.dim**-0.5)
 
     def required_ops(self) -> list[RequiredOp]:
         """Return the operations that this layer calls."""

@@ -1,7 +1,7 @@
-"""Operations of KDA layers on ``[batch, tokens, ...]``: sequences by rows, or packed in one row.
+"""Operations of KDA layers on ``[batch, tokens, ...]``, a sequence or packed documents each.
 
-``cu_seqlens``: int ``[documents + 1]`` from 0 to all tokens, for packed documents, which may be
-empty; states and convolutions begin anew at each. ``None``: every row is one sequence.
+``cu_seqlens``: int ``[documents + 1]`` from 0 to all tokens, for a batch of one with packed
+documents, which may be empty; states and convolutions begin anew at each.
 """
 
 import torch
@@ -35,7 +35,7 @@ def short_convolution(
         policy: which implementations may run.
 
     Returns:
-        ``[batch, tokens, channels]`` in the dtype of x, computed in that of the weight;
+        ``[batch, tokens, channels]`` in the dtype of x, computed in the weight's;
         differentiable in x and weight.
 
     Raises:

@@ -141,8 +141,7 @@ def _require_documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> None
     require_tensor("cu_seqlens", cu_seqlens, ("documents + 1",), INTEGERS, x)
     require(
         x.shape[0] == 1,
-        f"packed documents must lie in one row of tokens, got a batch of {x.shape[0]}: pass "
-        "cu_seqlens=None, or one row",
+        f"the batch must be 1 with cu_seqlens, got {x.shape[0]}: pack all documents, or pass None",
     )
 
 
@@ -189,9 +188,10 @@ def fake_kda_norm(candidate: Candidate, inputs: NormInputs) -> torch.Tensor:
     x, gate, weight = inputs.x, inputs.gate, inputs.weight
 
     def forward(x, gate, weight):
-        return (torch.empty_like(x),), (x, gate, weight, empty_sums(x, *x.shape[:3]))
+        norms = (empty_sums(x, *x.shape[:3]),) if candidate.fused else ()
+        return (torch.empty_like(x),), (x, gate, weight, *norms)
 
-    def backward(x, gate, weight, _norms):
+    def backward(x, gate, weight, *_norms):
         return torch.empty_like(x), torch.empty_like(gate), torch.empty_like(weight)
 
     workspace_bytes = 0 if candidate.fused else inputs.workspace_bytes
@@ -199,11 +199,11 @@ def fake_kda_norm(candidate: Candidate, inputs: NormInputs) -> torch.Tensor:
 
 
 def _documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> list[tuple[int, slice]]:
-    """Return the batch element and the tokens of each sequence."""
+    """Return the batch element and the tokens of each sequence that has any."""
     if cu_seqlens is None:
         return [(row, slice(0, x.shape[1])) for row in range(x.shape[0])]
     bounds = cu_seqlens.tolist()
-    return [(0, slice(*pair)) for pair in pairwise(bounds)]
+    return [(0, slice(*pair)) for pair in pairwise(bounds) if pair[0] < pair[1]]
 
 
 def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:

@@ -62,13 +62,13 @@ class _Convolution(torch.autograd.Function):
 
 
 def _masks_of_taps(inputs: ConvolutionInputs) -> list[torch.Tensor | None]:
-    """Return bool ``[tokens, 1]`` per distance: the token that far back is of the same document."""
+    """Return bool ``[tokens, 1]`` per distance: the token that far back is of another document."""
     tokens = inputs.x.shape[1]
     if inputs.cu_seqlens is None:
         return [None] * inputs.weight.shape[2]
     document = _document_of(inputs.cu_seqlens, tokens)
     before = (pad(document, (back, 0), value=-1)[:tokens] for back in range(inputs.weight.shape[2]))
-    return [(each == document)[:, None] for each in before]
+    return [(each != document)[:, None] for each in before]
 
 
 def _convolve(x: torch.Tensor, weight: torch.Tensor, masks) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, masks) -> torch.Tensor:
     for back in range(1, width):
         shifted = pad(wide, (0, 0, back, 0))[:, : x.shape[1]]
         if masks[back] is not None:
-            shifted = shifted * masks[back]
+            shifted = shifted.masked_fill(masks[back], 0.0)
         total = total + shifted * weight[:, 0, width - 1 - back]
     return silu(total).to(x.dtype)
 
@@ -124,7 +124,7 @@ def kda_attention(inputs: KDAInputs) -> torch.Tensor:
 
 
 class _Masks(NamedTuple):
-    """Pairs of one document in chunks: ``[chunks, ...]`` bool.
+    """Tokens of one document in chunks, bool.
 
     Attributes:
         pairs: ``[chunks, CHUNK, CHUNK]``, query and key, the key not later.
@@ -136,31 +136,27 @@ class _Masks(NamedTuple):
     first: torch.Tensor
     last: torch.Tensor
 
-    def part(self, chunks: slice) -> "_Masks":
-        return _Masks(*(mask[chunks] for mask in self))
-
-
-def _masks_of_chunks(cu_seqlens: torch.Tensor | None, tokens: int, device) -> _Masks:
-    chunks = ceil_div(tokens, CHUNK)
-    if cu_seqlens is None:
-        document = torch.zeros(chunks * CHUNK, dtype=torch.int64, device=device)
-    else:
-        # Padding behind the last token changes no output.
-        document = _document_of(cu_seqlens, chunks * CHUNK).clamp_max(cu_seqlens.numel() - 2)
-    document = document.view(chunks, CHUNK)
-    last = document[:, -1:]
-    before = torch.cat([document[:1, :1], last[:-1]])
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril()
-    pairs = (document[:, :, None] == document[:, None]) & causal
-    return _Masks(pairs, document == before, document == last)
+    @classmethod
+    def of(cls, document: torch.Tensor, chunks: slice) -> "_Masks":
+        """Return the masks of some chunks, from the ``document [chunks, CHUNK]`` of each token."""
+        last = document[:, -1:]
+        before = torch.cat([document[:1, :1], last[:-1]])[chunks]
+        document, last = document[chunks], last[chunks]
+        pairs = (document[:, :, None] == document[:, None]).tril()
+        return cls(pairs, document == before, document == last)
 
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, inputs):
         batch, tokens, heads, dim = q.shape
-        ctx.masks = _masks_of_chunks(inputs.cu_seqlens, tokens, q.device)
+        ctx.document = None
+        if inputs.cu_seqlens is not None:
+            # Padding of the last chunk changes no output.
+            padded = ceil_div(tokens, CHUNK) * CHUNK
+            ctx.document = _document_of(inputs.cu_seqlens, padded).view(-1, CHUNK)
         ctx.lower_bound, ctx.segment = inputs.lower_bound, inputs.segment
+        ctx.device = q.device
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         states, state = [], A_log.new_zeros(batch, heads, dim, dim)
         for part in slices(tokens, ctx.segment):
@@ -195,7 +191,10 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _segment_of(ctx, part: slice) -> Callable:
-    masks = ctx.masks.part(slice(part.start // CHUNK, ceil_div(part.stop, CHUNK)))
+    chunks, document = slice(part.start // CHUNK, ceil_div(part.stop, CHUNK)), ctx.document
+    if document is None:  # the same for all chunks
+        chunks, document = slice(1), torch.zeros(1, CHUNK, device=ctx.device)
+    masks = _Masks.of(document, chunks)
     return lambda *tensors: _segment(*tensors, masks, ctx.lower_bound)
 
 
@@ -212,9 +211,8 @@ def _segment(
     d = lower_bound * torch.sigmoid(
         A_log.exp()[:, None] * (g.to(A_log.dtype) + dt_bias.view(-1, dim))
     )
-    q, k, v, d, beta = (
-        _chunked(x.to(A_log.dtype)) for x in (q, k, v, d, beta[..., None].sigmoid())
-    )
+    beta = beta[..., None].to(A_log.dtype).sigmoid()
+    q, k, v, d, beta = (_chunked(x.to(A_log.dtype)) for x in (q, k, v, d, beta))
     q, k = (x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k))
     q, total = q * dim**-0.5, d.cumsum(-2)
     first, last = masks.first[..., None], masks.last[..., None]

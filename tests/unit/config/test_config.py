@@ -409,8 +409,9 @@ def test_whole_models_are_the_released_ones(name):
     released = CONFIGS[name]
     config = model_preset(name, dsa_indexer_loss_coeff=1.0)
     check_model(parse_config(released), config)
-    assert config.mtp_num_layers == released["num_nextn_predict_layers"]
-    assert VOCABULARY[name] == released["vocab_size"]
+    text = released.get("text_config", released)
+    assert config.mtp_num_layers == text["num_nextn_predict_layers"]
+    assert VOCABULARY[name] == text["vocab_size"]
     wrong = {"moe_router_topk_scaling_factor": 2.0}
     with pytest.raises(ConfigError, match=r"moe_router_topk_scaling_factor is 2\.0"):
         check_model(parse_config(released), model_preset(name, dsa_indexer_loss_coeff=1.0, **wrong))

@@ -160,7 +160,7 @@ def test_what_runs_is_what_is_declared(name, setting, add):
 
 
 def test_a_preset_has_every_stage():
-    """The list of presets above is complete."""
+    """The list of presets above is complete; GLM-5.3's DSA layers are the pooled settings."""
     from megatron_dsa.config.presets import PRESETS
 
-    assert set(PRESETS) == {"v3.2", "glm-5", "v4-flash", "v4-pro"}
+    assert set(PRESETS) == {"v3.2", "glm-5", "glm-5.3-flash", "v4-flash", "v4-pro"}

@@ -116,6 +116,16 @@ def test_csa_layer(ratio, stage, losses):
     compare(module, layer, losses, tokens)
 
 
+def test_kda_layer(losses):
+    fields = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+    fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    config = small_config(
+        linear_attention_freq=2, layernorm_epsilon=naive.EPS, normalization="RMSNorm", **fields
+    )
+    module = attention_module(config).train()
+    compare(module, lambda x, w: (naive.kda_layer(x, w, heads=4), None), losses, 70)
+
+
 def test_equal_scores_go_to_the_first_key():
     scores = torch.tensor([[0.0, 1.0, -0.0, 0.0]]).double()
     seen = torch.tensor([[True, True, True, True]])

@@ -1,4 +1,4 @@
-"""A whole GLM-5.3-Flash against the class of transformers, in fp32.
+"""A whole GLM-5.3-Flash against the class of transformers.
 
 Streams with their mean, clamped SwiGLU, attention without rope, pools of 4 tokens of which 2 of up
 to 6 are selected. The peer's indexer has no gradient: ours is frozen.
@@ -38,10 +38,10 @@ LAYERS = {
 LENGTHS = {"one": [23], "packed": [3, 9, 1, 22, 2]}
 
 
-def built(folder):
+def built(folder, dtype=torch.float32):
     """A Megatron model with the weights in a folder."""
     config = json.loads((folder / "config.json").read_text())
-    model = tiny_model(config, features=[HYPER_CONNECTIONS])
+    model = tiny_model(config, dtype=dtype, features=[HYPER_CONNECTIONS])
     report = import_model(model, folder)
     assert not report.fresh and not report.rounded and not report.unused
     return model
@@ -62,16 +62,18 @@ def logits_of(model, ids, lengths):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_logits_and_gradients(lengths, released, tmp_path):
+    """Gradients of ours in fp64: fp32 rounds sums of hyper-connections that cancel to 2e-4."""
     theirs, folder = released
     theirs.zero_grad()
-    ours = built(folder).train()
     ids = tokens(1, sum(lengths))
     expected = torch.cat([theirs(part).logits for part in ids.split(lengths, 1)], 1)
-    logits = logits_of(ours, ids, lengths)
+    with torch.no_grad():
+        logits = logits_of(built(folder).train(), ids, lengths)
     assert relative_error(logits, expected) < 1e-5
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     expected.backward(upstream)
-    logits.backward(upstream)
+    ours = built(folder, torch.float64).train()
+    logits_of(ours, ids, lengths).backward(upstream.double())
 
     # Their gradients, saved as a checkpoint, take the way of weights.
     gradients = copy.deepcopy(theirs)
@@ -90,7 +92,7 @@ def test_logits_and_gradients(lengths, released, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"activation_func_clamp_value": None}, {"hc_sinkhorn_iters": 2}, {"hc_eps": 1e-3}],
+    [{"activation_func_clamp_value": None}, {"hc_sinkhorn_iters": 1}, {"hc_eps": 1e-3}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_the_comparison_would_show(changes, released):
