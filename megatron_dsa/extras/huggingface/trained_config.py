@@ -64,8 +64,9 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
             f"{flag_of('csa_compress_ratios')}"
         )
         return
-    if (size := getattr(saved, "dsa_indexer_pool_size", 1)) != 1:
-        yield f"no key says {flag_of('dsa_indexer_pool_size')}, which was {size} in training"
+    for name, usual in (("dsa_indexer_pool_size", 1), ("dsa_output_gate", False)):
+        if (given := getattr(saved, name, usual)) != usual:
+            yield f"no key says {flag_of(name)}, which was {given!r} in training"
     for name, (actual, expected) in differences(hf, trained).items():
         if name in _FIXED and getattr(saved, name, None) is None:
             continue

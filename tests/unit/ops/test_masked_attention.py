@@ -146,8 +146,9 @@ def causal_lists(tokens, width):
     return (last - 2 * torch.arange(width, dtype=torch.int32)).clamp_min(-1)
 
 
+@pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("descending", [True, False])
-def test_equals_sparse_attention_on_latents(descending):
+def test_equals_sparse_attention_on_latents(descending, with_sink):
     """Outputs, head sum, loss, gradients of queries, latents, weights and of the indexer."""
     tokens, heads, nope, rope, v, rank = 40, 2, 6, 4, 5, 7
     indices = causal_lists(tokens, 6)
@@ -161,10 +162,14 @@ def test_equals_sparse_attention_on_latents(descending):
         shapes += [(tokens, 2, 4), (tokens, 4), (tokens, 2)]  # the indexer's
         leaves = [leaf(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
         q_nope, q_pe, latent, k_pe, w_uk, w_uv, *index = leaves
+        sink = None
+        if with_sink:
+            sink = leaf(heads, seed=20, dtype=torch.float64)
+            leaves.append(sink)
         recorded = []
         layout = bshd_layout(tokens, 1, torch.device("cpu"))
         settings = {
-            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL,
+            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL, "attn_sink": sink,
             "indexer": IndexerTraining(
                 IndexerInputs(*index), layout, lambda: 0.7, recorded.append
             ),
