@@ -226,8 +226,13 @@ def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -
     if sink is None:
         return lse
     total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
-    out.mul_(torch.exp(lse - total)[..., None])
+    out.mul_(torch.exp(lse - _finite(total))[..., None])
     return total
+
+
+def _finite(total: torch.Tensor) -> torch.Tensor:
+    """Return ``total``, finite also for queries without a key and sinks of ``-inf``."""
+    return total.clamp_min(torch.finfo(total.dtype).min)
 
 
 def _sink_gradient(
@@ -238,7 +243,7 @@ def _sink_gradient(
     per_token = 3 * out.shape[1:].numel() * total.element_size()
     for tokens in slices(len(out), rows_in_budget(workspace, per_token)):
         delta = (dout[tokens].to(total.dtype) * out[tokens].to(total.dtype)).sum(-1)
-        grad -= (torch.exp(sink.to(total.dtype) - total[tokens]) * delta).sum(0)
+        grad -= (torch.exp(sink.to(total.dtype) - _finite(total[tokens])) * delta).sum(0)
     return grad.to(sink.dtype)
 
 

@@ -195,6 +195,26 @@ def test_equals_sparse_attention_on_latents(descending, with_sink):
         assert relative_error(got, expected) < 1e-11
 
 
+def test_a_sink_takes_its_share_of_the_softmax():
+    """One of ``-inf`` takes nothing, also of queries without a key; one alone leaves 0."""
+    lists = mixed_lists(40, 300, 9)
+    case = masked_case(DIMS, lists, torch.float64)
+    leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+    sink = torch.tensor([float("-inf"), 0.3, 900.0], dtype=torch.float64, requires_grad=True)
+    settings = {"softmax_scale": 0.3, "topk": 9, "policy": SMALL}
+    plain = masked_attention(*leaves, bits_of(lists), **settings)
+    result = masked_attention(*leaves, bits_of(lists), attn_sink=sink, **settings)
+    share = torch.sigmoid(plain.lse - sink).detach().nan_to_num(0.0)
+    assert (plain.lse == float("-inf")).any() and torch.equal(result.lse, plain.lse)
+    assert relative_error(result.out, plain.out * share[..., None]) < 1e-12
+    assert torch.equal(result.out[:, 0], plain.out[:, 0]) and (result.out[:, 2] == 0).all()
+    grads = torch.autograd.grad(result.out, [*leaves, sink], case.dout)
+    assert all(x.isfinite().all() for x in grads)
+    assert grads[-1][0] == 0 and grads[-1][1] != 0
+    of_head = torch.autograd.grad(plain.out[:, 0], leaves[0], case.dout[:, 0])[0][:, 0]
+    assert relative_error(grads[0][:, 0], of_head) < 1e-12
+
+
 def test_gradcheck():
     case = masked_case(DIMS, ascending_lists(4, 131, 7), torch.float64)
     bits = bits_of(case.lists)
