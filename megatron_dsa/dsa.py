@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import options_of, validate
+from megatron_dsa.errors import require
 from megatron_dsa.layers.dsa_core import TopKIndices
 from megatron_dsa.layers.frame import SelfAttentionFrame
 from megatron_dsa.layers.linears import weight_gradient_by_autograd, weight_of
@@ -85,7 +86,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def __init__(
         self,
         config,
-        submodules: DSASelfAttentionSubmodules,
+        submodules: MLASelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type=AttnMaskType.causal,
         **megatron,
@@ -116,9 +117,15 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         self.ranks = ranks_of(config, self.pg_collection, self.choice.tp_mode)
         self.linear_gate: Any = None
         if self.options.output_gate:
+            linear = getattr(submodules, "linear_gate", None)
+            require(
+                linear is not None,
+                "--dsa-output-gate needs linear_gate in the spec of the attention, got none: give "
+                "it megatron_dsa.dsa.DSASelfAttentionSubmodules",
+            )
             columns = config.num_attention_heads * config.v_head_dim
             self.linear_gate = build_module(
-                submodules.linear_gate, config.hidden_size, columns, config=config,
+                linear, config.hidden_size, columns, config=config,
                 init_method=config.init_method, gather_output=False, bias=False,
                 skip_bias_add=False, is_expert=False, tp_comm_buffer_name="gate",
                 tp_group=self.pg_collection.tp,

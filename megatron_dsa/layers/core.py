@@ -173,8 +173,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def build_sink(self) -> None:
         """Build ``attn_sink``, a logit per local head with a share in the softmax and no value."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        self.attn_sink = sink = new_parameter(self.config, heads)
+        sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
+        self.attn_sink = sink
         self.fp32_parameters = ("attn_sink",)
 
     def sinks(self, ranks: Ranks) -> torch.Tensor | None:
