@@ -45,6 +45,14 @@ def test_layout(name, step_of_layers):
     compare(one_step(layout, ranks), expected, TOLERANCE)
 
 
+def test_a_frozen_warm_up_with_a_gate(data):
+    """Its indexers learn from attention that runs without a gradient."""
+    flags = {"--dsa-output-gate": True, "--data-path": data, "--dsa-stage": "warmup"}
+    run = train(flags | {"--dsa-indexer-use-sparse-loss": None})
+    losses = run.column("indexer loss")
+    assert losses[-1] < losses[0]
+
+
 def test_dense_attention_is_refused(data):
     run = train(HY4 | {"--dsa-stage": "dense", "--data-path": data}, check=False)
     assert run.returncode == 2 and "Traceback" not in run.log, run.log

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch import report, reset_report
 from tests.cases import against_float64
 from tests.cases.against_float64 import hidden_states
@@ -98,6 +99,18 @@ def test_gate_of_dense_stages(stage):
     options = DSAOptions(stage=stage, freeze_main=False, output_gate=True)
     loss = None if stage == "dense" else "dense"
     compare(small_config(options=options), mode="dense", loss=loss, batch=2)
+
+
+def test_a_gate_needs_its_linear():
+    config = small_config(options=DSAOptions(output_gate=True))
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_dsa.specs import dsa_layer_spec
+
+    spec = dsa_layer_spec(config).submodules.self_attention
+    spec.submodules.linear_gate = None
+    with pytest.raises(ConfigError, match="--dsa-output-gate needs linear_gate in the spec"):
+        build_module(spec, config=config, layer_number=1)
 
 
 def test_pools_by_a_bit_mask():

@@ -196,7 +196,7 @@ def test_equals_sparse_attention_on_latents(descending, with_sink):
 
 
 def test_a_sink_takes_its_share_of_the_softmax():
-    """One of ``-inf`` takes nothing, also of queries without a key; one alone leaves 0."""
+    """One of ``-inf`` takes nothing, also of queries without a key; a large one leaves 0."""
     lists = mixed_lists(40, 300, 9)
     case = masked_case(DIMS, lists, torch.float64)
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
