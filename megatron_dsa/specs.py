@@ -25,7 +25,6 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -54,7 +53,7 @@ from megatron_dsa.config.rules.hyper_connections import predicts_apart
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
-from megatron_dsa.dsa import DSASelfAttention
+from megatron_dsa.dsa import DSASelfAttention, DSASelfAttentionSubmodules
 from megatron_dsa.layers.backends import (
     LocalBackend as LocalBackend,
 )
@@ -143,7 +142,7 @@ def _attention_spec(
     return ModuleSpec(
         module=DSASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
+        submodules=DSASelfAttentionSubmodules(
             linear_q_proj=backend.column_parallel_linear(),
             linear_q_down_proj=backend.latent_linear(),
             linear_q_up_proj=backend.column_parallel_linear(),
@@ -154,6 +153,7 @@ def _attention_spec(
                 params={"is_mtp": is_mtp},
                 submodules=DSACoreAttentionSubmodules(indexer=indexer),
             ),
+            linear_gate=backend.column_parallel_linear(),
             linear_proj=backend.row_parallel_linear(),
             q_layernorm=latent_norm,
             kv_layernorm=latent_norm,

@@ -19,7 +19,7 @@ from megatron_dsa.config.rules.hybrid import hybrid_rules
 from megatron_dsa.config.rules.hyper_connections import hyper_connection_rules
 from megatron_dsa.config.rules.kda import kda_rules
 from megatron_dsa.config.rules.lora import adapted_linears, adapts_indexer, lora_rules
-from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
+from megatron_dsa.config.rules.model import dsa_rules, masked_rules, sink_rules, tp_mode_rules
 from megatron_dsa.config.rules.ranges import option_rules
 from megatron_dsa.config.rules.table import uses_csa
 from megatron_dsa.errors import require
@@ -127,6 +127,11 @@ def has_learned_head(config: Any) -> bool:
     return uses_streams(config) and config.hc_collapse == "learned"
 
 
+def uses_sinks(config: Any) -> bool:
+    """Return whether layers of V3.2's attention have a learned sink per head (Hy4)."""
+    return getattr(config, "softmax_type", None) == "learnable"
+
+
 def hash_layers(config: Any) -> int:
     """Return how many layers, the first ones, look experts up by token id."""
     return getattr(config, "moe_hash_layers", 0)
@@ -230,6 +235,7 @@ def validate(config: Any) -> None:
     rules = chain(rules, hybrid_rules(config, options, functools.partial(selects_keys, config)))
     rules = chain(rules, masked_rules(config, options), lora_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
+    rules = chain(rules, sink_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]
     require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
 

@@ -23,6 +23,7 @@ from megatron_dsa.config.model import (
     shares_teacher,
     uses_csa,
     uses_indexer,
+    uses_sinks,
     uses_streams,
 )
 from megatron_dsa.config.rules.csa import CSA_RATIO
@@ -149,7 +150,9 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         yield from _masked_ops(calls, indexer, taught, visible, selected)
         return
     yield from _ropes(calls, heads)
-    attention = calls.of(heads, latent + rope, latent, topk=selected_tokens(config))
+    attention = calls.of(
+        heads, latent + rope, latent, topk=selected_tokens(config), sink=uses_sinks(config)
+    )
     teaches = taught and _all_are_taught(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
     backward = replace(attention, teacher=teaches)

@@ -134,7 +134,8 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
         queries = hidden * query
     else:
         queries = config.q_lora_rank * (hidden + query)
-    down_and_output = hidden * (latent + rope) + heads * config.v_head_dim * hidden
+    outputs = 2 if options_of(config).output_gate else 1
+    down_and_output = hidden * (latent + rope) + outputs * heads * config.v_head_dim * hidden
     # Absorbed into queries and outputs or expanding the latents: as many products.
     up = latent * heads * (config.qk_head_dim + config.v_head_dim)
     work = [

@@ -93,7 +93,8 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
     """DeepSeek-V3.2: attend to the keys that the indexer selects, in the latent space.
 
     Returns the output ``[s, hidden]`` and the indexer's loss. The stages ``warmup`` and ``dense``
-    attend to all keys; ``dense`` has no indexer, so its loss is None.
+    attend to all keys; ``dense`` has no indexer, so its loss is None. Hy4 also has a sink per head
+    and an output gate.
     """
     rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])  # P, R
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
@@ -114,8 +115,11 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
         scores = dsa_index_scores(x.detach(), q_latent.detach(), w, rope)
     if stage == "sparse":
         seen = indexer_topk(scores, seen, topk)
-    out, p_sum = sparse_attention(q, kv, seen, softmax_scale, rank)  # [s, H, R]
+    sink = w.get("core_attention.attn_sink")
+    out, p_sum = sparse_attention(q, kv, seen, softmax_scale, rank, sink)  # [s, H, R]
     out = torch.einsum("thr,hvr->thv", out, w_uv).flatten(1)
+    if "linear_gate.weight" in w:
+        out = out * linear(x, w, "linear_gate").sigmoid()
     loss = None if scores is None else indexer_loss(scores, p_sum, seen)
     return linear(out, w, "linear_proj"), loss
 

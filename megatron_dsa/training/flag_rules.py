@@ -74,10 +74,15 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield (
         fp32_gradients
         or not args.use_precision_aware_optimizer
-        or not (args.csa_compress_ratios or max(args.hc_mult, args.dsa_indexer_pool_size) > 1),
-        "--main-grads-dtype must be fp32 with --csa-compress-ratios, and with --hc-mult or "
-        f"--dsa-indexer-pool-size above 1, got {args.main_grads_dtype}: some parameters stay in "
-        "fp32, and transformer-engine reads all gradients in one dtype to clip them; drop it",
+        or not (
+            args.csa_compress_ratios
+            or max(args.hc_mult, args.dsa_indexer_pool_size) > 1
+            or args.softmax_type == "learnable"
+        ),
+        "--main-grads-dtype must be fp32 with --csa-compress-ratios or --softmax-type learnable, "
+        f"and with --hc-mult or --dsa-indexer-pool-size above 1, got {args.main_grads_dtype}: some "
+        "parameters stay in fp32, and transformer-engine reads all gradients in one dtype to clip "
+        "them; drop it",
     )
     yield from _rank_rules(args)
 

@@ -33,6 +33,7 @@ UNSAID: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "qk_l2_norm": False,
     "attention_output_gate": False,
+    "softmax_type": "vanilla",
     "no_rope_freq": None,
     "rotary_percent": 1.0,
     "activation_func_clamp_value": None,

@@ -65,6 +65,8 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
             f"{flag_of('csa_compress_ratios')}"
         )
         return
+    if getattr(saved, "dsa_output_gate", False):
+        yield f"no key says {flag_of('dsa_output_gate')}, which was True in training"
     for name, (actual, expected) in differences(hf, trained).items():
         if name in _FIXED and getattr(saved, name, None) is None:
             continue

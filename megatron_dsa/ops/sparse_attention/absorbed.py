@@ -25,7 +25,13 @@ from megatron_dsa.ops.common.arithmetic import (
     slices,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.checks import (
+    FLOATS,
+    require_lists,
+    require_scale,
+    require_sink,
+    require_tensor,
+)
 from megatron_dsa.ops.common.collectives import (
     all_gather_async,
     exchange_parts,
@@ -74,9 +80,10 @@ class _Plan:
 class _Blocks:
     """Inputs of a pass, and a buffer for the absorbed queries of a block, padded to ``heads``."""
 
-    def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
+    def __init__(self, plan: _Plan, heads: int, q, kv, weights, sink, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
+        self.sink = sink
         self.rank = weights.shape[2]
         self.nope = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
         self.w_uk, self.w_uv = weights[:, : self.nope], weights[:, self.nope :]
@@ -103,17 +110,18 @@ class _Blocks:
         absorbed = padded[:, : q.shape[1]]
         write_head_products(q[..., : self.nope], self.w_uk[heads], absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.nope :]
-        inputs = self.attention.inputs(absorbed, self.kv, None, indices, length, want_p_sum)
+        sink = None if self.sink is None else self.sink[heads]
+        inputs = self.attention.inputs(absorbed, self.kv, sink, indices, length, want_p_sum)
         return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
 
 
 class _AbsorbedAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, weights, ..., the indexer's tensors -> out, lse, p_sum``."""
+    """``q, kv, kv_grad, weights, sink, ..., the indexer's tensors -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
+    def forward(ctx, q, kv, kv_grad, weights, sink, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
-        blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, indices, length)
+        blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, sink, indices, length)
         out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         latents, lses, p_sums = [], [], []
         for tokens in p.blocks:
@@ -129,7 +137,7 @@ class _AbsorbedAttention(torch.autograd.Function):
                 latents.append(latent.contiguous())  # a view would keep its padding
             del inputs, latent, p_sum  # before the next block takes memory
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
-        ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
+        ctx.save_for_backward(q, kv, weights, sink, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
@@ -140,17 +148,17 @@ class _AbsorbedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
         p: _Plan = ctx.plan
-        q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
+        q, kv, weights, sink, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
         # The kernels of the backward take queries without padding.
-        blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
+        blocks = _Blocks(p, q.shape[1], q, kv, all_weights, sink, indices, length)
         if dout is None:  # nothing reads the output; other ranks take part
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
-        indexer = p.attention.indexer if any(wanted[7:]) else None
+        indexer = p.attention.indexer if any(wanted[8:]) else None
         sample = None if indexer is None else indexer.sample(len(q), q.device)
         if indexer is None or sample is not None:
             for tokens in p.blocks:
@@ -168,7 +176,8 @@ class _AbsorbedAttention(torch.autograd.Function):
         if travel is not None:
             dweights = travel.wait().to(weights.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
-        return backward.dq, to_kv, to_proxy, dweights, None, None, None, *index_grads
+        dsink = None if sink is None else backward.dsink.to(sink.dtype)
+        return backward.dq, to_kv, to_proxy, dweights, dsink, None, None, None, *index_grads
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -188,6 +197,7 @@ class _Backward:
         self.wants_q, self.wants_weights = wants_q, wants_weights
         self.dq: torch.Tensor | None = None
         self.dweights: torch.Tensor | None = None
+        self.dsink: Any = None
 
     def teachers(self) -> Iterator[TeacherPart]:
         """Run all blocks; yield teachers of as many together as take an eighth of the workspace.
@@ -250,10 +260,12 @@ class _Backward:
         dlatent, lse = self.dlatent[: len(dout)], self.lse[tokens]
         write_head_products(dout, blocks.w_uv, dlatent)
         inputs = replace(inputs, want_p_sum=teaches, key_sum=self.keys)
-        absorbed, dkv, _, p_sum = attention.run(
+        absorbed, dkv, dsink, p_sum = attention.run(
             BACKWARD, inputs, latent, lse, dlatent, teacher=teaches
         )
         self.keys.add(dkv)
+        if dsink is not None:
+            self.dsink = dsink if self.dsink is None else self.dsink + dsink
         if self.wants_weights:
             self._add_weights(tokens, absorbed, latent)
         if self.wants_q:
@@ -308,6 +320,7 @@ def absorbed_attention(
     *,
     softmax_scale: float,
     topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     in_order: bool = False,
@@ -328,7 +341,7 @@ def absorbed_attention(
         weights: ``[H, A + V, R]``, same dtype: per head what makes its key without rope of a latent
             (``W_uk``), then its value (``W_uv``). With ``group`` ``[H / ranks, ...]``, of this
             rank's heads, which come in the order of ranks.
-        indices, topk_length, in_order, indexer: see
+        indices, topk_length, attn_sink, in_order, indexer: see
             :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
         softmax_scale: factor on ``q . k`` before the softmax.
         kv_grad: fp32 ``[Skv, R + P]``: if given, the gradient of ``kv`` is sent here, unrounded,
@@ -341,9 +354,10 @@ def absorbed_attention(
         policy: which implementations may run; its workspace bounds the blocks.
 
     Returns:
-        ``out [Sq, H, V]`` in q's dtype, 0 for tokens that select nothing, differentiable in q, kv
-        and weights; ``lse [Sq, H]`` fp32, natural log over the selected keys, ``-inf`` if none;
-        ``p_sum [Sq, K]`` fp32, 0 at invalid entries, ``None`` unless it was asked for.
+        ``out [Sq, H, V]`` in q's dtype, 0 for tokens that select nothing, differentiable in q, kv,
+        weights and attn_sink; ``lse [Sq, H]`` fp32, natural log over the selected keys (sink
+        excluded), ``-inf`` if none; ``p_sum [Sq, K]`` fp32, 0 at invalid entries, ``None`` unless
+        it was asked for.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -370,15 +384,16 @@ def absorbed_attention(
     require_scale(softmax_scale)
     require_lists(indices, q, topk_length)
     require_kv_grad(kv_grad, kv)
+    require_sink(attn_sink, q)
     call = describe_call(
         q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=kv.shape[1], v_dim=rank,
-        topk=indices.shape[1],
+        topk=indices.shape[1], sink=attn_sink is not None,
     )  # fmt: skip
     trains = indexer is not None
     if isinstance(indexer, IndexerTraining):
         indexer.check_parts(q.shape[1], indexer.head_group)
     indexer, trained = separate_tensors(indexer, q=q)
-    tensors = (q, kv, kv_grad, weights)
+    tensors = (q, kv, kv_grad, weights, attn_sink)
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )

@@ -199,27 +199,28 @@ NAMES = """
 add_bias_linear add_qkv_bias attention_dropout batch_invariant_mode bf16 cache_mla_latents
 calculate_per_token_loss context_parallel_size context_parallel_size cpu_offloading
 csa_compress_ratios csa_compress_ratios csa_compress_ratios csa_compress_ratios csa_compress_ratios
-cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl
-cuda_graph_impl cuda_graph_impl dataloader_inter_document_masking delay_wgrad_compute dsa_dry_run
-dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved
-dsa_indexer_rotate_activation dsa_indexer_topk_freq dsa_indexer_topk_freq
-dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_time_operations eod_mask_loss
-experimental_attention_variant fine_grained_activation_offloading fine_grained_activation_offloading
-fp16 fp4 fp4 fp4_param fp8 fp8 fp8_dot_product_attention fp8_multi_head_attention fp8_param
-fp8_param_gather gtp_weight_remat_size hc_mult hc_mult hybrid_context_parallel hybrid_layer_pattern
-hybrid_layer_pattern indexer_loss_heads indexer_numerics indexer_pool_size is_hybrid_model
-latent_norm_epsilon layernorm_zero_centered_gamma layernorm_zero_centered_gamma
-layernorm_zero_centered_gamma log_max_attention_logit lora_alpha lora_rank lora_rank lora_rank
-lora_targets mla_down_proj_fusion mlp_chunks_for_training mock_data moe_enable_routing_replay
-moe_hash_layers moe_hash_layers moe_router_load_balancing_type mscale mscale_all_dim
-multi_latent_attention no_rope_freq normalization normalization overlap_moe_expert_parallel_comm
+csa_compress_ratios csa_compress_ratios cuda_graph_impl cuda_graph_impl cuda_graph_impl
+cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl
+dataloader_inter_document_masking delay_wgrad_compute dsa_dry_run dsa_indexer_k_norm_epsilon
+dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
+dsa_indexer_topk_freq dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_indexer_use_sparse_loss
+dsa_kernel_backend dsa_time_operations eod_mask_loss experimental_attention_variant
+fine_grained_activation_offloading fine_grained_activation_offloading fp16 fp4 fp4 fp4_param fp8 fp8
+fp8_dot_product_attention fp8_multi_head_attention fp8_param fp8_param_gather gtp_weight_remat_size
+hc_mult hc_mult hybrid_context_parallel hybrid_layer_pattern hybrid_layer_pattern indexer_loss_heads
+indexer_numerics indexer_pool_size is_hybrid_model latent_norm_epsilon layernorm_zero_centered_gamma
+layernorm_zero_centered_gamma layernorm_zero_centered_gamma log_max_attention_logit lora_alpha
+lora_rank lora_rank lora_rank lora_targets mla_down_proj_fusion mlp_chunks_for_training mock_data
+moe_enable_routing_replay moe_hash_layers moe_hash_layers moe_router_load_balancing_type mscale
+mscale_all_dim multi_latent_attention no_rope_freq normalization normalization output_gate
 overlap_moe_expert_parallel_comm overlap_moe_expert_parallel_comm overlap_moe_expert_parallel_comm
-q_lora_rank qk_clip qk_l2_norm qk_layernorm qk_pos_emb_head_dim quant_recipe recompute recompute
-reset_attention_mask reset_position_ids rope_type rotary_percent rotary_seq_len_interpolation_factor
-save selected_attention sft_tokenizer_prompt_format softmax_scale softmax_type te_rng_tracker
-timing_log_level tokenizer_type tp_mode use_distributed_optimizer use_kitchen use_kitchen_attention
-use_layer_wise_distributed_optimizer use_megatron_fsdp use_rope_scaling use_torch_fsdp2
-use_transformer_engine_op_fuser window_attn_skip_freq window_size
+overlap_moe_expert_parallel_comm q_lora_rank qk_clip qk_l2_norm qk_layernorm qk_pos_emb_head_dim
+quant_recipe recompute recompute reset_attention_mask reset_position_ids rope_type rotary_percent
+rotary_seq_len_interpolation_factor save selected_attention sft_tokenizer_prompt_format
+softmax_scale softmax_type stage te_rng_tracker timing_log_level tokenizer_type tp_mode
+use_distributed_optimizer use_kitchen use_kitchen_attention use_layer_wise_distributed_optimizer
+use_megatron_fsdp use_rope_scaling use_torch_fsdp2 use_transformer_engine_op_fuser
+window_attn_skip_freq window_size
 """
 
 
@@ -297,6 +298,28 @@ def test_whole_pools_are_selected():
             options=DSAOptions(indexer_pool_size=5), qk_pos_emb_head_dim=0,
             dsa_indexer_rotate_activation=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"softmax_type": "off-by-one"}, "--softmax-type must be vanilla or learnable, got off-by"),
+        ({"options": DSAOptions(stage="dense")}, "--dsa-stage must be sparse with --softmax-type"),
+        (
+            {"dsa_indexer_use_sparse_loss": False},
+            "--dsa-indexer-use-sparse-loss is required with --softmax-type learnable",
+        ),
+    ],
+)
+def test_where_layers_have_no_sinks(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**{"softmax_type": "learnable"} | changes)
+
+
+def test_v4_takes_neither_sinks_nor_a_gate():
+    for changes in ({"softmax_type": "learnable"}, {"options": DSAOptions(output_gate=True)}):
+        with pytest.raises(ConfigError, match="--csa-compress-ratios must be unset with --"):
+            small_csa_config(4, **changes)
 
 
 def test_warmup_needs_a_loss():

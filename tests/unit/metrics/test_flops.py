@@ -29,6 +29,7 @@ STAGES = {
         DSAOptions("sparse", health_tokens=0, selected_attention="masked"),
         {"dsa_indexer_use_sparse_loss": False},
     ),
+    "sparse, output gate": (DSAOptions("sparse", health_tokens=0, output_gate=True), {}),
     "sparse, no loss": (DSAOptions("sparse", health_tokens=0), {"dsa_indexer_loss_coeff": 0.0}),
 }  # fmt: skip
 RATIOS = [0, 4, 7]
@@ -43,7 +44,7 @@ EXPERTS = {
 
 def configuration(stage, hybrid, **changes):
     options, fields = STAGES[stage]
-    if hybrid and options.selected_attention == "masked":
+    if hybrid and (options.selected_attention == "masked" or options.output_gate):
         pytest.skip("refused for V4")
     if hybrid:
         fields = fields | {"csa_compress_ratios": RATIOS, "dsa_indexer_topk": 3}
