@@ -129,10 +129,13 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     taught = indexer or shares_teacher(config, layer_number, is_mtp)
     masks = attention_of(config, calls.device).masked
     if indexer:
-        head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        yield RequiredOp("index_rotation", calls.of(*head))
+        rotates = rope > 0 or config.dsa_indexer_rotate_activation
+        if rotates:
+            head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+            yield RequiredOp("index_rotation", calls.of(*head))
         of_keys = "index_rotation" if options.indexer_pool_size == 1 else "compressor"
-        yield RequiredOp(of_keys, calls.of(1, config.dsa_indexer_head_dim))
+        if rotates or of_keys == "compressor":
+            yield RequiredOp(of_keys, calls.of(1, config.dsa_indexer_head_dim))
     if options.stage != "sparse":
         call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
         if masks:
@@ -177,8 +180,9 @@ def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
 
 def _ropes(calls: LayerCalls, heads: int) -> Iterator[RequiredOp]:
     rope = calls.config.qk_pos_emb_head_dim
-    yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
-    yield RequiredOp("rotate", calls.of(1, rope))
+    if rope > 0:
+        yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
+        yield RequiredOp("rotate", calls.of(1, rope))
 
 
 def _masked_ops(
