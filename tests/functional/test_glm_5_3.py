@@ -8,6 +8,7 @@ process.
 import pytest
 import torch
 
+from tests.functional.checkpoint_reader import read
 from tests.functional.comparisons import check_layout, check_resume, compare_curves, layout_cases
 from tests.functional.launch import train
 from tests.functional.parallel_flags import FULL_RECOMPUTE, LAYOUTS, TP2_HEADS, TP2_SEQUENCE
@@ -99,3 +100,19 @@ def test_resume_in_bf16(data, tmp_path):
     assert len(weights) == 3 * 5 + 2 + 4 * 6
     assert {state[name].dtype for name in weights} == {torch.float32}
     assert state["decoder.layers.0.self_attention.linear_q_proj.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_warm_up_then_sparse(data, tmp_path):
+    """The warm-up trains two indexers, none of them in the first stage; all is trained after it."""
+    flags = GLM | {"--data-path": data, "--save": tmp_path, "--save-interval": 6}
+    warm = {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": False, "--train-iters": 6}
+    rate = {"--lr": 1e-2, "--min-lr": 1e-2}
+    warmup = train(flags | warm | rate | stages("Ettt|tmL"), ranks=2)
+    losses = warmup.column("indexer loss")
+    assert losses[-1] < losses[0]
+    states = [name for name in read(tmp_path) if name.startswith("optimizer.state.exp_avg.")]
+    assert len(states) == 2 * 7 and all(".indexer." in name for name in states)
+    sparse = train(flags | {"--load": tmp_path, "--finetune": True, "--train-iters": 2})
+    assert "has no indexers" not in sparse.log
+    assert sparse.steps[0]["indexer loss"] > 0
