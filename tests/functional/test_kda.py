@@ -68,6 +68,11 @@ def test_layout(name, single, steps):
     check_layout(name, SAME[name], single, steps)
 
 
+def test_the_bound_of_gates_reaches_the_layers(single, steps):
+    step, *_ = steps({"--kda-gate-lower-bound": -1.0})
+    assert abs(step["lm loss"] - single[0]["lm loss"]) > 1e-4
+
+
 @pytest.mark.ranks(2)
 def test_two_ranks_with_streams_prediction_and_documents(steps_of):
     one_step = steps_of(KDA | AROUND)

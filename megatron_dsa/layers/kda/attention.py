@@ -108,9 +108,9 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``). A tensor-parallel rank computes its heads for all
-    tokens. Parameters, with ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj [H * D, ...]``,
-    ``linear_b_proj [H, hidden]``, ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and ``A_log [H]`` (these
-    in fp32), divided along dim 0; ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``,
+    tokens. Parameters, with ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` of ``H * D``
+    outputs, ``linear_b_proj`` of ``H``, and in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and
+    ``A_log [H]``, divided along dim 0; ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``,
     replicated; ``linear_proj``, divided along dim 1.
     """
 

@@ -6,6 +6,7 @@ so nothing overflows.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -195,7 +196,7 @@ def _segment_of(ctx, part: slice) -> Callable:
     if document is None:  # the same for all chunks
         chunks, document = slice(1), torch.zeros(1, CHUNK, device=ctx.device)
     masks = _Masks.of(document, chunks)
-    return lambda *tensors: _segment(*tensors, masks, ctx.lower_bound)
+    return partial(_segment, masks=masks, lower_bound=ctx.lower_bound)
 
 
 def _segment(
