@@ -33,8 +33,10 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 MTP = "model.language_model.layers.4."
 LAYERS = {
     "dsa": {},
+    "shared": {"indexer_types": ["full", "shared", "full", "shared"]},
     "whole": {"layer_types": ["linear_attention"] * 3 + ["indexed_attention"]},
 }
+KDA_FIRST = {"layer_types": ["linear_attention"] + ["indexed_attention"] * 3}
 #: Lengths that no pool divides, documents without a whole pool.
 LENGTHS = {"one": [23], "packed": [3, 9, 1, 22, 2]}
 
@@ -232,6 +234,16 @@ def predicted_by(text_model, config, weights, ids):
         ({"index_kpool": None}, "index_kpool = None: it must be given"),
         ({"index_kpool_always_select_tail": False}, "always_select_tail = False: only True"),
         ({"index_kpool_kind": "max"}, "index_kpool_kind = 'max': this key is not understood"),
+        (
+            {"layer_types": ["linear_attention"] + ["full_attention"] * 3}
+            | {"indexer_types": ["full", "full", "shared", "full"]},
+            "indexer_types = .* no selection is shared across layers of KDA",
+        ),
+        ({"linear_lower_bound": None} | KDA_FIRST, "linear_lower_bound = None: only gates with"),
+        (
+            {"linear_attn_config": {"kda_layers": [1]}} | KDA_FIRST,
+            "linear_attn_config.kda_layers = .1.: contradicts layer_types",
+        ),
         ({"qk_rope_head_dim": 8}, "qk_rope_head_dim = 8: only 0 is supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types = .* must say linear_attention"),
         ({"hc_mult": 4, "hc_eps": None}, "hc_eps = None: it must be given"),
