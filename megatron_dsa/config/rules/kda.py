@@ -11,7 +11,10 @@ _FLAG = "--linear-attention-freq"
 _APART = "they were not run together"
 _ROWS = (
     Must("csa_compress_ratios", None, "KDA layers stand between DSA layers; drop one of them"),
-    Must("is_hybrid_model", False, "hybrid stacks have no slot for KDA layers; build a GPT"),
+    Must(
+        "is_hybrid_model", False, "hybrid stacks have no slot for KDA layers; build a GPT",
+        "--hybrid-layer-pattern",
+    ),
     Must(
         "context_parallel_size", 1,
         "a state would have to travel from rank to rank; use tensor parallelism",
