@@ -99,6 +99,7 @@ def tiny_glm_5_3(**changes):
         "mlp_layer_types": ["dense"] + ["sparse"] * 3,
         "linear_num_heads": 2,
         "linear_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
         "n_group": 1,
         "topk_group": 1,
         "rms_norm_eps": 1e-5,

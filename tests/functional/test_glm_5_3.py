@@ -8,9 +8,13 @@ process.
 import pytest
 import torch
 
+from megatron_dsa.extras.cli import main
+from tests.cases.released_formats import stored_bytes
+from tests.functional.checkpoint_reader import read
 from tests.functional.comparisons import check_layout, check_resume, compare_curves, layout_cases
-from tests.functional.launch import train
+from tests.functional.launch import TINY, flags_in, launch, train
 from tests.functional.parallel_flags import FULL_RECOMPUTE, LAYOUTS, TP2_HEADS, TP2_SEQUENCE
+from tests.tiny_models import published, tiny_glm_5_3
 
 GLM = {
     "--num-layers": 4,
@@ -99,3 +103,39 @@ def test_resume_in_bf16(data, tmp_path):
     assert len(weights) == 3 * 5 + 2 + 4 * 6
     assert {state[name].dtype for name in weights} == {torch.float32}
     assert state["decoder.layers.0.self_attention.linear_q_proj.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_warm_up_then_sparse(data, tmp_path):
+    """The warm-up trains two indexers, none of them in the first stage; all is trained after it."""
+    flags = GLM | {"--data-path": data, "--save": tmp_path, "--save-interval": 6}
+    warm = {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": False, "--train-iters": 6}
+    rate = {"--lr": 1e-2, "--min-lr": 1e-2}
+    warmup = train(flags | warm | rate | stages("Ettt|tmL"), ranks=2)
+    losses = warmup.column("indexer loss")
+    assert losses[-1] < losses[0]
+    states = [name for name in read(tmp_path) if name.startswith("optimizer.state.exp_avg.")]
+    assert len(states) == 2 * 7 and all(".indexer." in name for name in states)
+    sparse = train(flags | {"--load": tmp_path, "--finetune": True, "--train-iters": 2})
+    assert "has no indexers" not in sparse.log
+    assert sparse.steps[0]["indexer loss"] > 0
+
+
+@pytest.mark.ranks(4)
+def test_ranks_read_and_write_a_released_model(data, tmp_path, capsys):
+    """A step of rate 0 on pipeline and tensor-parallel ranks, from the release to an export."""
+    whole = {"layer_types": ["linear_attention"] * 3 + ["indexed_attention"], "vocab_size": 264}
+    there, back = tmp_path / "there", tmp_path / "back"
+    published(tiny_glm_5_3(max_position_embeddings=96, **whole), there)
+    assert main(["flags", str(there)]) == 0
+    flags = TINY | flags_in(capsys.readouterr().out)
+    flags |= {"--data-path": data, "--dsa-load-hf": there, "--train-iters": 1, "--lr": 0}
+    flags |= {"--min-lr": 0, "--moe-router-bias-update-rate": 0}
+    one = launch(flags)
+    saved = {"--save": tmp_path / "run", "--save-interval": 1}
+    ranks = launch(flags | saved | stages("Ettt|tL") | TP2_SEQUENCE, ranks=4)
+    assert ranks.column("lm loss") == pytest.approx(one.column("lm loss"), rel=1e-5)
+    paths = ["--input", tmp_path / "run", "--config", there, "--output", back]
+    assert main(["export-hf", *map(str, paths)]) == 0
+    before, after = stored_bytes(there), stored_bytes(back)
+    assert after == {x: y for x, y in before.items() if not x.startswith("model.visual.")}

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.huggingface.config_json import parse_config
+from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
 from megatron_dsa.extras.huggingface.names import HYPER_CONNECTIONS
+from tests.cases.released_formats import stored_bytes, write_glm_5_3
 from tests.helpers import relative_error
 from tests.host import packed
 from tests.tiny_models import (
@@ -32,8 +33,10 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 MTP = "model.language_model.layers.4."
 LAYERS = {
     "dsa": {},
+    "shared": {"indexer_types": ["full", "shared", "full", "shared"]},
     "whole": {"layer_types": ["linear_attention"] * 3 + ["indexed_attention"]},
 }
+KDA_FIRST = {"layer_types": ["linear_attention"] + ["indexed_attention"] * 3}
 #: Lengths that no pool divides, documents without a whole pool.
 LENGTHS = {"one": [23], "packed": [3, 9, 1, 22, 2]}
 
@@ -69,7 +72,9 @@ def test_logits_and_gradients(lengths, released, tmp_path):
     expected = torch.cat([theirs(part).logits for part in ids.split(lengths, 1)], 1)
     with torch.no_grad():
         logits = logits_of(built(folder).train(), ids, lengths)
-    assert relative_error(logits, expected) < 1e-5
+    error = relative_error(logits, expected)
+    assert error < 1e-5
+    print(f"logits, {len(lengths)} documents: {error:.1e}")
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     expected.backward(upstream)
     ours = built(folder, torch.float64).train()
@@ -113,8 +118,22 @@ def test_round_trip(released, tmp_path, capsys):
     text = {name: x for name, x in before.items() if not name.startswith("model.visual.")}
     assert len(text) < len(before) and text.keys() == after.keys()
     assert all(torch.equal(x, after[name]) for name, x in text.items())
+    print(f"{len(text)} tensors back to the bit, {len(before) - len(text)} of vision left out")
     config, again = (json.loads((x / "config.json").read_text()) for x in (folder, back))
     assert config == again
+
+
+def test_released_formats(released, tmp_path):
+    """fp8 MLPs, bf16 weights and fp32 gates: the same bytes with ``--quantise released``."""
+    there = tmp_path / "there"
+    config = json.loads((released[1] / "config.json").read_text())
+    write_glm_5_3(config, released[1], there)
+    back = there_and_back(there, tmp_path, "--quantise", "released")
+    before, after = stored_bytes(there), stored_bytes(back)
+    assert after == {x: y for x, y in before.items() if not x.startswith("model.visual.")}
+    kinds = {str(dtype) for dtype, *_ in after.values()}
+    assert kinds == {"torch.float8_e4m3fn", "torch.float32", "torch.bfloat16"}
+    assert read_config(back).raw == read_config(there).raw
 
 
 def read(folder):
@@ -215,6 +234,16 @@ def predicted_by(text_model, config, weights, ids):
         ({"index_kpool": None}, "index_kpool = None: it must be given"),
         ({"index_kpool_always_select_tail": False}, "always_select_tail = False: only True"),
         ({"index_kpool_kind": "max"}, "index_kpool_kind = 'max': this key is not understood"),
+        (
+            {"layer_types": ["linear_attention"] + ["full_attention"] * 3}
+            | {"indexer_types": ["full", "full", "shared", "full"]},
+            "indexer_types = .* no selection is shared across layers of KDA",
+        ),
+        ({"linear_lower_bound": None} | KDA_FIRST, "linear_lower_bound = None: only gates with"),
+        (
+            {"linear_attn_config": {"kda_layers": [1]}} | KDA_FIRST,
+            "linear_attn_config.kda_layers = .1.: contradicts layer_types",
+        ),
         ({"qk_rope_head_dim": 8}, "qk_rope_head_dim = 8: only 0 is supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types = .* must say linear_attention"),
         ({"hc_mult": 4, "hc_eps": None}, "hc_eps = None: it must be given"),
