@@ -5,6 +5,7 @@ One claim each: ratios on a linear axis, at most four lines, readable on a phone
 
 import math
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -36,49 +37,86 @@ def draw_all(folder: Path) -> list[Path]:
     ]
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A chart of ratios.
+
+    Attributes:
+        title: the result; axis: what the ratios are; along: what is below them.
+        lines: label -> points: position, ratio, whether the marker is hollow.
+        ticks: position -> name.
+        low: where the axis begins; percent: ratios are shares.
+    """
+
+    title: str
+    axis: str
+    along: str
+    lines: dict[str, list[tuple[float, float, bool]]]
+    ticks: dict[float, str]
+    low: float = 0.0
+    percent: bool = False
+
+    def draw(self, target: Path) -> Path:
+        """Draw it; return the file."""
+        unit = 100 if self.percent else 1
+        figure, axis = pyplot.subplots(figsize=(7.2, 5.4))
+        axis.axhline(unit, color="black", linewidth=1)
+        ends = {}
+        for (label, points), (colour, dashes, marker) in zip(
+            self.lines.items(), STYLES, strict=False
+        ):
+            scaled = [(x, unit * y) for x, y, _ in points]
+            axis.plot(*zip(*scaled, strict=True), color=colour, linestyle=dashes, linewidth=2.5)
+            for point, (_, _, hollow) in zip(scaled, points, strict=True):
+                axis.plot(*point, marker, color=colour, markersize=8, markeredgewidth=2,
+                          markerfacecolor="white" if hollow else colour)  # fmt: skip
+            ends[label] = (*scaled[-1], colour)
+        high = max(unit, *(unit * y for points in self.lines.values() for _, y, _ in points))
+        axis.set_ylim(self.low, high + 0.08 * (high - self.low))
+        _label_ends(axis, ends)
+        axis.set_xticks(list(self.ticks), list(self.ticks.values()))
+        axis.yaxis.set_major_formatter(
+            ticker.FuncFormatter(lambda y, _: f"{y:.0f} %" if self.percent else f"{y:g}x")
+        )
+        axis.tick_params(labelsize=14)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_title(self.axis, fontsize=13, loc="left")
+        axis.set_xlabel(self.along, fontsize=12)
+        title = textwrap.fill(self.title, 52)
+        figure.suptitle(title, x=0.02, ha="left", fontsize=16, fontweight="bold")
+        figure.tight_layout()
+        with whole_file(target) as file:
+            figure.savefig(file, dpi=100)
+        pyplot.close(figure)
+        return target
+
+
 def draw(comparison: Comparison, folder: Path) -> Path:
     """Draw one comparison; return the file."""
     found = all_ratios(comparison, folder)
-    lines = {line.label: found[line.label] for line in comparison.lines if line.drawn}
-    percent = comparison.metric == "efficiency"
-    unit = 100 if percent else 1
-    figure, axis = pyplot.subplots(figsize=(7.2, 5.4))
-    axis.axhline(unit, color="black", linewidth=1)
-    ends = {}
-    for (label, cells), (colour, dashes, marker) in zip(lines.items(), STYLES, strict=False):
-        points = [(_x(comparison, place), unit * cell.ratio) for place, cell in cells.items()]
-        axis.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=2.5)
-        for point, cell in zip(points, cells.values(), strict=True):
-            face = "white" if cell.date < comparison.since else colour
-            axis.plot(*point, marker, color=colour, markerfacecolor=face, markersize=8,
-                      markeredgewidth=2)  # fmt: skip
-        ends[label] = (*points[-1], colour)
-    ratios = [unit * cell.ratio for cells in lines.values() for cell in cells.values()]
-    high = max(unit, *ratios)
-    axis.set_ylim(comparison.low, high + 0.08 * (high - comparison.low))
-    _label_ends(axis, ends)
-    places = {place for cells in lines.values() for place in cells}
-    names = {_x(comparison, place): _tick(comparison, place) for place in places}
-    axis.set_xticks(list(names), list(names.values()))
-    axis.yaxis.set_major_formatter(
-        ticker.FuncFormatter(lambda y, _: f"{y:.0f} %" if percent else f"{y:g}x")
-    )
-    axis.tick_params(labelsize=14)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_title(comparison.axis.rsplit(" (", 1)[0], fontsize=13, loc="left")
-    older = any(c.date < comparison.since for cells in lines.values() for c in cells.values())
+    lines = {
+        line.label: [
+            (_x(comparison, place), cell.ratio, cell.date < comparison.since)
+            for place, cell in found[line.label].items()
+        ]
+        for line in comparison.lines
+        if line.drawn
+    }
+    places = {place for label in lines for place in found[label]}
     along = {"part": "training step", "preset": ""}.get(comparison.along, "tokens")
-    note = "hollow: older runs, see the table" if older else ""
-    axis.set_xlabel(f"{along}   {comparison.gpu}   {note}".strip(), fontsize=12)
-    title = textwrap.fill(claim(comparison, found), 52)
-    figure.suptitle(title, x=0.02, ha="left", fontsize=16, fontweight="bold")
-    figure.tight_layout()
-    target = folder / f"{comparison.name}.png"
-    with whole_file(target) as file:
-        figure.savefig(file, dpi=100)
-    pyplot.close(figure)
-    return target
+    hollow = any(older for points in lines.values() for *_, older in points)
+    note = "hollow: older runs, see the table" if hollow else ""
+    chart = Chart(
+        title=claim(comparison, found),
+        axis=comparison.axis.rsplit(" (", 1)[0],
+        along=f"{along}   {comparison.gpu}   {note}".strip(),
+        lines=lines,
+        ticks={_x(comparison, place): _tick(comparison, place) for place in places},
+        low=comparison.low,
+        percent=comparison.metric == "efficiency",
+    )
+    return chart.draw(folder / f"{comparison.name}.png")
 
 
 def _x(comparison: Comparison, place) -> float:

@@ -208,6 +208,22 @@ def studies():
     return {section: OnGPU(folder) for section, folder in SECTIONS.items()}
 
 
+def test_the_chart_has_the_gaps_of_the_studies(studies, tmp_path):
+    """``python keys.py gpu30_longer gpu30 keys.png`` draws the committed one."""
+    pytest.importorskip("matplotlib")
+    chart = module("keys").chart(FOLDER / "gpu30_longer", FOLDER / "gpu30")
+    assert chart.draw(tmp_path / "keys.png").read_bytes().startswith(b"\x89PNG")
+    assert "conversion/keys.png)" in PAGE.read_text(encoding="utf-8")
+    lines = iter(chart.lines.values())
+    for title in ("A shorter training", "Results"):
+        study = studies[title]
+        for at in (study.end, study.earlier):
+            for (_, ratio, _), run in zip(next(lines), ("sparse", "sparse_1024"), strict=False):
+                gap = study.gap(run, study.end, "dense_on", at)
+                assert ratio == pytest.approx(1 + gap.value / gap.reference)
+    assert "by 0.26 %, by 0.04 % at equal updates" in chart.title
+
+
 @pytest.mark.parametrize("title", STUDIES)
 def test_the_page_has_the_figures_of_the_runs_on_a_gpu(studies, title):
     """Every cell of its tables."""
