@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa info``: versions, GPU, what every operation would run and can run."""
+"""Command ``info``: versions, GPU, and implementations that each operation runs."""
 
 import argparse
 import json
@@ -32,8 +32,8 @@ from megatron_dsa.versions import (
 
 
 def collect_info() -> dict:
-    """Return versions, GPU, and for every operation what would run and why the rest would not."""
-    optional_extra("muon")  # adds its patches to the table
+    """Collect versions, GPU, and for every operation the chosen and rejected implementations."""
+    optional_extra("muon")  # registers its patches
     info = {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
@@ -69,7 +69,6 @@ def collect_info() -> dict:
 
 
 def _verdict(info: dict) -> str:
-    """Return the first line: the device, and whether fused kernels run its operations."""
     device = info["gpus"][0]["name"] if info["gpus"] else "CPU"
     if (problem := info["megatron-core"]["problem"]) is not None:
         return f"{device}: no training, {problem}"
@@ -88,9 +87,8 @@ def _verdict(info: dict) -> str:
     )
 
 
-#: Models whose operations are listed.
 MODELS = ("v3.2", "v4-pro")
-#: Options that call all operations between them.
+#: Together they call every operation.
 SETTINGS = (
     DSAOptions(stage="sparse", evaluate_indexer=True),
     DSAOptions(stage="sparse", selected_attention="masked"),
@@ -100,13 +98,12 @@ SETTINGS = (
 
 
 def model_ops(name: str) -> dict[str, RequiredOp]:
-    """Return one call of every operation that a model's layers need in any stage."""
     ops: dict[str, RequiredOp] = {}
     for options in SETTINGS:
         if options.selected_attention == "masked" and _is_v4(name):
             continue
         config = model_config(name, options)
-        # V4's layers with an indexer call everything that the others do.
+        # V4's layers with an indexer call a superset of the other layers' operations.
         ratios = getattr(config, "csa_compress_ratios", None) or [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
@@ -122,7 +119,7 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-#: Megatron's defaults of fields on which calls depend.
+#: Megatron's defaults of fields that calls depend on.
 _MEGATRON = {
     "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
     "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
@@ -131,10 +128,6 @@ _MEGATRON = {
 
 
 def model_config(name: str, options: DSAOptions) -> CSAFields:
-    """Return the fields of a released model on which its calls depend.
-
-    Megatron's configuration would say the same, after seconds of imports.
-    """
     config = CSAFields()
     vars(config).update(
         _MEGATRON | PRESETS[name] | {"hc_mult": AROUND[name].get("hc_mult", 1)}, dsa=options,
@@ -164,7 +157,6 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
     return operations
 
 
-#: Conditions under which an operation is called.
 _REMARKS = {
     **dict.fromkeys(
         (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
@@ -177,7 +169,6 @@ _REMARKS = {
 
 
 def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
-    """Return ``{"1-32": name, ...}`` where the choice depends on the number of heads."""
     edges = {1}
     for rule in OPERATIONS[operation].first:
         edges |= {rule.heads[0], rule.heads[1] + 1}
@@ -192,7 +183,7 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-#: Package -> the entry that says why it is not used though it is installed.
+#: Package -> entry with the reason it is installed but unused.
 _UNUSED = {
     "transformer-engine": "transformer_engine_unused",
     "flash-attn-4": "flash_attention_4_unused",
@@ -200,7 +191,7 @@ _UNUSED = {
 
 
 def print_info(arguments: argparse.Namespace) -> int:
-    """Print for people, as JSON, the support table or Muon's list; return the exit code."""
+    """Print the info as text or JSON, the support table, or Muon's list; return the exit code."""
     _check_flags(arguments)
     if arguments.support_table:
         print(support_table())
@@ -302,7 +293,7 @@ _COLUMNS = (
 
 
 def support_table() -> str:
-    """Return what every implementation can run, as a page of Markdown."""
+    """Return the support of every implementation as a Markdown page."""
     parts = [_HEAD]
     for operation in OPERATIONS.values():
         title = operation.title[0].upper() + operation.title[1:]

@@ -1,8 +1,7 @@
 """A trained model in one process, rebuilt from the arguments in its checkpoint.
 
-Megatron's own ``--use-checkpoint-args`` takes over a part of them only, and none of this package's.
-Here the parser gets them as its defaults, so that flags of this machine win, and all checks of a
-training run.
+Megatron's ``--use-checkpoint-args`` restores only some of them and none of this package's. Here
+they become the parser's defaults, so that this machine's flags and all checks apply.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.quiet_output import quiet_output
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Fields of the configuration that say how the training ran, not what the model is.
+#: Configuration fields of the run, not of the model.
 _OF_THE_RUN = (
     *("transformer_impl", "apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
@@ -50,10 +49,10 @@ _OF_THE_RUN = (
 )
 _KINDS_OF_THE_RUN = (
     *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
-    # What only transformer-engine's layers can do: tokens padded for FP8, offloaded activations.
+    # Features of transformer-engine's layers.
     *("moe_router_padding_", "fine_grained_", "offload_"),
 )
-#: Arguments of the model that are no fields of its configuration.
+#: Model arguments that are not configuration fields.
 _MODEL = (
     *("seq_length", "max_position_embeddings", "num_experts", "swiglu", "squared_relu"),
     "hybrid_layer_pattern",
@@ -63,14 +62,14 @@ _MODEL = (
     *("dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher", "dsa_indexer_pool_size"),
     *("dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets"),
 )
-#: How the training reads its data.
+#: Arguments of data reading.
 READING = (
     *("seed", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "lr"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type"),
     *("dataloader_inter_document_masking", "data_cache_path", "mid_level_dataset_surplus"),
     *("dsa_sft", "dsa_sft_long"),
 )
-#: Which data it evaluates on.
+#: Arguments of data sets.
 _DATA = (
     *("data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "mock_data"),
     *("data_args_path", "per_split_data_args_path", "eval_iters", "eval_interval"),
@@ -81,13 +80,13 @@ _SETTINGS = (
     *("--skip-train", "--no-load-optim", "--no-load-rng", "--ckpt-format", "torch_dist"),
     *("--dsa-health-tokens", "0"),
 )
-#: What a launcher says of one process.
+#: Environment of a launcher with one process.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A loaded model (a list of one chunk), its validated arguments, checkpoint and iteration."""
+    """A loaded model (one chunk), its validated arguments, checkpoint and iteration."""
 
     args: argparse.Namespace
     chunks: list[torch.nn.Module]
@@ -107,11 +106,11 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
 
 
 def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
-    """Return the arguments of a training that describe its model and how it reads data.
+    """Select the saved arguments that describe the model and its data reading.
 
-    ``data``: also those that name its data sets.
+    ``data``: include the names of its data sets.
     """
-    saved = arguments_of_gpt(saved)  # which may have another pipeline
+    saved = arguments_of_gpt(saved)  # the pipeline layout may differ
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
         field.name
@@ -126,12 +125,12 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     if found.get("hybrid_layer_pattern") is not None:
         found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     if found.get("train_samples") is not None:
-        found.pop("train_iters", None)  # Megatron computed them
+        found.pop("train_iters", None)  # computed by Megatron
     return found
 
 
 def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]:
-    """Return ``add_dsa_arguments`` with other defaults of Megatron's arguments and ours."""
+    """Return ``add_dsa_arguments`` with other defaults."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_dsa_arguments(parser)
@@ -146,12 +145,12 @@ def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]
 def trained_model(
     load: str, step: int | None = None, flags: list[str] | None = None
 ) -> Iterator[TrainedModel]:
-    """Load a model for the time of the context; Megatron's own output is not shown.
+    """Load a model for the duration of the context, with Megatron's output hidden.
 
     Args:
         load: value of ``--save`` in the training.
         step: iteration; ``None``: the latest.
-        flags: data to evaluate on, as Megatron's flags; ``None``: the data of the training.
+        flags: Megatron's flags of the data to evaluate on; ``None``: the training's data.
     """
     require(
         world_size() == 1,
@@ -185,7 +184,7 @@ def trained_model(
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:
     model = model_config_from_args(args)
-    training.initialize_megatron(  # the module's, which a host without a GPU has replaced
+    training.initialize_megatron(  # as an attribute: CPU hosts replace it
         get_embedding_ranks=embedding_ranks(model), store=torch.distributed.HashStore()
     )
     with prepare_loading(args):

@@ -1,4 +1,4 @@
-"""``info --muon``: what Muon updates in the attention and the residual path of a released model."""
+"""``info --muon``: Muon's updates in the attention and residual path of a released model."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -32,9 +32,9 @@ _LEFT_OUT = ("output_layer.", "decoder.layers.*.mlp.")
 def released_kinds(
     name: str, per_head: Literal["none", "attention", "all"] = "none"
 ) -> Counter[Kind]:
-    """Count the parameters of a preset, which has the attention, by kind; allocate nothing.
+    """Count a preset's parameters by kind, without allocating them.
 
-    ``per_head`` is the value of ``--dsa-muon-per-head``.
+    ``per_head``: value of ``--dsa-muon-per-head``.
     """
     released = PRESETS[name]
     changes: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def released_kinds(
 
 
 def describe(name: str, per_head: Literal["none", "attention", "all"] = "none") -> str:
-    """Return the table of :func:`released_kinds` with a note on omitted parts."""
+    """Format :func:`released_kinds` as a table, with a note on omitted parts."""
     lines = table_of(released_kinds(name, per_head))
     lines.append("and in any model: embedding and output layer by AdamW, MLPs, experts and routers")
     lines.append("by Muon. --optimizer muon prints the list of the whole model at start")

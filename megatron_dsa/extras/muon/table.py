@@ -1,4 +1,4 @@
-"""The list of parameters with their optimizer under ``--optimizer muon``."""
+"""Table of parameters and their optimizer under ``--optimizer muon``."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from megatron_dsa.layers.weight_blocks import block_rows, is_sharded
 
 
 def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
-    """Return the shape of a parameter that ``ranks`` tensor-parallel ranks hold together."""
+    """Return the shape over ``ranks`` tensor-parallel ranks."""
     shape = list(parameter.shape)
     if is_sharded(parameter):
         shape[parameter.partition_dim] *= ranks
@@ -23,11 +23,9 @@ def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
 
 
 def number_of_blocks(parameter: Any, ranks: int) -> int:
-    """Return how many matrices Muon orthogonalises in a parameter.
+    """Return the number of matrices that Muon orthogonalises in a (local) parameter.
 
-    Args:
-        parameter: this rank's part of it.
-        ranks: tensor-parallel size of the model.
+    ``ranks``: tensor-parallel size.
     """
     pattern = block_rows(parameter)
     if pattern is None:
@@ -41,10 +39,10 @@ class Kind:
 
     Attributes:
         optimizer: ``"AdamW"`` or ``"Muon"``.
-        name: of the parameter, without numbers and without wrappers of the model.
+        name: parameter name without numbers and model wrappers.
         shape: of the whole matrix, over all tensor-parallel ranks.
-        blocks: matrices that Muon orthogonalises in one of them.
-        block_rows: rows of consecutive blocks; empty if it is one matrix.
+        blocks: matrices that Muon orthogonalises in one parameter.
+        block_rows: height of consecutive blocks; empty for one matrix.
     """
 
     optimizer: str
@@ -57,7 +55,7 @@ class Kind:
 def kinds_of(
     models: Iterable[torch.nn.Module], tensor_ranks: int, expert_ranks: int = 1
 ) -> Counter[Kind]:
-    """Count the trained parameters of this rank's stages by kind, over tensor and expert ranks."""
+    """Count the trained parameters on this rank's stages by kind, over tensor and expert ranks."""
     found: Counter[Kind] = Counter()
     for model in models:
         for name, parameter in model.named_parameters():
@@ -79,7 +77,7 @@ def _kind(name: str, parameter: Any, ranks: int) -> Kind:
 
 
 def table_of(kinds: Counter[Kind]) -> list[str]:
-    """Return the lines of the table: vectors in one line, a line per kind of matrix."""
+    """Format the table: all vectors in one line, then a line per kind of matrix."""
     vectors = {kind: count for kind, count in kinds.items() if len(kind.shape) < 2}
     matrices = sorted(kind for kind in kinds if kind not in vectors)
     table = [("optimizer", "parameters", "shape", "number", "orthogonalised as")]
@@ -89,7 +87,7 @@ def table_of(kinds: Counter[Kind]) -> list[str]:
     for kind in matrices:
         shape = f"[{', '.join(map(str, kind.shape))}]"
         table.append((kind.optimizer, kind.name, shape, str(kinds[kind]), _blocks(kind)))
-    # A list of names may be long: it does not decide the width of a column.
+    # The long list of vector names does not set a column's width.
     widths = [max(len(row[column]) for row in table if row[2] != "vectors") for column in range(4)]
     return [
         "  ".join(f"{text:{width}}" for text, width in zip(row, [*widths, 0], strict=True)).rstrip()
@@ -112,7 +110,7 @@ def _blocks(kind: Kind) -> str:
 
 
 def print_optimizer_table(models: list[Any], config: Any) -> None:
-    """Print what updates which parameters, over all pipeline stages; called on every rank."""
+    """Print the optimizer of all parameters, over all pipeline stages; collective."""
     own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Words and numbers of a report about a run: model, results, calls, arguments."""
+"""Facts about a run for its report: model, results, calls, arguments."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.training.provenance import MACHINE, SOFTWARE
 
-#: Figures that are logged only on request -> beginning of their tags, and flags to get them.
+#: Optional figures -> prefix of their tags, and flags that enable them.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -20,15 +20,15 @@ ON_REQUEST = {
     "time per operation": (TIME, "--dsa-time-operations"),
 }
 
-#: The part of a step that operations do not take.
+#: Share of a step outside operations.
 REST = "everything else"
 
-#: Shown characters of an argument that all runs share; lists of data can be very long.
+#: Characters shown of a shared argument; data lists can be very long.
 SHOWN = 200
 
 
 def settled(series: Series) -> float | None:
-    """Return the median of the second half of a series, NaN if one is NaN."""
+    """Return the median of a series' second half, NaN if one is NaN."""
     values = [value for _, value in series[len(series) // 2 :]]
     if any(map(math.isnan, values)):
         return math.nan
@@ -41,11 +41,10 @@ def last(log: RunLog, tag: str) -> float | None:
 
 
 def compiled(log: RunLog, series: Series) -> Series:
-    """Return a series without the points whose time holds compilation, if there are others.
+    """Drop the points whose time includes compilation, unless none would remain.
 
-    Megatron logs the first iteration after a start by itself, but lets its clock run on: the
-    interval that ends with the next ``iteration-time`` holds it as well. Where the starts are
-    unknown, only the first of the series is taken for one.
+    Megatron logs the first iteration separately but keeps its clock running, so the next
+    ``iteration-time`` includes it. If starts are unknown, drop the series' first point only.
     """
     times = [step for step, _ in log.scalars.get("iteration-time", ())]
     kept = series
@@ -58,14 +57,14 @@ def compiled(log: RunLog, series: Series) -> Series:
 def step_shares(log: RunLog) -> dict[str, float]:
     """Return the seconds of a step by operation (``--dsa-time-operations``), the rest last.
 
-    The rest is negative if operations were measured to take longer than the step. Empty if nothing
-    was measured. All are means over the same steps of the last stage, without the first half and
-    the quarters of the shortest and longest steps: medians would not add up to a step.
+    The rest is negative if operations took longer than the step. Empty if nothing was measured.
+    Means over common steps of the last stage, second half, without the shortest and longest
+    quarters: medians would not add up.
     """
     times = log.scalars.get("iteration-time", [])
     end = times[-1][0] if times else 0
     parts = {name: dict(log.scalars.get(time_tag(name), ())) for name in OPERATIONS}
-    # An operation of an earlier stage is no longer written.
+    # Skip operations of earlier stages.
     parts = {name: values for name, values in parts.items() if end in values}
     if not parts:
         return {}
@@ -87,7 +86,7 @@ def step_shares(log: RunLog) -> dict[str, float]:
 
 
 def tokens_per_second(log: RunLog) -> Series:
-    """Return tokens per second of the whole job by step; empty if times or lengths are unknown."""
+    """Return tokens per second of the job by step; empty if times or lengths are unknown."""
     length = log.texts.get("seq_length", "")
     batches = dict(log.scalars.get("batch-size", ()))
     if not length.isdigit():
@@ -105,7 +104,7 @@ def _argument(log: RunLog, name: str) -> str:
 
 
 def model(log: RunLog) -> str:
-    """Describe the model by the arguments in the log; empty if they are not there."""
+    """Describe the model from logged arguments; empty without them."""
     flag = partial(_argument, log)
     if not flag("num_layers"):
         return ""
@@ -132,10 +131,7 @@ def model(log: RunLog) -> str:
 
 
 def attention(log: RunLog) -> str:
-    """Describe the attention by the arguments in the log; empty if they are not there.
-
-    A run of several stages gets the attention of the last one, and where each stage began.
-    """
+    """Describe the attention (of the last stage) from logged arguments; empty without them."""
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
         ratios = ratios.strip("[]").replace(",", "")
@@ -153,7 +149,7 @@ def attention(log: RunLog) -> str:
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:
-    """Return calls by operation and implementation, over all restarts."""
+    """Return operation -> implementation -> calls, over all restarts."""
     found: dict[str, dict[str, int]] = {}
     for name in log.under(CALLS):
         operation, implementation = name.split("/", 1)
@@ -187,9 +183,10 @@ def _duration(seconds: float) -> str:
 
 
 def files(log: RunLog) -> dict[str, Path]:
-    """Return the files and folders of a run that exist, by their kinds and names.
+    """Return a run's existing files and folders by name.
 
-    Logs and tables lie in the folder of the events or of the checkpoints, or in the folder of both.
+    Logs and tables are searched in the folders of events and checkpoints and in their common
+    parent.
     """
     if log.folder is None:
         return {}
@@ -208,7 +205,7 @@ def files(log: RunLog) -> dict[str, Path]:
 
 
 def results(log: RunLog) -> dict[str, str]:
-    """Return the figures of the overview by column, written out; empty if not logged."""
+    """Return the overview's figures by column as text; empty if not logged."""
     losses, speed = log.scalars.get("lm loss", []), settled(tokens_per_second(log))
     seconds, throughput, share = (
         settled(log.scalars.get(tag, [])) for tag in ("iteration-time", "throughput", MFU)
@@ -230,7 +227,7 @@ def results(log: RunLog) -> dict[str, str]:
 
 
 def missing(runs: list[RunLog]) -> dict[str, str]:
-    """Return the figures that no run logged, and the flags to log them."""
+    """Return figures that no run logged, with the flags that enable them."""
     return {
         what: flags
         for what, (tag, flags) in ON_REQUEST.items()
@@ -239,7 +236,7 @@ def missing(runs: list[RunLog]) -> dict[str, str]:
 
 
 def arguments(runs: list[RunLog]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the arguments of all runs: those that differ, by run, and those that are the same."""
+    """Return the arguments that differ, by run, and the shared ones."""
     names = sorted({name for run in runs for name in run.texts})
     table = {name: [run.texts.get(name, "") for run in runs] for name in names}
     differ = {name: row for name, row in table.items() if len(set(row)) > 1}

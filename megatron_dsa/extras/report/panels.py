@@ -1,7 +1,7 @@
-"""The charts of a report, each drawn on an axis of matplotlib.
+"""The charts of a report, drawn on matplotlib axes.
 
-A run has one colour in all of them. Lines of many points show means of equal stretches of steps;
-dotted lines mark changes of a run's training stage.
+A run has one colour in all charts. Long series are thinned to means; dotted lines mark changes of
+stage.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from megatron_dsa.extras.report.events import RunLog, Series
 from megatron_dsa.extras.report.facts import compiled, tokens_per_second
 from megatron_dsa.metrics.tags import FIGURES
 
-#: Readable on white and on dark ground, and by most colour-blind people.
+#: Readable in light and dark mode, and by most colour-blind people.
 COLORS = (
     "#2b7bba", "#e08214", "#1b9e77", "#c2539d", "#d6483b", "#7b6fd0", "#8f7a2f", "#3aa6b9",
 )  # fmt: skip
@@ -41,9 +41,9 @@ class Panel:
     """One chart by step.
 
     Attributes:
-        text: how to read it, one sentence.
+        text: caption of one sentence.
         draw: draws the runs on an axis; returns whether there was anything.
-        format: format of the numbers on the y axis.
+        format: of numbers on the y axis.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Panel:
         axis.set(xlabel="step", ylabel=self.ylabel)
         if self.format is not None:
             axis.yaxis.set_major_formatter(self.format)
-        if axis.get_yscale() == "log":  # the default is a formula, which page.py does not draw
+        if axis.get_yscale() == "log":  # page.py cannot draw the default's formulas
             axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
         if drawn:
             if len(axis.get_legend_handles_labels()[1]) > 1:
@@ -85,9 +85,9 @@ def _mark_stages(axis, runs: list[RunLog]) -> None:
 def thinned(
     series: Series, points: int = 400, breaks: Sequence[int] = ()
 ) -> list[tuple[float, float]]:
-    """Return about ``points`` means of equal stretches of a series.
+    """Thin a series to about ``points`` means of equal stretches.
 
-    No mean reaches across ``breaks`` (ascending steps), and a NaN there ends matplotlib's line.
+    Means do not cross ``breaks`` (ascending steps); a NaN there interrupts matplotlib's line.
     """
     stretch = -(-len(series) // points)
     means: list[tuple[float, float]] = []
@@ -108,7 +108,7 @@ def _line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
 
 
 def validations(log: RunLog) -> dict[str, Series]:
-    """Return the validation losses by the name of their set (empty for the only one)."""
+    """Return validation losses by data set (empty name for a single one)."""
     found = log.under("lm loss validation")
     return {
         name.removeprefix("-"): series
@@ -118,7 +118,7 @@ def validations(log: RunLog) -> dict[str, Series]:
 
 
 def smoothed(series: Series) -> Series:
-    """Return exponential means over 1/20 of a series, without its NaNs."""
+    """Return exponential means over 1/20 of a series, without NaNs."""
     keep = 1 - 1 / max(2, len(series) / 20)
     means: Series = []
     total = weight = 0.0
@@ -130,7 +130,7 @@ def smoothed(series: Series) -> Series:
 
 
 def draw_loss(axis, runs: list[RunLog]) -> bool:
-    """Draw the training loss faintly, its smoothed line, and the validation loss with points."""
+    """Draw training loss (faint), its smoothed line, and validation points."""
     drawn = []
     for number, run in enumerate(runs):
         look, training = _look_of(number), run.scalars.get("lm loss", [])
@@ -141,7 +141,7 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
             look = {"color": color_of(number), "ls": "none", "marker": "o", "ms": 4}
             drawn.append(_line(axis, series, **look, label=label))
     later = [value for run in runs for value in _later(run.scalars.get("lm loss", []))]
-    if later:  # losses of an untrained model would flatten the rest
+    if later:  # the first losses would flatten the rest
         room = 0.05 * (max(later) - min(later)) or 0.1
         axis.set_ylim(top=max(later) + room)
     return any(drawn)
@@ -152,9 +152,9 @@ def _later(series: Series) -> list[float]:
 
 
 def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> bool:
-    """Draw a line per layer of one run; of several the mean over layers, and their range.
+    """Draw a line per layer of a single run; of several runs, mean and range over layers.
 
-    A line ends with its stage: another one measures over other keys.
+    Lines stop at a change of stage, which changes the measured keys.
     """
     drawn = []
     for number, run in enumerate(runs):
@@ -182,7 +182,7 @@ def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> 
 def _draw_tag(
     axis, runs: list[RunLog], tag: str, smooth: bool = False, yscale: str = "linear"
 ) -> bool:
-    """Draw a figure of the whole model; ``smooth``: its smoothed line, and the figure faintly."""
+    """Draw a figure of the whole model; ``smooth`` also smooths it."""
     drawn = []
     for number, run in enumerate(runs):
         look, series = _look_of(number), run.scalars.get(tag, [])
@@ -225,7 +225,7 @@ PANELS = (
         "How far the indexer is from the attention that it learns; the band spans the layers.",
         partial(_draw_layers, tag=FIGURES["indexer loss"], yscale="log"),
         "indexer loss (KL, nats)",
-        ticker.StrMethodFormatter("{x:g}"),  # page.py draws no formulas
+        ticker.StrMethodFormatter("{x:g}"),  # page.py cannot draw formulas
     ),
     Panel(
         "Attention mass captured",

@@ -16,12 +16,12 @@ from megatron_dsa.ops.dispatch import Policy, meta_dispatch
 from megatron_dsa.ops.layout.compressed import visible_groups
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 
-#: A text names what differs from this policy.
+#: Policy texts list the differences from this.
 _DEFAULT = Policy()
 
 
 def policy_text(policy: Policy) -> str:
-    """Return a policy as the text that a schema takes; ``""`` is the default policy."""
+    """Return a policy as text for schemas; ``""`` is the default policy."""
     parts = []
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
@@ -32,11 +32,11 @@ def policy_text(policy: Policy) -> str:
 
 @functools.lru_cache(maxsize=64)
 def policy_of(text: str) -> Policy:
-    """Return the policy of :func:`policy_text`."""
+    """Parse the text of :func:`policy_text`."""
     known = {field.name for field in dataclasses.fields(Policy)}
     values: dict[str, Any] = {}
     try:
-        # An assignment per field, its value a literal.
+        # One assignment of a literal per field.
         for node in ast.parse(text).body:
             if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
                 raise ValueError("no assignment")
@@ -56,15 +56,14 @@ def registered[**Arguments, Result](
 ) -> Callable[[Callable[Arguments, Result]], Any]:
     """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
 
-    Autocast is off inside, as it is in every backward. Results have the strides of
-    ``new_empty(shape)``.
+    Autocast is off inside, as in every backward. Results have the strides of ``new_empty(shape)``.
 
     Args:
         name: name of the operation.
-        fake: takes a namespace of the arguments and returns empty results. By default the fake is
-            the function around the fakes of the operations that it calls. Functions that make a
-            layout or work block by block need one of their own, as their host sizes would compile a
-            graph per number of tokens, and so do those that call autograd, which needs the device.
+        fake: takes a namespace of the arguments and returns empty results. Default: the function
+            with faked operations. Functions that build a layout or run in blocks need their own,
+            because their host sizes would compile a graph per number of tokens; so do functions
+            that call autograd.
     """
 
     def register(function: Callable[Arguments, Result]):
@@ -86,14 +85,14 @@ def registered[**Arguments, Result](
 
         operation: Any = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
         operation.register_fake(as_fake)
-        operation.__signature__ = signature  # for register_backward
+        operation.__signature__ = signature  # read by register_backward
         return operation
 
     return register
 
 
 def like(*names: str) -> Callable[[Any], Any]:
-    """Return a fake whose results have the shapes of these arguments."""
+    """Return a fake whose results have these arguments' shapes."""
     return lambda a: tuple(empty_like(getattr(a, name)) for name in names)
 
 
@@ -109,9 +108,9 @@ def register_backward(
     Args:
         name, forward: the operation.
         backward: takes the gradients of the first results, then arguments and results of the
-            operation by their names.
+            operation by name.
         of: arguments whose gradients ``backward`` returns, in this order.
-        results: names of the results, where ``backward`` takes some of them.
+        results: names of results that ``backward`` takes.
     """
     arguments = list(inspect.signature(forward).parameters)
     known = {*arguments, *results}
@@ -134,8 +133,8 @@ def register_backward(
     def differentiate(ctx, *given):
         if given[0] is None:
             return (None,) * len(arguments)
-        given = (*given, *(None,) * gradients)[:gradients]  # a head reads only the first result
-        # Saved tensors are read once: non-reentrant checkpoints unpack each of them once.
+        given = (*given, *(None,) * gradients)[:gradients]  # a head has one result
+        # Non-reentrant checkpoints unpack each saved tensor only once.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         found = backward(*given, *(other if x is None else x for x, other in pairs))
         by_name = dict(zip(of, found, strict=True))
@@ -149,7 +148,7 @@ def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Return an empty contiguous tensor of that shape, whatever the strides of ``x``."""
+    """Return an empty contiguous tensor of the shape of ``x``."""
     return x.new_empty(x.shape)
 
 
@@ -183,7 +182,7 @@ def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
 
 
 def index_layout(layout: Layout, ratio: int) -> Layout:
-    """Return the visibility of index keys, compressed ones above a ratio of 1."""
+    """Return the visibility of index keys, compressed if ``ratio`` > 1."""
     check_ratio(ratio)
     return layout if ratio == 1 else visible_groups(layout, ratio)
 
@@ -193,7 +192,7 @@ def check_ratio(ratio: int) -> None:
 
 
 class TokenCounts(NamedTuple):
-    """Attributes of a layout that checks of arguments read; fakes have no values for a layout."""
+    """Attributes of a layout that argument checks read; fakes have no values to build one."""
 
     num_queries: int
     num_keys: int
@@ -201,7 +200,7 @@ class TokenCounts(NamedTuple):
 
 
 def none_of(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the tensor without entries that stands for ``None``, which no schema returns."""
+    """Return an empty tensor as ``None``, which schemas cannot return."""
     return x.new_empty(0, dtype=dtype)
 
 
@@ -210,10 +209,10 @@ def derivatives(
     tensors: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results of ``run(*tensors)`` and the gradients of ``tensors`` by autograd.
+    """Return the results of ``run(*tensors)`` and the gradients of ``tensors``.
 
-    A registered operation runs below autograd, which is switched on for this. ``gradients``: one
-    for each result; ``None`` for one scalar result.
+    Enables autograd, which is off inside a registered operation. ``gradients``: one per result;
+    ``None`` for a scalar result.
     """
     c = torch._C
     excluded = c._dispatch_tls_local_exclude_set().remove(c.DispatchKey.AutogradFunctionality)
