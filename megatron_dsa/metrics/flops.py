@@ -1,26 +1,24 @@
 """Floating-point operations of a training step with DSA or V4's attention.
 
-Counted are the matrix products that the mathematics asks for, each once, with two operations per
-multiply-add. Not counted are products that are computed again (scores in a backward pass,
-recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
-everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads,
-sums of residual streams).
-Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
+Counts each mathematically required matrix product once, with two operations per multiply-add.
+Excludes recomputation, masked parts of tiles, keys that several ranks compute from the same latent,
+and elementwise work (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads or
+residual streams). Divided by time and GPU peak this is PaLM's model FLOPs utilization (appendix B).
 
-* A product with a trained weight counts three times, forward and both gradients; one of the
-  indexer, whose inputs are detached, twice; one of a frozen main model once. Under LoRA the
-  products with frozen weights have the gradient of the input alone; those of adapters are left out.
-* The indexer scores all visible keys, forward only. Its loss adds the two gradients of the scores:
-  for selected keys (sparse loss) or for all visible ones (dense loss).
-* Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
-  sparse attention also needs the attention's own scores of all visible keys: once, forward.
-* A loss on a share of the query tokens counts that share of its products.
-* Masked dense attention counts all visible keys: it computes them.
-* In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
-* Experts count if a token is sent to them.
-* Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
+* Products with trained weights count three times (forward, two gradients); the indexer's, with
+  detached inputs, twice; a frozen main model's once. LoRA drops the weight gradients of frozen
+  weights; products of adapters are excluded.
+* The indexer scores all visible keys, forward only. Its loss adds two gradients of the scores, of
+  selected keys (sparse loss) or all visible ones (dense loss).
+* Attention counts attended keys. A dense loss on sparse attention adds attention scores of all
+  visible keys, forward only.
+* A loss on a share of the query tokens counts that share.
+* Masked dense attention counts all visible keys, which it computes.
+* In sparse attention ``W_uk`` and ``W_uv`` multiply queries and outputs.
+* Experts count for the tokens routed to them.
+* Other layer kinds of hybrid models (Mamba, gated delta net) are excluded.
 
-In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
+A frozen ``warmup`` counts no gradients of the main model.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -45,9 +43,9 @@ class Work(NamedTuple):
     """Products of one kind.
 
     Attributes:
-        part: name of the part of the model, for reports.
-        keys: they happen once for each of these keys of every query.
-        forward, backward: multiply-adds per key in each pass.
+        part: model part, for reports.
+        keys: the products run once per query and each of these keys.
+        forward, backward: multiply-adds per key.
     """
 
     part: str
@@ -57,12 +55,12 @@ class Work(NamedTuple):
 
 
 def flops(work: Iterable[Work], pairs: Callable[[Keys], int]) -> int:
-    """Return the operations of ``work``, given how many pairs there are of each kind."""
+    """Sum the operations of ``work``; ``pairs``: query-key pairs by kind."""
     return 2 * sum((w.forward + w.backward) * pairs(w.keys) for w in work)
 
 
 def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[str, int]:
-    """Return the operations of every part of ``work``, the largest first."""
+    """Return the operations by part, the largest first."""
     parts: dict[str, list[Work]] = {}
     for each in work:
         parts.setdefault(each.part, []).append(each)
@@ -75,12 +73,12 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
 
     Args:
         config: a validated transformer configuration of this package.
-        vocabulary: words of the output layer, padding included.
+        vocabulary: size of the output layer, including padding.
     """
     main = _weight_gradients(config)
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
-    # One product for the embedding, one for the hidden state or for each of its streams.
+    # One for the embedding, one per residual stream.
     projections = (1 + (config.hc_mult if uses_streams(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
@@ -93,7 +91,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
 
 
 def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
-    """Return what transformer layer ``number`` (from 1) of the decoder, or MTP layer, does."""
+    """Return the products of decoder (or MTP) layer ``number``, from 1."""
     work: list[Work] = []
     for part in parts_of_layer(config, number, is_mtp):
         if part == ATTENTION:
@@ -112,7 +110,7 @@ def _streams(config) -> Iterator[Work]:
 
 
 def _head(config) -> Iterator[Work]:
-    """Yield the projection of the connection that reads the streams for the output layer."""
+    """Yield the head's read of the streams."""
     if uses_streams(config):
         products = _projection(config, config.hc_mult)
         yield _linear("hyper-connections", products, _weight_gradients(config))
@@ -131,7 +129,7 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     else:
         queries = config.q_lora_rank * (hidden + query)
     down_and_output = hidden * (latent + rope) + heads * config.v_head_dim * hidden
-    # Absorbed into queries and outputs or expanding the latents: as many products.
+    # Same count absorbed or expanded.
     up = latent * heads * (config.qk_head_dim + config.v_head_dim)
     work = [
         _linear("projections", queries + down_and_output, main),
@@ -151,7 +149,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     work = [_linear("projections", queries + hidden * dim + output, main)]
     if not ratio:
         return work
-    # Values and scores, with two halves of channels where groups overlap.
+    # Values and scores; overlapping groups double the channels.
     compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
     work.append(_linear("compressor", compressor * dim, main))
     if ratio == CSA_RATIO and uses_indexer(config):
@@ -160,7 +158,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
 
 
 def _indexer_weights(config, keys: int) -> Work:
-    """``keys``: products per token that the indexer's keys take."""
+    """``keys``: products per token of the index keys."""
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
@@ -169,7 +167,7 @@ def _indexer_weights(config, keys: int) -> Work:
 
 
 def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
-    """Yield the products of queries and keys: of the first call of each operation in training."""
+    """Yield the products of queries and keys: the first training call of each operation."""
     ops: dict[str, RequiredOp] = {}
     for op in required_ops(config, number, is_mtp):
         if op.in_training:
@@ -182,14 +180,14 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         call, kinds = ops[name].call, ops[name].keys
         parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
-            of_all = 0  # scores of all visible keys, those that are attended to among them
+            of_all = 0  # scores of all visible keys, including attended ones
             if dense_loss is not None and part == "attention":
                 of_all = round(dense_loss.share * heads * call.qk_dim)
                 yield Work(part, dense_loss.keys[0], of_all)
             products = heads * (call.qk_dim + call.v_dim)
             yield Work(part, attended, products - of_all, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
-    # The dense loss forms the scores itself where nothing is selected.
+    # Without a selection the dense loss computes the scores.
     for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
         yield _share(op, Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim))
     for op in losses:
@@ -197,7 +195,6 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
 
 
 def _share(op: RequiredOp, work: Work) -> Work:
-    """Return the part of ``work`` that its query tokens need."""
     forward, backward = (round(op.share * x) for x in (work.forward, work.backward))
     return work._replace(forward=forward, backward=backward)
 
@@ -218,7 +215,6 @@ def _mlp_work(config, moe: bool) -> list[Work]:
 
 
 def _linear(part: str, products: int, gradients: int) -> Work:
-    """Return a product with weights that needs 0 to 2 ``gradients``."""
     return Work(part, TOKEN, products, gradients * products)
 
 
@@ -227,7 +223,7 @@ def _main_gradients(config) -> int:
 
 
 def _weight_gradients(config) -> int:
-    """Gradients of a product with a weight of the main model; under LoRA only for the input."""
+    """Under LoRA only the input's gradient."""
     return 1 if has_adapters(config) and trains_main(config) else _main_gradients(config)
 
 
@@ -240,5 +236,5 @@ def _merged(work: Iterable[Work]) -> list[Work]:
     return [Work(*kind, *total) for kind, total in sums.items()]
 
 
-#: What happens once per token.
+#: Once per token.
 TOKEN = Keys(limit=1)

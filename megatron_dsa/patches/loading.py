@@ -1,10 +1,8 @@
-"""Megatron's distributed loader: lists of tensors that torch 2.15 wrote, and empty stages.
+"""Megatron's distributed loader with torch 2.15's metadata and empty stages.
 
-megatron-core 0.19 passes every property that torch saved with a tensor to ``torch.empty``. torch
-2.15 saves one that ``torch.empty`` does not take (``strides``). Shape and dtype say all that
-Megatron keeps. It leaves empty entries out of its result: on a pipeline stage without weights, as
-in the layout ``Et||tL``, ``load_checkpoint`` raises ``KeyError: 'model'``, unless the rank has
-several chunks of the model.
+megatron-core 0.19 passes all saved tensor properties to ``torch.empty``, which rejects torch 2.15's
+``strides``. It also drops empty entries: on a pipeline stage without weights (layout ``Et||tL``),
+``load_checkpoint`` raises ``KeyError: 'model'``.
 """
 
 import functools
@@ -20,7 +18,7 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def repair_reading_of_metadata() -> None:
-    """Let Megatron list the tensors of checkpoints that any version of torch wrote."""
+    """List checkpoint tensors by shape and dtype only."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -40,7 +38,7 @@ def repair_reading_of_metadata() -> None:
 
 @functools.cache
 def repair_empty_stages() -> None:
-    """Let the distributed loader return the empty entries that it was given."""
+    """Return the loader's empty entries."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
 

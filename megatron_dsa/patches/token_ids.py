@@ -1,7 +1,7 @@
-"""Token ids on their way to layers that route by them (``--moe-hash-layers``).
+"""Token ids for layers that route by them (``--moe-hash-layers``).
 
-megatron-core's ``GPTModel`` hands its decoder the embeddings of tokens only. Here the decoder also
-gets their ids, as ``context``: each rank the ids of its hidden states.
+megatron-core's ``GPTModel`` passes only embeddings to its decoder. Here the decoder also gets the
+local tokens' ids, as ``context``.
 """
 
 import functools
@@ -15,7 +15,7 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def hand_token_ids_to_layers() -> None:
-    """Let models with hash layers hand token ids to them; other models see no difference."""
+    """Pass token ids to the decoder of models with hash layers."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     @replace(GPTModel, "forward")
@@ -59,9 +59,8 @@ def _check(model: Any, input_ids: torch.Tensor | None, layers: int) -> None:
 
 
 def _local_ids(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return ids ``[s, b]`` of this rank's hidden states for ids ``[b, s]`` of its batch.
-
-    Context parallelism has cut the batch; sequence parallelism cuts it here as embeddings are.
+    """Return local ids ``[s, b]`` of a batch ``[b, s]``, split like embeddings by sequence
+    parallelism.
     """
     ids = input_ids.transpose(0, 1)
     group = model.pg_collection.tp

@@ -1,4 +1,4 @@
-"""Comparison with float64: relative errors, broken rules, and tolerances (largest errors)."""
+"""Comparison with float64: relative errors, violated rules, tolerances."""
 
 import math
 from collections.abc import Mapping
@@ -6,44 +6,44 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Results and gradients at the shapes of models: of the doctor and the benchmarks. Kernels in bf16
-#: land at 3e-3 and below (``rel_error`` in the CSVs of ``benchmarks/``).
+#: Model shapes (doctor, benchmarks). bf16 kernels reach 3e-3 and below (``rel_error`` in the CSVs
+#: of ``benchmarks/``).
 MODEL_SHAPES = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-#: Sparse attention at the small shapes of the tests, whose sums are short.
+#: Sparse attention at the tests' small shapes, whose sums are short.
 SPARSE_ATTENTION = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-3}
-#: The indexer's losses and their gradients, likewise.
+#: Indexer losses and their gradients at the tests' small shapes.
 INDEXER_LOSS = {
     torch.float64: 1e-11,
     torch.float32: 1e-5,
     torch.bfloat16: 5e-3,
     torch.float16: 5e-3,
 }
-#: Results that are fp32 also for inputs in bf16 and fp16, by figure.
+#: Figures that are fp32 also for 16-bit inputs.
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
-#: Limit of ``SelectionCase.compare``. Among 131072 keys, fp8 candidates miss keys up to 6.4e-3 of
-#: the largest score.
+#: Limit of ``SelectionCase.compare``: with 131072 keys, fp8 misses keys up to 6.4e-3 of the largest
+#: score.
 SCORE_INVERSION = 1e-2
-#: Least share of the float64 selection that a selection from fp32 scores must hold.
+#: Least share of the float64 selection in a selection from fp32 scores.
 LEAST_RECALL = 0.99
-#: Least share of the keys that the rule of :mod:`megatron_dsa.ops.indexer_topk.engine` selects, and
-#: largest error of its scores: tensor cores keep fewer bits of the products.
+#: Least share of the keys selected by :mod:`megatron_dsa.ops.indexer_topk.engine`, and largest
+#: error of its scores: tensor cores keep fewer bits of the products.
 LEAST_ENGINE_SHARE = 0.998
 ENGINE_SCORES = 5e-3
-#: A root mean square of float64 results that is nothing but rounding.
+#: Root mean square of float64 results that are only rounding.
 ROUNDING = 1e-14
 
 
 def by_figure(tolerance: float) -> dict[str, float]:
-    """Return the tolerances of figures with another one than ``tolerance``."""
+    """Return the figures whose tolerance differs from ``tolerance``."""
     smaller = {figure: limit for figure, limit in FP32_RESULTS.items() if limit < tolerance}
     return smaller | {"score inversion": SCORE_INVERSION, "engine scores": ENGINE_SCORES}
 
 
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN wherever ``x`` has one.
+    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN if ``x`` has one.
 
-    Where ``expected`` is 0 but for rounding (say, the gradient of a query with a single key), the
-    root mean square of the difference is returned.
+    If ``expected`` is 0 up to rounding (such as the gradient of a query with a single key), return
+    the root mean square of the difference.
     """
     expected = expected.detach().double()
     norm, size = expected.norm(), max(expected.numel(), 1) ** 0.5
@@ -53,14 +53,14 @@ def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class Comparison:
-    """Errors and complaints about one result, or about several of the same implementation.
+    """Errors and complaints about results of one implementation.
 
     Attributes:
         tolerance: largest relative error that passes.
-        tolerances: the same by figure, where it is another.
-        errors: relative error against float64 by figure; the worst of all results.
-        figures: other figures of merit, with bounds of their own or none.
-        complaints: broken rules, in words.
+        tolerances: exceptions by figure.
+        errors: figure -> worst relative error against float64.
+        figures: other figures of merit.
+        complaints: violated rules, in words.
     """
 
     tolerance: float
@@ -70,14 +70,14 @@ class Comparison:
     complaints: list[str] = field(default_factory=list)
 
     def require(self, rule: bool | torch.Tensor, complaint: str) -> bool:
-        """Note ``complaint`` unless ``rule`` holds; return whether it holds."""
+        """Add ``complaint`` unless ``rule`` holds; return whether it holds."""
         holds = bool(rule)
         if not holds and complaint not in self.complaints:
             self.complaints.append(complaint)
         return holds
 
     def compare(self, figure: str, got, expected: torch.Tensor) -> None:
-        """Note the relative error of ``got``; it must have the shape of ``expected``."""
+        """Add the relative error of ``got``, which must have the shape of ``expected``."""
         if not self.require(got is not None, f"{figure} is missing"):
             return
         shape, wanted = tuple(got.shape), tuple(expected.shape)
@@ -86,15 +86,13 @@ class Comparison:
         self.keep_worst(figure, relative_error(got, expected))
 
     def keep_worst(self, figure: str, error: float) -> None:
-        """Note an error unless a worse one is known."""
         known = self.errors.get(figure)
-        # NaN is the worst error there is, and every comparison with it is false.
+        # NaN is the worst error, and every comparison with it is false.
         if known is None or (known == known and not error <= known):
             self.errors[figure] = error
 
     @property
     def worst_error(self) -> float:
-        """The largest relative error, infinity if one is not finite, 0 if none was compared."""
         return max((e if math.isfinite(e) else math.inf for e in self.errors.values()), default=0.0)
 
     def compare_forward(self, out, lse, expected_out, expected_lse, empty, dtype) -> None:
@@ -106,7 +104,7 @@ class Comparison:
         self.compare("lse", lse[~empty], expected_lse[~empty])
 
     def wrong(self) -> list[str]:
-        """Return everything that is not as it must be, in words; empty if all is well."""
+        """List violated expectations."""
         far = [
             f"{figure} {error:.1e}" if error == error else f"{figure} not finite"
             for figure, error in self.errors.items()
@@ -116,6 +114,6 @@ class Comparison:
 
 
 def comparison_at_model_shapes(dtype: torch.dtype) -> Comparison:
-    """Return a comparison with the tolerances of results at the shapes of models."""
+    """Return a comparison with the tolerances of model shapes."""
     tolerance = MODEL_SHAPES[dtype]
     return Comparison(tolerance, by_figure(tolerance))

@@ -1,8 +1,7 @@
-"""Index selection: inputs, float64 scores, comparison of a selection; the same for engines.
+"""Index selection: inputs, float64 scores, comparison; the same for engine numerics.
 
-The rule of inference engines (:mod:`megatron_dsa.ops.indexer_topk.engine`) fixes the rounding of
-every step. An implementation must follow it to the bit where its products are exact, and may differ
-elsewhere by the bits that tensor cores drop.
+Engine numerics (:mod:`megatron_dsa.ops.indexer_topk.engine`) fix the rounding of every step: exact
+to the bit for exact products, else up to bits that tensor cores drop.
 """
 
 from dataclasses import replace
@@ -34,7 +33,7 @@ def random_index_inputs(
 def integer_index_inputs(
     shape: Shape, tokens: int, device: torch.device, *, seed: int = 6, span: int = 1, relu=True
 ) -> IndexerInputs:
-    """Draw whole numbers up to ``span``: scores are exact in any order of sums, ties abound."""
+    """Draw integers up to ``span``: scores are exact in any order of sums, with many ties."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size):
@@ -62,12 +61,12 @@ def expected_scores(inputs: IndexerInputs, tokens: torch.Tensor) -> torch.Tensor
 
 
 class SelectionCase:
-    """Inputs of one selection with the right scores and keys for some query tokens.
+    """Inputs of one selection with the right scores and keys of some query tokens.
 
-    The layout's slots must be the rows of the key buffer.
+    Slots of the layout must be indices in the key buffer.
     """
 
-    #: Least share of the right keys in a selection from scores that round.
+    #: Least share of the right keys in a selection from rounded scores.
     least_recall = LEAST_RECALL
 
     def __init__(self, inputs: IndexerInputs, layout: Layout, tokens: torch.Tensor, topk: int):
@@ -83,9 +82,7 @@ class SelectionCase:
     def selected(self, found: Comparison, indices, length) -> torch.Tensor:
         """Check the form of a selection; return it as bool ``[len(tokens), Skv]``.
 
-        Args:
-            found: takes complaints.
-            indices, length: of all query tokens.
+        ``indices`` and ``length`` are of all query tokens.
         """
         indices, length = indices[self.tokens].long(), length[self.tokens].long()
         listed = torch.arange(self.topk, device=indices.device) < length[:, None]
@@ -99,7 +96,7 @@ class SelectionCase:
         found.require(rising.all(), "keys are not distinct and ascending")
         in_range = (indices >= 0) & (indices < self.layout.num_keys)
         found.require(in_range[listed].all(), "a selected key does not exist")
-        # Entries that are not listed go to a spare column.
+        # Invalid entries go to a spare column.
         spare = self.layout.num_keys
         chosen = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
         chosen.scatter_(1, torch.where(listed & in_range, indices, spare), True)
@@ -113,11 +110,11 @@ class SelectionCase:
         found.require((chosen == self.best).all(), f"{what}: not the best keys, smallest first")
 
     def compare(self, found: Comparison, indices, length) -> None:
-        """Compare a selection from scores that round: the best keys but for near-ties.
+        """Compare a selection from rounded scores: the best keys except near-ties.
 
-        ``score shortfall``: the worst of the best keys minus the worst selected one, relative to
-        the root mean square of the query's visible scores. ``score inversion``: the best rejected
-        key minus the worst selected one, relative to the query's largest score.
+        ``score shortfall``: worst of the best keys minus worst selected one, relative to the root
+        mean square of the query's visible scores. ``score inversion``: best rejected key minus
+        worst selected one, relative to the query's largest score.
         """
         chosen = self.selected(found, indices, length)
         missed = (self.best & ~chosen).sum() / self.best.sum().clamp_min(1)
@@ -135,7 +132,7 @@ class SelectionCase:
             ("score shortfall", bar - least, size.sqrt()),
             ("score inversion", rejected - least, largest),
         ):
-            # Scores that the relu cuts to 0 have no size, and no gap either.
+            # Scores cut to 0 by the relu have no size and no gap.
             gaps = (gap / torch.where(unit > 0, unit, 1.0))[some].clamp_min(0)
             found.keep_worst(name, float(gaps.max()) if some.any() else 0.0)
 
@@ -147,7 +144,7 @@ def exact_products(shape: Shape, tokens: int, device: torch.device) -> IndexerIn
 
 
 class EngineCase(SelectionCase):
-    """A selection by the rule of engines."""
+    """A selection by engine numerics."""
 
     least_recall = LEAST_ENGINE_SHARE
 
@@ -169,14 +166,14 @@ class EngineCase(SelectionCase):
         return IndexerInputs(q, k, weights, key_scales=scales), block, k, layout.seen(block)
 
     def seen_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores of a block, 0 for invisible keys: memory may hold anything."""
+        """Return the scores of a block, 0 for invisible keys, whose memory is undefined."""
         return torch.where(self.visible[:, : scores.shape[1]], scores, 0)
 
     def compare_scores(self, found: Comparison, scores: torch.Tensor) -> None:
-        """Compare :meth:`seen_scores` that round in another way than the rule's."""
+        """Compare :meth:`seen_scores` up to rounding."""
         found.compare("engine scores", scores, self.seen_scores(self.scores))
 
     def compare_bits(self, found: Comparison, scores: torch.Tensor) -> None:
-        """Compare :meth:`seen_scores` of exact products: the sums must be the rule's to the bit."""
+        """Compare :meth:`seen_scores` of exact products, to the bit."""
         same = (scores == self.seen_scores(self.scores)).all()
         found.require(same, "exact products are not added up in the order of the rule")

@@ -1,4 +1,4 @@
-"""Masked dense attention: inputs of a call, its float64 results, and the comparison with them."""
+"""Masked dense attention: inputs, float64 results, comparison."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,9 +22,7 @@ from megatron_dsa.testing.comparison import Comparison
 class MaskedDims:
     """Dims of a masked dense attention; the defaults are V3.2's, per rank.
 
-    Attributes:
-        heads: query heads.
-        nope, rope, v: dims of a key without and with rope, and of a value.
+    ``nope``, ``rope``, ``v``: dims of a key without and with rope, and of a value.
     """
 
     heads: int = 128
@@ -35,9 +33,7 @@ class MaskedDims:
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """Inputs of masked dense attention, forward and backward; shapes as in
-    ``MaskedAttentionInputs``.
-    """
+    """Inputs of masked dense attention, forward and backward; shapes: ``MaskedAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -70,7 +66,7 @@ def masked_case(
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     dim = dims.nope + dims.rope
     q = draw(tokens, dims.heads, dim)
-    # As for sparse attention: results must not be differences of which rounding is left.
+    # Results must not cancel down to rounding.
     kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
     k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
     dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()
@@ -80,7 +76,7 @@ def masked_case(
 
 @dataclass(frozen=True)
 class ExpectedMasked:
-    """Float64 results of a :class:`MaskedCase`; ``p_sum [Sq, Skv]`` is of all keys."""
+    """Float64 results of a :class:`MaskedCase`; ``p_sum [Sq, Skv]`` covers all keys."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -91,7 +87,7 @@ class ExpectedMasked:
 
 
 def expected_masked(case: MaskedCase) -> ExpectedMasked:
-    """Compute values and gradients by autograd, some heads and tokens at a time."""
+    """Compute values and gradients by autograd, in blocks of heads and tokens."""
     (queries, heads), num_keys = case.q.shape[:2], len(case.kv)
     out, dq, dkv, dk_pe = (
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
@@ -119,7 +115,7 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
 def check_parts(
     found: Comparison, case: MaskedCase, parts: int, probabilities: Callable, width: int
 ) -> None:
-    """Compare head sums where each of equal parts of the queries has its own part of the heads."""
+    """Compare head sums if each part of the queries has its own part of the heads."""
     count, some = len(case.q) // parts, case.q.shape[1] // parts
     cases = []
     for i in range(parts):
@@ -155,14 +151,12 @@ class MaskedReference:
         self.expected = expected_masked(case)
 
     def forward(self, found: Comparison, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Compare what a forward returned."""
         case, expected = self.case, self.expected
         found.compare_forward(out, lse, expected.out, expected.lse, case.lists.empty, case.q.dtype)
 
     def backward(
         self, found: Comparison, dq: torch.Tensor, dkv: torch.Tensor, dk_pe: torch.Tensor
     ) -> None:
-        """Compare what a backward returned."""
         lists = self.case.lists
         found.compare("dq", dq, self.expected.dq)
         found.compare("dkv", dkv, self.expected.dkv)
@@ -173,7 +167,7 @@ class MaskedReference:
             found.require((gradient[lists.unselected] == 0).all(), rule)
 
     def compact_teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
-        """Compare the head sum of the probabilities in ascending order of the keys."""
+        """Compare the head sum of the probabilities, keys ascending."""
         mask, width = self.case.mask, p_sum.shape[1]
         found.compare("p_sum", p_sum, compact(self.expected.p_sum, mask, width))
         behind = torch.arange(width, device=mask.device) >= mask.sum(1, keepdim=True)

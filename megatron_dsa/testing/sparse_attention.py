@@ -1,4 +1,4 @@
-"""Sparse attention: inputs of a call, its float64 results, and the comparison with them."""
+"""Sparse attention: inputs, float64 results, comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of sparse attention, forward and backward; shapes as in ``SparseAttentionInputs``."""
+    """Inputs of sparse attention, forward and backward; shapes: ``SparseAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -50,12 +50,11 @@ def attention_case(
     ``softmax_scale``: by default logits have standard deviation 1.
     """
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
-    # Logits of standard deviation 1: neither a plain mean of the values nor a single one, which
-    # would leave dq to the cancellation of two bf16 numbers.
+    # Logits of standard deviation 1: neither a mean of the values nor a single one, where dq would
+    # cancel to bf16 rounding.
     q = draw(tokens, shape.heads, shape.qk_dim).to(shape.dtype)
-    # A mean in the values and one (of either sign) in every token's dout keep out . dout, and with
-    # it the sink's gradient, from being a difference of which little but rounding is left. One
-    # sign for all would drown dkv in the sum of the probabilities.
+    # A mean in the values and in every token's dout keeps out . dout, and the sink's gradient, from
+    # cancelling to rounding; one sign for all would drown dkv.
     kv = draw(shape.seq, shape.qk_dim).add_(0.1).to(shape.dtype)
     kv[lists.unselected] = float("nan")
     dout = draw(tokens, shape.heads, shape.v_dim) + draw(tokens, shape.heads, 1).sign()
@@ -112,18 +111,18 @@ class AttentionReference:
         self.expected = expected_attention(case)
 
     def lse(self) -> torch.Tensor:
-        """Return the right lse, as a forward hands it on."""
+        """Return the expected lse in fp32, like a forward's."""
         return self.expected.lse.float()
 
     def forward(self, found: Comparison, out, lse, p_sum=None) -> None:
-        """Compare what a forward returned; ``p_sum`` is ``None`` if it was not wanted."""
+        """Compare a forward's results; ``p_sum`` is optional."""
         case, expected = self.case, self.expected
         found.compare_forward(out, lse, expected.out, expected.lse, case.lists.empty, case.q.dtype)
         if p_sum is not None:
             self.teacher(found, p_sum)
 
     def backward(self, found: Comparison, dq, dkv, dsink, p_sum=None) -> None:
-        """Compare what a backward returned; ``p_sum`` is ``None`` if it was not wanted."""
+        """Compare a backward's results; ``p_sum`` is optional."""
         lists, expected = self.case.lists, self.expected
         found.compare("dq", dq, expected.dq)
         found.compare("dkv", dkv, expected.dkv)
@@ -135,7 +134,6 @@ class AttentionReference:
             self.teacher(found, p_sum)
 
     def teacher(self, found: Comparison, p_sum) -> None:
-        """Compare the head sum of the probabilities."""
         found.compare("p_sum", p_sum, self.expected.p_sum)
         found.require(
             (p_sum[~self.case.lists.valid] == 0).all(), "p_sum of an invalid entry is not 0"

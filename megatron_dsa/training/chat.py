@@ -1,4 +1,4 @@
-"""Conversations in JSONL, and their token ids, each marked as in the loss or not."""
+"""Conversations in JSONL and their token ids, marked by membership in the loss."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ import numpy as np
 from megatron_dsa.errors import ConfigError, require
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Tag of templates that mark the assistant's text themselves.
+#: Templates that mark the assistant's text themselves.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Changes where the ids of the same conversation change.
+#: Increment when the ids of a conversation change.
 _VERSION = "1"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation, and where it stands (``file:line``)."""
+    """A conversation and its location (``file:line``)."""
 
     where: str
     messages: list[dict[str, Any]]
@@ -38,8 +38,8 @@ class Conversation:
 def read_conversations(path: str | Path) -> Iterator[Conversation]:
     """Yield the conversations of a JSONL file; blank lines are skipped.
 
-    A line holds ``messages`` (each with ``role`` and ``content``), and ``tools`` where the template
-    reads them; or ``prompt`` and ``completion``, which become messages of user and assistant.
+    A line holds ``messages`` (each with ``role`` and ``content``) and optionally ``tools``; or
+    ``prompt`` and ``completion``, which become messages of user and assistant.
 
     Raises:
         ConfigError: names file and number of the first wrong line.
@@ -101,15 +101,15 @@ def _check_message(where: str, message: Any) -> None:
 
 
 class ChatTokenizer:
-    """Tokenizer of transformers with its chat template.
+    """Transformers tokenizer with its chat template.
 
     Args:
         tokenizer: a fast one: its offsets map the template's text to tokens.
-        template: text of a Jinja template, or a file of it, in place of the tokenizer's.
+        template: Jinja template or a file of it, instead of the tokenizer's.
 
     Attributes:
-        fingerprint: of all that the ids of a conversation depend on.
-        open_turns: turns encoded so far that no token in the loss ends.
+        fingerprint: digest of everything that ids depend on.
+        open_turns: encoded turns without an end token in the loss.
 
     Raises:
         ConfigError: there is no template, or the tokenizer has no offsets.
@@ -142,15 +142,14 @@ class ChatTokenizer:
         self.fingerprint = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
     def encode(self, conversations: Sequence[Conversation]) -> list[np.ndarray]:
-        """Return int32 token ids per conversation; ``~id`` where a token is not in the loss.
+        """Return int32 token ids per conversation; ``~id`` for tokens outside the loss.
 
-        In the loss are the tokens that the template renders of the assistant's messages without
-        their header, up to the token that ends the turn: a special token of the template, or else
-        the one that begins the next turn, behind the last turn ``eos_token``. A template with
-        ``{% generation %}`` says it itself.
+        The loss covers the assistant's messages without their header, up to the token that ends the
+        turn: a special token of the template, else the one that begins the next turn, else
+        ``eos_token``. Templates with ``{% generation %}`` mark it themselves.
 
         Raises:
-            ConfigError: the template refuses a conversation, or hides where an answer is.
+            ConfigError: the template rejects a conversation, or an answer cannot be located.
         """
         rendered = [self._render_whole(each) for each in conversations]
         encoded = self._tokenizer(
@@ -162,7 +161,7 @@ class ChatTokenizer:
         return [self._mark(*each) for each in zip(wheres, rendered, ids, offsets, strict=True)]
 
     def show(self, marked: np.ndarray, limit: int = 600) -> str:
-        """Return the text of an encoded conversation, its loss between ``[[`` and ``]]``."""
+        """Decode a conversation, with its loss between ``[[`` and ``]]``."""
         runs = np.split(marked, np.flatnonzero(np.diff(marked >= 0)) + 1)
         texts = []
         for run in runs:
@@ -208,7 +207,7 @@ class ChatTokenizer:
     def _render(
         self, chat: Conversation, template: str, count: int, **settings: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of the first messages, and the spans that tags mark."""
+        """Render the first ``count`` messages; return text and tagged spans."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -251,12 +250,12 @@ class ChatTokenizer:
         return np.where(in_loss[: len(ids)], marked, ~marked)
 
     def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
-        """Return the index behind the last token in the loss of the turn ``[start, stop)``."""
+        """Return the index after the turn's last token in the loss."""
         last = stop
         while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1
         if last > start and ids[last - 1] in self._special:
-            return last  # without the newline behind it
+            return last  # without the following newline
         closed = stop == len(ids) or ids[stop] in self._special
         self.open_turns += not closed
         return stop + closed

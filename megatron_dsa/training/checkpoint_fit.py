@@ -1,7 +1,6 @@
-"""Checks that a run can take over a checkpoint, by arguments and shapes, before Megatron reads it.
+"""Checks that a checkpoint fits a run's arguments and shapes, before Megatron reads it.
 
-Megatron fails in the middle of loading, with errors that name neither a flag nor a fix, or name a
-flag that changes nothing.
+Megatron would fail during loading, with errors that name neither flag nor fix.
 """
 
 import argparse
@@ -16,14 +15,14 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Makes checkpoints whose states fit any layout, if given when they are saved.
+#: If given when saving, states fit any layout.
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _FIT_ANY_LAYOUT = DistributedOptimizer.checkpoint_fully_reshardable_formats
-#: Keys of states in the distributed optimizer's own layout, unless a chain puts its number first.
+#: Keys of states in the distributed optimizer's layout.
 BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 ANEW = "or start the optimizer anew with --no-load-optim"
 
-#: Flags that lay out what a rank of the distributed optimizer holds: attribute -> flag.
+#: Attribute -> flag; together they lay out a rank's share of the distributed optimizer.
 _LAYOUT = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
@@ -37,14 +36,14 @@ _LAYOUT = {
 def check_optimizer(
     args: argparse.Namespace, saved: Any, metadata: dict[str, Any], directory: Path
 ) -> None:
-    """Check that the optimizer's state in a checkpoint is of the kind and layout of this run's.
+    """Check that the optimizer state in a checkpoint has this run's kind and layout.
 
     Args:
         args, saved: Megatron's arguments, and those in the checkpoint.
-        metadata: Megatron's of the content (``distrib_optim_sharding_type``).
+        metadata: Megatron's content metadata (``distrib_optim_sharding_type``).
 
     Raises:
-        ConfigError: it is not; names the flag and the fix.
+        ConfigError: it does not; names the flag and the fix.
     """
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", saved is None):
         return
@@ -53,10 +52,10 @@ def check_optimizer(
 
 
 def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
-    """Check that a checkpoint holds tensors (``available``, by key) in the shapes that a run reads.
+    """Check that a checkpoint's tensors (``available``, by key) have this run's shapes.
 
     Raises:
-        ConfigError: a shape differs, or the distributed optimizer's states are laid out otherwise.
+        ConfigError: a shape or the layout of optimizer states differs.
     """
     for _, _, entry in nested_entries(list(sharded_state_dict.values())):
         bucket = BUCKETS.match(entry.key)
@@ -83,7 +82,7 @@ def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
 
 
 def nested_entries(content):
-    """Yield ``(container, index, entry)`` of everything sharded in nested dicts and lists."""
+    """Yield ``(container, index, entry)`` of all sharded entries in nested dicts and lists."""
     if not isinstance(content, dict | list):
         return
     for name, entry in content.items() if isinstance(content, dict) else enumerate(content):
@@ -94,7 +93,7 @@ def nested_entries(content):
 
 
 def say_layout(args: argparse.Namespace) -> None:
-    """Print that checkpoints of this run fit its own layout only, if they do."""
+    """Print a note if this run's checkpoints fit its own layout only."""
     if (
         args.use_distributed_optimizer
         and not args.no_save_optim
@@ -121,7 +120,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
         f"--muon-scalar-optimizer must be {scalars[0]}, {where}, got {scalars[1]}: the two keep "
         "other states. Give it",
     )
-    # Not of the layer-wise optimizer, whose states are the plain one's.
+    # The layer-wise optimizer has the plain optimizer's states.
     was = getattr(saved, "use_distributed_optimizer", False)
     yield (
         was == args.use_distributed_optimizer,
@@ -159,7 +158,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
 
 
 def _plain(value: Any, args: Any) -> Any:
-    """Return a part of a layout so that equal ones are equal: no virtual stages are one."""
+    """Normalise a layout for comparison; no virtual stages count as one."""
     if isinstance(value, str):
         stages = args.pipeline_model_parallel_size
         return PipelineParallelLayerLayout.from_str(value, stages).layout

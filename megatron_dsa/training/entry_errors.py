@@ -1,7 +1,7 @@
-"""Errors that end a command or a training: a sentence on stderr and an exit code.
+"""Errors that end a command or training with a message on stderr and an exit code.
 
-Errors of this package and those in :data:`KNOWN` end in a sentence; any other keeps its traceback.
-``--traceback`` on the command line shows all tracebacks.
+Applies to this package's errors and :data:`KNOWN`; others keep their traceback, and ``--traceback``
+shows all.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from megatron_dsa.training.checkpoint_files import TRACKER, damage_in, first_fai
 from megatron_dsa.training.files.system_errors import sentence
 from megatron_dsa.training.launching import this_rank, world_size
 
-#: Exit code of errors that the user has to mend.
+#: Exit code of errors that the user can fix.
 USAGE = 2
-#: Megatron's exit codes after a result that is not a number: save and rerun; give up.
+#: Megatron's exit codes after a non-finite result: save and rerun; give up.
 _RERUN, _REJECTED = 16, 17
 
 
@@ -37,15 +37,14 @@ class Ending(NamedTuple):
 
 
 class Known(NamedTuple):
-    """An error of Megatron or torch, and its sentence.
+    """An error of Megatron or torch, and its message.
 
     Attributes:
-        through: functions; the error came through one of them; empty: any.
-        kinds: names of classes of the error or its cause.
-        says: the sentence, with ``{error}`` (its first line, or the check that failed),
-            ``{launch}`` (variables of the launcher), ``{executable}`` (Python), ``{save}`` and the
-            groups of ``text``.
-        text: regular expression that its text must have.
+        through: functions in the traceback, any of them; empty: no condition.
+        kinds: class names of the error or its cause.
+        says: message with ``{error}`` (first line, or the failed check), ``{launch}`` (launcher
+            variables), ``{executable}`` (Python), ``{save}`` and the groups of ``text``.
+        text: regular expression to find in the error's text.
     """
 
     through: str
@@ -59,7 +58,7 @@ class Known(NamedTuple):
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
 _TOKENIZER = "build_tokenizer hugging_face_tokens"
 _LOAD = "load_checkpoint prepare_loading export_hf"
-#: The first entry that fits counts.
+#: The first match counts.
 KNOWN = (
     Known(
         _FLAGS,
@@ -183,16 +182,15 @@ KNOWN = (
 
 @contextlib.contextmanager
 def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
-    """End the process with the message and the exit code that :func:`explain` returns.
+    """Exit with the message and code of :func:`explain`.
 
-    Under a launcher, ranks that fail with the same message print it once, and torchrun's own
-    summary shows it.
+    Ranks that fail with the same message print it once; torchrun's summary includes it.
 
     Args:
         argv: the command line (default: ``sys.argv``); with ``--traceback`` errors pass through.
 
     Raises:
-        SystemExit: in place of an error that :func:`explain` describes.
+        SystemExit: instead of an error that :func:`explain` describes.
     """
     try:
         yield
@@ -200,7 +198,7 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
         if leaving.code in (_RERUN, _REJECTED) and (machine := _rerun_machine()) is not None:
             _say(_after_a_rejected_result(machine, leaving.code))
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if TRACEBACK_FLAG in (sys.argv if argv is None else argv):
             raise
         ending = explain(error)
@@ -213,10 +211,10 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
 
 
 def explain(error: BaseException, *functions: str) -> Ending | None:
-    """Return how to end on an error, or ``None`` for one that needs its traceback.
+    """Return message and exit code of an error, or ``None`` if it needs its traceback.
 
     Args:
-        functions: names to add to the functions of its traceback.
+        functions: added to the functions of its traceback.
     """
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
@@ -240,10 +238,10 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Without a frame that tells, an error of a lost rank: there has to be another one.
+        # Without a matching frame, a lost rank requires another rank.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            # Below the first line stand stacks, but of errors on flags also the fix.
+            # Later lines are stacks, except in errors on flags.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
@@ -261,7 +259,7 @@ def _launch() -> str:
 
 
 def _folder() -> str:
-    """Return ``--save`` and its free space: torch's error of a full disk does not name it."""
+    """Return ``--save`` and its free space, which torch's error omits."""
     folder = _training_arguments().save
     return f"{folder}, which has {shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
@@ -271,7 +269,7 @@ def _training_arguments() -> Any:
 
 
 def _rerun_machine() -> Any:
-    """Return Megatron's validation of results, or ``None`` where no training has begun."""
+    """Return Megatron's validation of results, ``None`` before training."""
     machines = sys.modules.get("megatron.core.rerun_state_machine")
     variables = sys.modules.get("megatron.training.global_vars")
     if machines is None or variables is None or variables._GLOBAL_ARGS is None:
@@ -299,8 +297,8 @@ def _after_a_rejected_result(machine: Any, code: int) -> str:
 
 
 def _say(message: str) -> None:
-    """Print a message on stderr, unless another rank has, and leave it for torchrun's summary."""
-    with contextlib.suppress(OSError):  # its disk may be the full one
+    """Print a message once over all ranks, and record it for torchrun's summary."""
+    with contextlib.suppress(OSError):  # the disk may be full
         sys.stdout.flush()
     if world_size() > 1:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -318,12 +316,12 @@ def _is_first_to_say(message: str) -> bool:
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
         return _store().add(f"megatron_dsa/said/{restart}/{digest}", 1) == 1
-    except Exception:  # whatever is wrong with the store, the message must be seen
+    except Exception:  # print even if the store fails
         return True
 
 
 def _store():
-    """Return the store of the process group, or torchrun's before there is one."""
+    """Return the store of the process group, else torchrun's."""
     from datetime import timedelta
 
     import torch
