@@ -15,9 +15,7 @@ from megatron_dsa.config.rules.ranges import Range, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, did_you_mean, require, suggest_names
 from megatron_dsa.versions import require_supported_megatron
 
-#: Console script installed with the package.
 SCRIPT = "megatron-dsa"
-#: Flag -> range, all commands.
 RANGES: dict[str, Range] = {
     "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
     "--temperature": Range(0, math.inf, "0 takes the most probable token"),
@@ -38,9 +36,9 @@ RANGES: dict[str, Range] = {
 
 
 def _run(module: str, function: str, *paths: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that imports its module only when run, after the host is prepared.
+    """Defer the import of a command's module until it runs.
 
-    ``paths``: arguments whose files or folders must exist; checked before any import.
+    ``paths``: arguments whose files or folders must exist.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -72,12 +70,11 @@ def _print_flags(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Commands that run without Megatron.
+#: Run without Megatron.
 WITHOUT_HOST = ("info", "doctor", "flags", "report")
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run a parsed command; return the exit code."""
     if arguments.command not in WITHOUT_HOST:
         require_supported_megatron()
     for ok, message in range_rules(vars(arguments), RANGES):
@@ -92,7 +89,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; each sets ``run``, a function of the arguments."""
+    """Each subparser sets ``run``, a function of the arguments."""
     script = Path(sys.argv[0]).name == SCRIPT
     prog = SCRIPT if script else "python -m megatron_dsa"
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)

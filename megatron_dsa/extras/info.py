@@ -32,7 +32,6 @@ from megatron_dsa.versions import (
 
 
 def collect_info() -> dict:
-    """Collect versions, GPU, and for every operation the chosen and rejected implementations."""
     optional_extra("muon")  # registers its patches
     info = {
         "megatron_dsa": __version__,
@@ -88,7 +87,6 @@ def _verdict(info: dict) -> str:
 
 
 MODELS = ("v3.2", "v4-pro")
-#: Together they call every operation.
 SETTINGS = (
     DSAOptions(stage="sparse", evaluate_indexer=True),
     DSAOptions(stage="sparse", selected_attention="masked"),
@@ -103,7 +101,7 @@ def model_ops(name: str) -> dict[str, RequiredOp]:
         if options.selected_attention == "masked" and _is_v4(name):
             continue
         config = model_config(name, options)
-        # V4's layers with an indexer call a superset of the other layers' operations.
+        # V4's layers with an indexer call all operations.
         ratios = getattr(config, "csa_compress_ratios", None) or [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
@@ -119,7 +117,7 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-#: Megatron's defaults of fields that calls depend on.
+#: Defaults that calls depend on.
 _MEGATRON = {
     "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
     "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
@@ -183,7 +181,7 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-#: Package -> entry with the reason it is installed but unused.
+#: Package -> entry with the reason for not using it.
 _UNUSED = {
     "transformer-engine": "transformer_engine_unused",
     "flash-attn-4": "flash_attention_4_unused",
@@ -191,7 +189,6 @@ _UNUSED = {
 
 
 def print_info(arguments: argparse.Namespace) -> int:
-    """Print the info as text or JSON, the support table, or Muon's list; return the exit code."""
     _check_flags(arguments)
     if arguments.support_table:
         print(support_table())
@@ -293,7 +290,6 @@ _COLUMNS = (
 
 
 def support_table() -> str:
-    """Return the support of every implementation as a Markdown page."""
     parts = [_HEAD]
     for operation in OPERATIONS.values():
         title = operation.title[0].upper() + operation.title[1:]

@@ -1,24 +1,20 @@
 """Floating-point operations of a training step with DSA or V4's attention.
 
-Counts each mathematically required matrix product once, with two operations per multiply-add.
-Excludes recomputation, masked parts of tiles, keys that several ranks compute from the same latent,
-and elementwise work (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads or
-residual streams). Divided by time and GPU peak this is PaLM's model FLOPs utilization (appendix B).
+Counts each required matrix product once, with two operations per multiply-add, without
+recomputation, masked parts of tiles, and elementwise work. Divided by time and GPU peak this is
+PaLM's model FLOPs utilization (appendix B).
 
-* Products with trained weights count three times (forward, two gradients); the indexer's, with
-  detached inputs, twice; a frozen main model's once. LoRA drops the weight gradients of frozen
-  weights; products of adapters are excluded.
+* Products with trained weights count three times; the indexer's, with detached inputs, twice; a
+  frozen main model's once. LoRA drops the weight gradients of frozen weights; adapters are
+  excluded.
 * The indexer scores all visible keys, forward only. Its loss adds two gradients of the scores, of
-  selected keys (sparse loss) or all visible ones (dense loss).
-* Attention counts attended keys. A dense loss on sparse attention adds attention scores of all
-  visible keys, forward only.
+  selected keys (sparse loss) or visible ones (dense loss).
+* Attention counts attended keys; a dense loss on sparse attention adds scores of all visible keys.
+  Masked dense attention counts all visible keys.
 * A loss on a share of the query tokens counts that share.
-* Masked dense attention counts all visible keys, which it computes.
 * In sparse attention ``W_uk`` and ``W_uv`` multiply queries and outputs.
 * Experts count for the tokens routed to them.
-* Other layer kinds of hybrid models (Mamba, gated delta net) are excluded.
-
-A frozen ``warmup`` counts no gradients of the main model.
+* Mamba and gated delta net layers of hybrid models are excluded.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -55,12 +51,11 @@ class Work(NamedTuple):
 
 
 def flops(work: Iterable[Work], pairs: Callable[[Keys], int]) -> int:
-    """Sum the operations of ``work``; ``pairs``: query-key pairs by kind."""
+    """Sum operations; ``pairs``: query-key pairs by kind."""
     return 2 * sum((w.forward + w.backward) * pairs(w.keys) for w in work)
 
 
 def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[str, int]:
-    """Return the operations by part, the largest first."""
     parts: dict[str, list[Work]] = {}
     for each in work:
         parts.setdefault(each.part, []).append(each)
@@ -78,14 +73,14 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     main = _weight_gradients(config)
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
-    # One for the embedding, one per residual stream.
+    # Embedding and residual streams.
     projections = (1 + (config.hc_mult if uses_streams(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
         work += [*layer_work(config, number, is_mtp=True), *_head(config)]
         work.append(_linear("multi-token prediction", projections, main))
-        # Detached heads train the hidden states, not the output layer.
+        # They train hidden states only.
         work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
     return _merged(work)
 
@@ -110,7 +105,6 @@ def _streams(config) -> Iterator[Work]:
 
 
 def _head(config) -> Iterator[Work]:
-    """Yield the head's read of the streams."""
     if uses_streams(config):
         products = _projection(config, config.hc_mult)
         yield _linear("hyper-connections", products, _weight_gradients(config))
@@ -149,7 +143,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     work = [_linear("projections", queries + hidden * dim + output, main)]
     if not ratio:
         return work
-    # Values and scores; overlapping groups double the channels.
+    # Values and scores; overlap doubles the channels.
     compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
     work.append(_linear("compressor", compressor * dim, main))
     if ratio == CSA_RATIO and uses_indexer(config):
@@ -158,7 +152,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
 
 
 def _indexer_weights(config, keys: int) -> Work:
-    """``keys``: products per token of the index keys."""
+    """``keys``: products per token."""
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
@@ -167,12 +161,12 @@ def _indexer_weights(config, keys: int) -> Work:
 
 
 def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
-    """Yield the products of queries and keys: the first training call of each operation."""
+    """Yield the products of each operation's first training call."""
     ops: dict[str, RequiredOp] = {}
     for op in required_ops(config, number, is_mtp):
         if op.in_training:
             ops.setdefault(op.operation, op)
-    main, heads = _main_gradients(config), config.num_attention_heads  # of all ranks
+    main, heads = _main_gradients(config), config.num_attention_heads
     dense_loss = ops.get("dense_indexer_loss")
     for name in ("dense_attention", "sparse_attention_forward", "masked_attention_forward"):
         if name not in ops:
@@ -180,14 +174,14 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         call, kinds = ops[name].call, ops[name].keys
         parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
-            of_all = 0  # scores of all visible keys, including attended ones
+            of_all = 0  # scores of visible keys, including attended ones
             if dense_loss is not None and part == "attention":
                 of_all = round(dense_loss.share * heads * call.qk_dim)
                 yield Work(part, dense_loss.keys[0], of_all)
             products = heads * (call.qk_dim + call.v_dim)
             yield Work(part, attended, products - of_all, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
-    # Without a selection the dense loss computes the scores.
+    # Otherwise the dense loss computes the scores.
     for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
         yield _share(op, Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim))
     for op in losses:
@@ -223,7 +217,6 @@ def _main_gradients(config) -> int:
 
 
 def _weight_gradients(config) -> int:
-    """Under LoRA only the input's gradient."""
     return 1 if has_adapters(config) and trains_main(config) else _main_gradients(config)
 
 

@@ -26,7 +26,6 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 def sampled_queries(layout: Layout, count: int) -> torch.Tensor:
-    """Return :func:`sample_queries` of a layout, cached for all layers."""
     device = layout.start.device
     return layout.derive(
         ("sampled queries", count), lambda: sample_queries(layout.num_queries, count, device)
@@ -88,7 +87,7 @@ class Attended:
 
 @torch.no_grad()
 def selection_health(attended: Attended, count: int, workspace_bytes: int) -> dict[str, Mean]:
-    """Compute the metrics of ``count`` queries on the device, without synchronisation."""
+    """Compute the metrics of ``count`` queries, without synchronisation."""
     layout, queries = attended.layout, sampled_queries(attended.layout, count)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
@@ -99,7 +98,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     overlap = adjacent_overlap(attended.indices, attended.positions, queries)
     chosen = chooses(layout, queries, attended.topk)
     return {
-        # Keep NaN of a broken attention.
+        # Keep NaN.
         "dsa attention mass captured": Mean.of(captured, sees_keys),
         "dsa query overlap": Mean.of(torch.where(chosen, overlap, float("nan"))),
     }

@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 class LossScale:
     """Megatron's factor of auxiliary losses, one per model configuration.
 
-    Schedules call it after every forward with ``loss_scale * cp / num_microbatches``, with
-    per-token loss ``loss_scale``; outside of schedules it is 1. Updated in place once a backward
-    has read it, for CUDA graphs.
+    Schedules set it after every forward to ``loss_scale * cp / num_microbatches``, with per-token
+    loss to ``loss_scale``; else it is 1. Once read, it is updated in place, for CUDA graphs.
     """
 
     def __init__(self):
@@ -43,9 +42,8 @@ class LossScale:
             self.value = scale.detach().clone()
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the scalar factor on ``device``."""
         if not isinstance(self.value, torch.Tensor):
-            # A copy from the host would synchronise.
+            # Copying would synchronise.
             self.value = torch.full((1,), self.value, device=device)
         return self.value.to(device).reshape(-1)[0]
 
@@ -67,7 +65,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        # Megatron sets the scale after the forward.
+        # Megatron sets it after the forward.
         shape, dtype, device = ctx.loss_like
         return grad_output, ctx.scale.on(device).to(dtype).expand(shape), None
 
@@ -82,25 +80,23 @@ NAMES = tuple(FIGURES)
 
 @dataclass
 class _State:
-    # [2, layers, metrics] on the device: sums and counts.
+    # [2, layers, metrics]: sums and counts.
     sums: torch.Tensor | None = None
-    sampled: set[int] = field(default_factory=set)  # layers sampled in this iteration
-    # Figure -> sum and count since Megatron's last log line.
+    sampled: set[int] = field(default_factory=set)
+    # Figure -> sum and count since the last log line.
     line: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class IndexerLog:
-    """Per-layer metrics of the current iteration, reduced over all ranks when Megatron logs.
+    """Per-layer metrics of an iteration, reduced over all ranks.
 
-    :class:`TrainingLog` calls :meth:`log` on every rank once per iteration. Every rank creates the
-    buffers with the model: a stage without indexers must join the reduction.
+    Every rank creates the buffers: a stage without indexers must join the reduction.
     """
 
     _state = _State()
 
     @classmethod
     def create(cls, num_layers: int, device) -> None:
-        """Allocate buffers for ``num_layers`` layers (decoder and MTP)."""
         cls._state.sampled.clear()
         if cls._state.sums is None or cls._state.sums.shape[1] != num_layers:
             cls._state.sums = torch.zeros(2, num_layers, len(NAMES), device=device)
@@ -114,8 +110,7 @@ class IndexerLog:
     def samples_selection(cls, layer_index: int) -> bool:
         """Return whether to sample a layer's selection now, once per iteration.
 
-        Sampling launches about a hundred small kernels, which can exceed the GPU time of a short
-        sequence.
+        The host launches about a hundred small kernels.
         """
         if not cls.is_on() or layer_index in cls._state.sampled:
             return False
@@ -161,13 +156,11 @@ class IndexerLog:
         """Write the metrics to Megatron's log line, TensorBoard and W&B.
 
         The log line holds means over layers, microbatches and iterations that were not ``skipped``;
-        the writers get every iteration and layer. ``total_loss_dict``: Megatron's log line before
-        this iteration.
+        the writers get every iteration and layer.
         """
         if not cls.is_on():
             return
         metrics, written, of_line = cls.reduce(), {}, {}
-        # A single transfer.
         table = torch.stack([torch.stack(mean) for mean in metrics.values()]).tolist()
         for name, (totals, counts) in zip(metrics, table, strict=True):
             layers = enumerate(zip(totals, counts, strict=True), 1)
@@ -181,7 +174,6 @@ class IndexerLog:
             else:
                 of_line[name] = mean
             if not math.isfinite(mean):
-                # Megatron omits NaN from its log line.
                 wrong = ", ".join(str(i) for i, x in recorded.items() if not math.isfinite(x))
                 _print_once(f"> {name} is not finite in layer(s) {wrong} (iteration {iteration})")
             written[FIGURES[name]] = mean
@@ -192,11 +184,10 @@ class IndexerLog:
 
     @classmethod
     def _add_to_line(cls, metrics: dict[str, float], total_loss_dict: dict, skipped: bool) -> None:
-        """Store means over iterations, times Megatron's divisor, in its log line."""
         line = cls._state.line
         advanced = total_loss_dict.get("advanced iterations", 0)
         if advanced + total_loss_dict.get("skipped iterations", 0) == 0:
-            line.clear()  # Megatron resets both with every log line
+            line.clear()
         if not skipped:
             advanced += 1
             for name, value in metrics.items():
@@ -207,7 +198,7 @@ class IndexerLog:
                 total, count = line[name]
                 total_loss_dict[name] = torch.tensor(total / count * max(1, advanced))
             elif name in total_loss_dict:
-                # Megatron omits NaN and would print the 0 it resets to.
+                # Megatron would print the 0 it resets to.
                 total_loss_dict[name] = torch.tensor(float("nan"))
 
 
@@ -222,11 +213,10 @@ def _print_once(line: str) -> None:
 
 
 class TrainingLog:
-    """Megatron's ``training_log`` with this package's metrics, and the first step in one line.
+    """Megatron's ``training_log`` with this package's metrics.
 
-    Megatron's hook for indexer metrics requires a positive coefficient and omits skipped
-    iterations. Megatron 0.19.2 logs the first step separately but keeps its sums, so with
-    ``--log-interval 1`` the second line would average two steps.
+    Megatron's hook needs a positive coefficient and omits skipped iterations. Megatron 0.19.2 also
+    logs the first step twice with ``--log-interval 1``.
     """
 
     def __init__(self, megatron: Callable):
@@ -240,7 +230,7 @@ class TrainingLog:
         skipped, line = bool(call["skipped_iter"]), call["total_loss_dict"]
         if not skipped:
             for name in call["loss_dict"]:
-                line.setdefault(name, 0.0)  # the main model's losses come first
+                line.setdefault(name, 0.0)
         IndexerLog.log(
             call["iteration"], line, skipped, get_tensorboard_writer(), get_wandb_writer()
         )
@@ -261,7 +251,7 @@ def install_logging(config, device=None, training_module: ModuleType | None = No
 
 
 def say_how_trained(config) -> None:
-    """Log, once per process, the indexers' loss, or that they are frozen."""
+    """Log the indexers' loss, or that they are frozen, once."""
     if not has_indexers(config):
         return
     if indexer_is_trained(config):

@@ -27,7 +27,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Mean(NamedTuple):
-    """A mean as sum and count, which add over ranks and microbatches."""
+    """A sum and a count, which add over ranks and microbatches."""
 
     total: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of that name
@@ -107,7 +107,7 @@ def adjacent_overlap(
 
 def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
     """Return bool ``[r, num_keys]``: keys visible to the queries."""
-    # The key buffer may be larger than the sequence.
+    # The buffer may be larger.
     slots = layout.slots_of_key_rows()
     return (slots >= layout.start[queries, None]) & (slots < layout.end[queries, None])
 
@@ -148,7 +148,7 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    # The product copies a head's keys.
+    # Copies of keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]
@@ -180,7 +180,6 @@ def _shared_key_logits(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return bool ``[r, keys]`` of lists ``[r, K]``."""
     mask = torch.zeros(len(indices), keys + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter_(1, torch.where(indices < 0, keys, indices).long(), True)[:, :keys]
 

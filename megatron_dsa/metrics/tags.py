@@ -1,7 +1,4 @@
-"""Tags of this package's scalars in TensorBoard and W&B.
-
-They start with ``dsa/`` and hold no spaces (``docs/guide/reports.md``).
-"""
+"""Tags of this package's scalars in TensorBoard and W&B (``docs/guide/reports.md``)."""
 
 from typing import Any
 
@@ -10,7 +7,7 @@ from megatron_dsa.ops.dispatch import report
 #: Measured in evaluation passes, on request.
 EVALUATION = "indexer loss, evaluation"
 
-#: Figure of a layer in the log line -> tag. ``indexer loss`` is Megatron's name.
+#: Name in the log line -> tag. ``indexer loss`` is Megatron's.
 FIGURES = {
     "indexer loss": "dsa/indexer-loss",
     "dsa attention mass captured": "dsa/mass-captured",
@@ -21,20 +18,17 @@ FIGURES = {
 NAMES_OF_LOSSES = ("indexer loss", EVALUATION)
 SAMPLED = tuple(name for name in FIGURES if name not in NAMES_OF_LOSSES)
 
-#: Share of the GPU's peak, from 0 to 1.
 MFU = "dsa/mfu"
 
-#: Prefixes of operations' call counts and times.
 CALLS, TIME = "dsa/calls/", "dsa/time/"
 
 
 def layer_tag(tag: str, layer: int) -> str:
-    """Return the tag of a layer's figure; layers count from 1."""
     return f"{tag}/layer-{layer}"
 
 
 def calls_tag(operation: str, implementation: str) -> str:
-    """Return the tag of an implementation's calls since the start of the process."""
+    """Return the tag of an implementation's calls since start."""
     return f"{CALLS}{operation}/{implementation}"
 
 
@@ -44,7 +38,7 @@ def time_tag(operation: str) -> str:
 
 
 def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
-    """Write scalars by tag; Megatron's writers are ``None`` on all ranks but the last."""
+    """Write scalars; writers are ``None`` on all ranks but the last."""
     if writer is not None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)
@@ -53,7 +47,6 @@ def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: 
 
 
 def operation_metrics(seconds: dict[str, float]) -> dict[str, float]:
-    """Return calls and times (``seconds`` per iteration) of operations by tag."""
     calls: dict[str, float] = {
         calls_tag(operation, name): count
         for operation, counts in report().items()

@@ -1,8 +1,4 @@
-"""Megatron's throughput log with this package's operation counts and MFU.
-
-Megatron counts sparse layers as if every query attended to all visible keys. The first iteration
-prints the counted products.
-"""
+"""Megatron's throughput log with this package's operation counts and MFU."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +13,8 @@ from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_
 from megatron_dsa.metrics.tags import MFU, operation_metrics, write
 from megatron_dsa.ops.dispatch.operation import TIMES
 
-#: Dense bf16 products, TFLOP/s, by torch's GPU name; half of NVIDIA's figures with structured
-#: sparsity (data sheets of H100 SXM, H200 SXM, HGX B200, GB200 NVL72).
+#: Dense bf16 TFLOP/s by torch's GPU name: half of NVIDIA's figures with sparsity (data sheets of
+#: H100 SXM, H200 SXM, HGX B200, GB200 NVL72).
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989.0,
     "NVIDIA H200": 989.0,
@@ -30,13 +26,12 @@ PEAKS = {
 def peak_tflops(config: Any, device: str) -> float | None:
     """Return the MFU's reference peak in TFLOP/s, ``None`` without one.
 
-    Only 16-bit parameters have a peak; fp8 products are also measured against bf16.
+    fp8 products are also measured against bf16.
     """
     return PEAKS.get(device) if config.params_dtype in (torch.bfloat16, torch.float16) else None
 
 
 def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
-    """Describe the counted operations and the MFU's peak in a line."""
     parts = flops_by_part(work, lambda keys: keys.pairs(length))
     peak = peak_tflops(config, device)
     reference = "no MFU, the peak of this GPU and precision is not known"
@@ -51,13 +46,12 @@ def describe(config: Any, work: list[Work], length: int, device: str = "") -> st
 
 
 def shares(parts: dict[str, int]) -> str:
-    """Return the share of every part as ``experts 44.2 %, ...``."""
     total = sum(parts.values())
     return ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
 
 
 class MegatronFunctions(NamedTuple):
-    """Functions of Megatron's training loop that are still called."""
+    """Functions of Megatron that are still called."""
 
     consume: Callable[[], tuple]
     track: Callable[..., None]
@@ -66,22 +60,22 @@ class MegatronFunctions(NamedTuple):
 
 
 class Throughput:
-    """Operation counter whose methods replace functions of Megatron's training loop."""
+    """Operation counter with replacements for Megatron's functions."""
 
     def __init__(self, config: Any, megatron: MegatronFunctions, device: str = ""):
         self.config, self.megatron, self.device = config, megatron, device
         self._kinds = sorted({TOKEN} | {work.keys for work in model_work(config, vocabulary=1)})
-        self._lengths: list[torch.Tensor] = []  # of documents since the last consume
-        self._pairs: dict[Keys, int] | None = None  # of the last consumed documents
+        self._lengths: list[torch.Tensor] = []
+        self._pairs: dict[Keys, int] | None = None
         self._announced = False
-        self._logged: int | None = None  # last logged iteration
+        self._logged: int | None = None
 
     def count_documents(self, offsets: torch.Tensor) -> None:
         """Add a microbatch of packed documents with bounds ``offsets`` int ``[n + 1]``; no sync."""
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Return an iteration's tokens and squared lengths over all ranks, or ``None`` twice."""
+        """Return tokens and squared lengths over all ranks, or ``None`` twice."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()
@@ -113,8 +107,7 @@ class Throughput:
     ) -> int:
         """Return the operations of a global batch, like ``num_floating_point_operations``.
 
-        Exact for full sequences and documents of :meth:`count_documents`. Documents of another
-        script count as equally long: Megatron has only two sums.
+        Documents of other scripts count as equally long.
         """
         work = model_work(self.config, args.padded_vocab_size)
         if not self._announced:
@@ -128,12 +121,12 @@ class Throughput:
             return flops(work, self._pairs.__getitem__)
         if tokens == 0:
             return 0
-        assert squares is not None  # Megatron gives both or none
+        assert squares is not None
         length = max(round(squares / tokens), 1)
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write calls and times of operations and the MFU, like ``track_e2e_metrics``."""
+        """Write calls, times and MFU, like ``track_e2e_metrics``."""
         self.megatron.track(log_throughput, throughput)
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
@@ -142,7 +135,7 @@ class Throughput:
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
         times = {name: value / steps for name, value in TIMES.take().items()}
-        # A replayed graph dispatches nothing.
+        # Replays dispatch nothing.
         graphed = self.config.cuda_graph_impl != "none"
         metrics = {} if graphed else operation_metrics(times)
         peak = peak_tflops(self.config, self.device)
@@ -155,7 +148,7 @@ class Throughput:
 
 
 def installed(training_module: ModuleType | None = None) -> Throughput | None:
-    """Return the installed counter, ``None`` if Megatron counts itself."""
+    """Return the installed counter, if any."""
     training = training_module or sys.modules.get("megatron.training.training")
     counts = getattr(training, "num_floating_point_operations", None)
     owner = getattr(counts, "__self__", None)
@@ -163,11 +156,11 @@ def installed(training_module: ModuleType | None = None) -> Throughput | None:
 
 
 def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
-    """Count the operations of ``config``'s model in Megatron's training loop."""
+    """Make Megatron's training loop count ``config``'s operations."""
     training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
-        return  # no training loop, or another stage of the same model
+        return  # another stage of the same model
     if before is None:
         megatron = MegatronFunctions(
             training.consume_seqlen_stats_in_iteration,

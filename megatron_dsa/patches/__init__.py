@@ -1,6 +1,6 @@
-"""Table of all patches of megatron-core, used to install them and by ``info``.
+"""Table of all patches of megatron-core, also printed by ``info``.
 
-Details: each patch's module. Behaviour without the defect stays unchanged.
+Behaviour without the defect stays unchanged.
 """
 
 import functools
@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_dsa.versions import host_version, parse_version
 
 UNREPORTED = "unreported"
-#: An unsupported host, or a part missing from Megatron's wheel.
+#: Unsupported host, or a part missing from the wheel.
 OURS = "none: of this package"
 
 
@@ -44,7 +44,6 @@ class Patch(NamedTuple):
         return release in SpecifierSet(self.versions)
 
     def install(self, *arguments: Any) -> Any:
-        """Call the installer if this megatron-core has the defect."""
         if not self.applies():
             return None
         module, _, function = self.installer.partition(":")
@@ -69,7 +68,7 @@ def _fuses_gradients(config: Any) -> bool:
     return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
 
 
-#: Name -> patch, in installation order: some wrap the same method. Extras add theirs on import.
+#: In installation order: some wrap the same method. Extras add theirs on import.
 TABLE: dict[str, Patch] = {
     "no GPU": Patch(
         "says device='cuda' in hundreds of places",
@@ -166,19 +165,16 @@ TABLE: dict[str, Patch] = {
 
 
 def install(name: str, *arguments: Any) -> Any:
-    """Install one patch of :data:`TABLE` for the rest of the process."""
     return TABLE[name].install(*arguments)
 
 
 def install_checkpoint_repairs() -> None:
-    """Install the patches for reading and writing Megatron checkpoints; idempotent."""
     for patch in TABLE.values():
         if patch.by == "checkpoints":
             patch.install()
 
 
 def install_for_layers(config: Any) -> None:
-    """Install the patches for layers of a transformer configuration."""
     install_checkpoint_repairs()
     for patch in TABLE.values():
         if patch.by == "layer specs" and patch.needed(config):
@@ -186,13 +182,12 @@ def install_for_layers(config: Any) -> None:
 
 
 def install_for_model(config: Any) -> None:
-    """Install a model's log, on every pipeline rank: see ``IndexerLog``."""
+    """Install a model's log, on every pipeline rank."""
     install("training log", config)
     install("throughput", config)
 
 
 def described() -> list[str]:
-    """Return a line per patch."""
     return [
         f"{name} ({patch.when}; megatron-core {patch.versions}{_state(patch)}; upstream "
         f"{patch.upstream}): {patch.defect}"
@@ -205,7 +200,7 @@ def _state(patch: Patch) -> str:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorate the replacement of a function or method; the original is its first argument."""
+    """Decorate the replacement of a function; the original is its first argument."""
     original = getattr(owner, name)
 
     def decorate(function: Callable) -> Callable:

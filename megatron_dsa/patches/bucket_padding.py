@@ -1,7 +1,7 @@
-"""Optimizer states of correct parameters with ``--dist-ckpt-optim-fully-reshardable``.
+"""Optimizer states with ``--dist-ckpt-optim-fully-reshardable``.
 
-megatron-core 0.19 gathers a buffer's states without padding between buckets, but cuts them at
-padded offsets.
+megatron-core 0.19 gathers states without the padding between buckets, but cuts them at padded
+offsets.
 """
 
 import functools
@@ -14,7 +14,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def repair_offsets_of_states() -> None:
-    """Patch the distributed optimizer to save every parameter's own state."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @replace(DistributedOptimizer, "sharded_param_state_fully_reshardable")
@@ -34,7 +33,7 @@ def repair_offsets_of_states() -> None:
 
 
 def _insert_padding(tensors: dict, buffer) -> None:
-    """Move the buckets of flat ``tensors``, in place, to their offsets in ``buffer``."""
+    """Move buckets, in place, to their offsets in ``buffer``."""
     for key, gathered in tensors.items():
         if not isinstance(gathered, torch.Tensor) or gathered.numel() == buffer.numel:
             continue

@@ -1,7 +1,6 @@
-"""Megatron's training loop on a machine without a GPU, over gloo.
+"""Megatron's training loop without a GPU, over gloo.
 
-Redirects ``device="cuda"``, used in hundreds of calls, to the CPU. CUDA is never reported as
-available.
+Redirects ``device="cuda"`` to the CPU. CUDA is never reported as available.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron_dsa.errors import DSAError
 from megatron_dsa.versions import require_supported_megatron, why_not_transformer_engine
 
-#: Disable features that the CPU lacks or runs slowly.
+#: Unsupported or slow on the CPU.
 FLAGS = [
     "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-bias-dropout-fusion",
     "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--num-workers", "0",
@@ -28,7 +27,6 @@ _CPU = torch.device("cpu")
 
 
 def needed() -> bool:
-    """Return whether this machine has no GPU."""
     return not torch.cuda.is_available()
 
 
@@ -47,7 +45,7 @@ def activate() -> None:
 
 @functools.cache
 def _install() -> None:
-    # The other context would pop this mode instead of its own.
+    # It would pop this mode instead of its own.
     if any(isinstance(mode, CudaTo) for mode in _get_current_function_mode_stack()):
         raise DSAError(
             "activate() must not be called first inside of planning.host.host(), which sends CUDA "
@@ -61,34 +59,34 @@ def _install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Make transformer-engine look uninstalled to Megatron, unless already imported."""
+    """Make transformer-engine look uninstalled, unless already imported."""
     if "transformer_engine.pytorch" in sys.modules:
         return
     modules: dict[str, Any] = sys.modules
-    for name in list(modules):  # left by a failed import
+    for name in list(modules):
         if name.startswith("transformer_engine."):
             del modules[name]
     modules["transformer_engine"] = None
-    modules["transformer_engine_torch"] = None  # its PyTorch extension
+    modules["transformer_engine_torch"] = None
 
 
 def hide_unusable_transformer_engine() -> None:
     """Hide transformer-engine if it needs a missing GPU or fails to import.
 
-    Call before importing Megatron, which handles only ``ImportError``.
+    Megatron, imported later, handles only ``ImportError``.
     """
     if why_not_transformer_engine(has_gpu=not needed()) is not None:
         hide_transformer_engine()
 
 
-#: Functions that :class:`CudaTo` changes even without keywords.
+#: Changed even without keywords.
 _LOOKED_AT = frozenset(
     {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
 )
 
 
 class CudaTo(TorchFunctionMode):
-    """Function mode that redirects CUDA devices to another one."""
+    """Function mode that redirects CUDA devices."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -103,13 +101,12 @@ class CudaTo(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.distributed.all_to_all_single:
-            # Megatron converts these sizes only when copying from a GPU.
+            # Megatron converts these only when copying from a GPU.
             for name in ("output_split_sizes", "input_split_sizes"):
                 if isinstance(kwargs.get(name), torch.Tensor):
                     kwargs[name] = kwargs[name].tolist()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers compare this string with 'torch.cuda.FloatTensor' etc. In nested modes
-            # the inner one has replaced it already.
+            # Optimizers compare it with 'torch.cuda.FloatTensor'; nested modes replace it once.
             name = func(*args)
             return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
@@ -127,7 +124,7 @@ def _is_cuda(device) -> bool:
 
 
 class NoStream:
-    """Stream or event of a device that runs everything in order."""
+    """Stream or event of a device that runs in order."""
 
     def __init__(self, *_args, **_kwargs):
         pass
@@ -138,7 +135,6 @@ class NoStream:
     wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self) -> NoStream:
-        """Return an object that can be waited for."""
         return self
 
 
@@ -150,13 +146,13 @@ def _patch_torch_cuda() -> None:
     cuda.Stream = NoStream
     cuda.Event = NoStream
     tensor: Any = torch.Tensor
-    # Its C++ code requires real streams.
+    # Requires real streams in C++.
     tensor.record_stream = lambda _tensor, _stream: None
     cuda.stream = lambda _stream: contextlib.nullcontext()
 
 
 def _patch_rng() -> None:
-    """Redirect the CUDA generator to the CPU's, so that dropout and saved random states work."""
+    """Redirect the CUDA generator to the CPU's."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_args, **_kwargs):
@@ -176,9 +172,9 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # 10 takes the branch without warnings.
+    # Avoids warnings.
     arguments.get_device_arch_version = lambda: 10
-    # Warm-up of fused kernels would consume random numbers of the only generator.
+    # Would consume random numbers of the only generator.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None
     # torch.compile would need a compiler.
     torch.compiler.set_stance("force_eager")
@@ -186,7 +182,7 @@ def _patch_megatron() -> None:
     initialize_megatron = initialize.initialize_megatron
 
     def initialize_on_cpu(*args, **kwargs):
-        # One "device" per process that cannot be set, and no CUDA requirement.
+        # One "device" per process, which cannot be set.
         with (
             mock.patch.object(torch.cuda, "device_count", lambda: 1),
             mock.patch.object(torch.cuda, "set_device", lambda _device: None),
@@ -198,7 +194,7 @@ def _patch_megatron() -> None:
     build_iterators = training.build_train_valid_test_data_iterators
 
     def build_iterators_apart(*args, **kwargs):
-        # Samplers draw seeds; on a GPU dropout uses another generator.
+        # Samplers draw seeds; GPU dropout has another generator.
         with torch.random.fork_rng(devices=[]):
             return build_iterators(*args, **kwargs)
 

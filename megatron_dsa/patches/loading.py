@@ -1,8 +1,7 @@
 """Megatron's distributed loader with torch 2.15's metadata and empty stages.
 
-megatron-core 0.19 passes all saved tensor properties to ``torch.empty``, which rejects torch 2.15's
-``strides``. It also drops empty entries: on a pipeline stage without weights (layout ``Et||tL``),
-``load_checkpoint`` raises ``KeyError: 'model'``.
+megatron-core 0.19 passes saved properties to ``torch.empty``, which rejects torch 2.15's
+``strides``. It drops empty entries: a stage without weights raises ``KeyError: 'model'``.
 """
 
 import functools
@@ -18,7 +17,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def repair_reading_of_metadata() -> None:
-    """List checkpoint tensors by shape and dtype only."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -38,7 +36,6 @@ def repair_reading_of_metadata() -> None:
 
 @functools.cache
 def repair_empty_stages() -> None:
-    """Return the loader's empty entries."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
 
@@ -50,7 +47,7 @@ def repair_empty_stages() -> None:
             if isinstance(entry, dict) and not entry
         }
         loaded = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        # A tuple if it also has missing and unexpected keys.
+        # A tuple with missing and unexpected keys.
         return empty | loaded if isinstance(loaded, dict) else (empty | loaded[0], *loaded[1:])
 
     dist_checkpointing.load = load

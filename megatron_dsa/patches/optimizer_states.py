@@ -3,19 +3,17 @@
 torch counts steps per parameter, transformer-engine and Apex per group. megatron-core 0.19 loses
 the count between packages:
 
-* The distributed optimizer cannot load state of torch's Adam: it reads a count that does not exist
-  yet and shares one tensor among parameters, each of which advances it.
+* The distributed optimizer cannot load torch's Adam: it reads a missing count and shares one tensor
+  among parameters, each of which advances it.
 * The others look for the count only where their package puts it.
 
-Optimizers without parameters (a pipeline stage that trains nothing) fail, because rank 0 writes the
-unsharded part for all ranks:
+Optimizers without parameters (a stage that trains nothing) fail, because rank 0 writes for all:
 
-* They have no step count: the distributed optimizer with torch's Adam cannot be saved, and other
-  ranks resume without a step.
-* Their empty list of fp32 weights is written for all ranks, or expected from checkpoints of others.
-* The loader drops their empty states, which hold rank 0's count with Muon.
+* They have no step count.
+* Their empty list of fp32 weights is written for all ranks.
+* The loader drops their empty states, which with Muon hold the count.
 
-SGD has no ``init_state_fn``, which creates the states to load into: resuming raises ``TypeError``.
+SGD has no ``init_state_fn`` to create states: resuming raises ``TypeError``.
 """
 
 import functools
@@ -31,7 +29,6 @@ _FP32 = "fp32_from_fp16_params"
 
 @functools.cache
 def repair_empty_optimizers() -> None:
-    """Patch optimizers without parameters to count, save and load."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import (
         Float16OptimizerWithFloat16Params,
@@ -59,17 +56,14 @@ def _count_in_groups(optimizer_class: Any) -> None:
 
 
 def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Count the steps of an optimizer while it has no parameters.
-
-    transformer-engine 2.9 does not count steps of empty groups, 2.20 does.
-    """
+    """Count the steps of an optimizer without parameters, as transformer-engine 2.20 does."""
     before: list[Any] = []
 
     def note(optimizer, _args, _kwargs):
         before[:] = [group.get("step", 0) + 0 for group in optimizer.param_groups]
 
     def count(optimizer, _args, _kwargs):
-        # Checked per step: the distributed optimizer removes parameters after construction.
+        # Per step: the distributed optimizer removes parameters later.
         if _is_empty(optimizer):
             for group, step in zip(optimizer.param_groups, before, strict=True):
                 group["step"] = step + 1
@@ -85,14 +79,13 @@ def _save_a_count(optimizer_class: Any) -> None:
             return original(self)
         inner = self.optimizer.state_dict()
         count = torch.tensor(float(inner["param_groups"][0].get("step", 0)))
-        # Megatron reads only the count.
         inner["state"] = {0: {"step": count}}
         with mock.patch.object(self.optimizer, "state_dict", lambda: inner):
             return original(self)
 
 
 def _load_the_count(optimizer_class: Any) -> None:
-    """Use the count of a checkpoint written by a rank with parameters."""
+    """Use the count saved by a rank with parameters."""
 
     @replace(optimizer_class, "load_state_dict")
     def load_state_dict(original, self, state_dict):
@@ -121,13 +114,11 @@ def _leave_out_fp32_weights(optimizer_class: Any) -> None:
         original(self, state_dict)
 
 
-#: Optimizers that count steps per parameter.
 _PER_PARAMETER = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @functools.cache
 def repair_optimizer_steps() -> None:
-    """Patch all of Megatron's optimizers to resume at their saved step."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
@@ -163,13 +154,11 @@ def _repair_distributed(optimizer_class: Any) -> None:
     @replace(optimizer_class, "_set_main_param_and_optimizer_states")
     @torch.no_grad()  # the shard of an fp32 parameter is a view
     def set_main_param_and_optimizer_states(original, self, model_param, tensors):
-        # load_state_dict has set the count already.
+        # load_state_dict has set the count.
         original(self, model_param, {**tensors, "step": None})
 
 
 def _repair_plain(optimizer_class: Any, inner_state) -> None:
-    """``inner_state(state_dict)`` returns the inner optimizer's part."""
-
     @replace(optimizer_class, "load_state_dict")
     def load_state_dict(original, self, state_dict):
         saved = inner_state(state_dict)
@@ -193,7 +182,6 @@ def _counts_parameters(states: dict) -> bool:
 
 @functools.cache
 def make_room_for_momentum() -> None:
-    """Patch SGD to resume."""
     from megatron.core.optimizer import SGD
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -205,7 +193,7 @@ def make_room_for_momentum() -> None:
 
 
 def init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
-    """Create zero momenta, equivalent to none in the first step."""
+    """Create zero momenta, equivalent to none."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if group["momentum"] and "momentum_buffer" not in optimizer.state[parameter]:

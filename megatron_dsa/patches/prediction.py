@@ -1,9 +1,8 @@
 """Multi-token prediction: packed documents, context parallelism, block classes.
 
-* megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q`` although tokens are at padded
-  offsets: targets cross documents.
-* It divides each rank's loss by the local count of unmasked tokens; with uneven masks, context
-  parallelism changes gradients and log. Here counts are summed over the group.
+* megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``: they cross padded documents.
+* It divides losses by local token counts: uneven masks change gradients and log under context
+  parallelism.
 * megatron-core 0.20 tests for inference linears with ``isinstance``, which raises without
   transformer-engine.
 """
@@ -20,13 +19,12 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def shift_within_padded_documents() -> None:
-    """Shift within padded offsets of packed batches."""
     from megatron.core.transformer import multi_token_prediction
 
     @replace(multi_token_prediction, "_roll_tensor_packed_seq")
     def roll(original, tensor, shifts, dims, packed_seq_params, cp_group=None, return_sum=True):
         if shifts != -1 or dims not in (-1, tensor.dim() - 1):
-            return original(tensor, shifts, dims, packed_seq_params, cp_group)  # raises
+            return original(tensor, shifts, dims, packed_seq_params, cp_group)
         ranks = 1 if cp_group is None else cp_group.size()
         lengths = packed_seq_params.cu_seqlens_q.diff()
         offsets = packed_seq_params.cu_seqlens_q_padded
@@ -48,14 +46,14 @@ def shift_within_padded_documents() -> None:
 def _tokens_behind(
     count: int, offsets: torch.Tensor, lengths: torch.Tensor, ranks: int, rank: int
 ) -> torch.Tensor:
-    """Return int64 ``[count]``: following tokens of each local token's document; negative: padding.
+    """Return int64 ``[count]``: following tokens in each local token's document; negative: padding.
 
     ``offsets [n + 1]``: cumulative padded lengths over all ranks; ``lengths [n]``: real ones.
-    Documents are in zigzag order.
+    Zigzag order.
     """
     local = torch.arange(count, device=offsets.device)
     document = torch.bucketize(local * ranks, offsets, right=True) - 1
-    document = document.clamp_max(lengths.numel() - 1)  # padding after the last document
+    document = document.clamp_max(lengths.numel() - 1)
     inside = local - offsets[document] // ranks
     if ranks > 1:
         chunk = offsets.diff()[document] // (2 * ranks)
@@ -67,7 +65,6 @@ def _tokens_behind(
 
 @functools.cache
 def count_prediction_tokens_of_all_ranks() -> None:
-    """Divide by the token count of the context-parallel group."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.models.hybrid import hybrid_model
     from megatron.core.transformer import multi_token_prediction
@@ -89,7 +86,6 @@ def count_prediction_tokens_of_all_ranks() -> None:
 
 
 def _process(call: SimpleNamespace) -> torch.Tensor:
-    """Return the main hidden states with the losses of all depths attached."""
     from megatron.core import parallel_state
     from megatron.core.transformer import multi_token_prediction as mtp
 
@@ -115,7 +111,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
             call.output_layer.weight if weight_of_output is None else weight_of_output
         ).detach()
 
-    # One reduction for the main loss's count and each depth's.
+    # One reduction for all counts.
     labels_of, masks = [], [mask]
     for _ in range(depths):
         labels = shift(labels)
@@ -125,8 +121,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
     torch.distributed.all_reduce(counts, group=group)
     main_tokens, *tokens_of = counts.clamp(min=1)
 
-    # Megatron averages gradients over these ranks, or with per-token loss divides their sum by the
-    # main loss's tokens.
+    # Megatron averages gradients over these ranks, or divides by the main loss's tokens.
     weight = main_tokens if config.calculate_per_token_loss else group.size()
     for depth, prediction in enumerate(predictions):
         labels, mask, tokens = labels_of[depth], masks[depth + 1], tokens_of[depth]
@@ -162,7 +157,6 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
 
 @functools.cache
 def build_prediction_blocks_from_specs() -> None:
-    """Build the block class named by the module spec."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -177,7 +171,6 @@ def build_prediction_blocks_from_specs() -> None:
 
 @functools.cache
 def find_no_inference_linears_without_engine() -> None:
-    """Return False where inference linears are placeholders instead of classes."""
     from megatron.core.tensor_parallel import inference_layers
     from megatron.core.transformer import multi_token_prediction
 

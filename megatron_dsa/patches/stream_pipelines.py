@@ -7,7 +7,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def send_streams_between_stages() -> None:
-    """Patch the receiving method of all schedules to the width of the streams."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     @replace(P2PCommunicator, "_communicate")

@@ -1,7 +1,7 @@
-"""The file that names the latest checkpoint, replaced atomically and read if damaged.
+"""The file that names the latest checkpoint, replaced atomically.
 
-megatron-core 0.19 truncates it before writing: a kill in between leaves it empty, and later starts
-end with exit code 0. Object storage (``--enable-msc``) is not affected.
+megatron-core 0.19 truncates it before writing: a kill leaves it empty. Object storage
+(``--enable-msc``) is not affected.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 def keep_tracker_file_whole(read: Callable[[Path], str]) -> None:
-    """Make Megatron replace tracker files atomically, and read them by ``read``."""
+    """Replace tracker files atomically, and read them by ``read``."""
     from megatron.training import checkpointing
 
     if not isinstance(checkpointing.maybe_msc, _Storage):
@@ -38,10 +38,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Open a text file that replaces ``path`` once it is on the disk.
-
-    A kill at any time leaves the old content or the new one.
-    """
+    """Open a text file that replaces ``path`` once it is on the disk."""
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.new")
     with open(beside, "w") as file:
@@ -49,7 +46,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, target)
-    with contextlib.suppress(OSError):  # some file systems cannot sync folders
+    with contextlib.suppress(OSError):  # unsupported by some file systems
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

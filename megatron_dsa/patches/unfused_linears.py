@@ -1,7 +1,6 @@
 """Fused gradient accumulation with transformer-engine but without Apex.
 
-transformer-engine's linears fuse it themselves; megatron-core 0.19 also sets it for its own linears
-(such as the output layer) and raises if Apex's kernel is missing.
+megatron-core 0.19 also sets it for its own linears and raises if Apex's kernel is missing.
 """
 
 import functools
@@ -13,7 +12,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def leave_linears_unfused_without_apex() -> None:
-    """Leave weight gradients of Megatron's linears to autograd if Apex is missing."""
     from megatron.core.tensor_parallel import layers
 
     if layers._grad_accum_fusion_available:
@@ -32,10 +30,10 @@ def leave_linears_unfused_without_apex() -> None:
 
 
 def require_kernel_of_deferred_gradients(config: Any) -> None:
-    """Check that Apex's kernel exists if it computes the output layer's gradient.
+    """Check the kernel of the output layer's deferred gradient.
 
     Raises:
-        ConfigError: it is missing.
+        ConfigError: Apex is missing.
     """
     from megatron.core.tensor_parallel import layers
 

@@ -14,11 +14,10 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_ent
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
-#: Enough query tokens to fill a GPU, few enough for seconds.
+#: Fills a GPU within seconds.
 MAX_TIMED_ROWS = 4096
-#: Temporary memory of float64 references.
 BUDGET_BYTES = 2**30
-#: Every such key is selected by no query, nor are the first and last.
+#: Keys that no query selects, besides the first and last.
 UNSELECTED_STEP = 11
 
 
@@ -63,7 +62,6 @@ class Shape:
         return f"{label} {short_dtype(self.dtype)}" + (" packed" if self.packed else "")
 
     def on_cpu(self) -> Shape:
-        """Return a shape that takes a second or two on a CPU."""
         limits = {
             "heads": 8, "index_heads": 8, "index_dim": 64, "topk": 64, "seq": 256, "rows": 32,
         }  # fmt: skip
@@ -88,13 +86,13 @@ def chunks(tokens: int, bytes_per_token: int) -> Iterator[slice]:
 
 
 def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return evenly spread query tokens, ascending, including the first and the last."""
+    """Return evenly spread, ascending query tokens, including first and last."""
     return torch.linspace(0, tokens - 1, count, device=device).long().unique()
 
 
 def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
-    """Return the layout of some (ascending) query tokens over all keys."""
-    # The i-th sampled token must be at or before slot first + i.
+    """Restrict a layout to some (ascending) query tokens."""
+    # The i-th token must be at or before slot first + i.
     first = int((tokens - torch.arange(len(tokens), device=tokens.device)).max())
     return dataclasses.replace(
         layout,
@@ -112,7 +110,7 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 
 
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Return bool ``[tokens, Skv]``: keys visible to some query tokens."""
+    """Return bool ``[tokens, Skv]``: visible keys."""
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
     if layout.key_rows is None:
@@ -146,7 +144,6 @@ class Lists:
     num_keys: int
 
     def take(self, tokens: torch.Tensor | slice) -> Lists:
-        """Return the lists of some query tokens."""
         length = None if self.length is None else self.length[tokens]
         return dataclasses.replace(self, indices=self.indices[tokens], length=length)
 
@@ -171,9 +168,8 @@ class Lists:
 def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
     """Draw lists of visible keys in ascending order, with edge cases.
 
-    ``layout`` has the sampled tokens. Among the longest lists: one of length 0, one only -1, one
-    with a -1 in the middle, one with ids ``num_keys`` and 2^31 - 1, one with stale (real) ids past
-    its length.
+    Among the longest lists: one of length 0, one only -1, one with -1 in the middle, one with ids
+    ``num_keys`` and 2^31 - 1, one with stale (real) ids past its length.
     """
     generator = torch.Generator().manual_seed(seed)
     start, end = layout.start.cpu(), layout.end.cpu()
@@ -194,7 +190,7 @@ def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
 
 
 def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
-    # Every second one, to leave each an ordinary neighbour.
+    # Keep ordinary neighbours.
     longest = length.argsort(descending=True, stable=True)[::2].tolist()
     no_length, only_invalid, hole, past_the_end, stale = longest[:5]
     length[no_length] = 0  # its ids stay listed
@@ -208,7 +204,7 @@ def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
 
 
 def full_lists(shape: Shape, device: torch.device, seed: int = 3) -> Lists:
-    """Draw lists of ``timed_rows`` queries, full of distinct keys spread over all keys."""
+    """Draw full lists of ``timed_rows`` queries, spread over all keys."""
     rows, keys = shape.timed_rows, min(shape.topk, shape.seq)
     generator = torch.Generator(device).manual_seed(seed)
     offset = torch.randint(shape.seq, (rows, 1), generator=generator, device=device)

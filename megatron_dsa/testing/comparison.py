@@ -6,35 +6,31 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Model shapes (doctor, benchmarks). bf16 kernels reach 3e-3 and below (``rel_error`` in the CSVs
-#: of ``benchmarks/``).
+#: bf16 kernels reach 3e-3 (``rel_error`` in the CSVs of ``benchmarks/``).
 MODEL_SHAPES = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-#: Sparse attention at the tests' small shapes, whose sums are short.
+#: Small shapes of tests, with short sums.
 SPARSE_ATTENTION = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-3}
-#: Indexer losses and their gradients at the tests' small shapes.
+#: Small shapes of tests.
 INDEXER_LOSS = {
     torch.float64: 1e-11,
     torch.float32: 1e-5,
     torch.bfloat16: 5e-3,
     torch.float16: 5e-3,
 }
-#: Figures that are fp32 also for 16-bit inputs.
+#: fp32 also for 16-bit inputs.
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
-#: Limit of ``SelectionCase.compare``: with 131072 keys, fp8 misses keys up to 6.4e-3 of the largest
-#: score.
+#: With 131072 keys, fp8 misses keys up to 6.4e-3 of the largest score.
 SCORE_INVERSION = 1e-2
-#: Least share of the float64 selection in a selection from fp32 scores.
+#: Share of the float64 selection.
 LEAST_RECALL = 0.99
-#: Least share of the keys selected by :mod:`megatron_dsa.ops.indexer_topk.engine`, and largest
-#: error of its scores: tensor cores keep fewer bits of the products.
+#: Share of engine numerics' keys, and error of the scores: tensor cores keep fewer bits.
 LEAST_ENGINE_SHARE = 0.998
 ENGINE_SCORES = 5e-3
-#: Root mean square of float64 results that are only rounding.
+#: Float64 results below are rounding.
 ROUNDING = 1e-14
 
 
 def by_figure(tolerance: float) -> dict[str, float]:
-    """Return the figures whose tolerance differs from ``tolerance``."""
     smaller = {figure: limit for figure, limit in FP32_RESULTS.items() if limit < tolerance}
     return smaller | {"score inversion": SCORE_INVERSION, "engine scores": ENGINE_SCORES}
 
@@ -42,8 +38,7 @@ def by_figure(tolerance: float) -> dict[str, float]:
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
     """Return ``norm(x - expected) / norm(expected)`` in float64; NaN if ``x`` has one.
 
-    If ``expected`` is 0 up to rounding (such as the gradient of a query with a single key), return
-    the root mean square of the difference.
+    If ``expected`` is rounding, return the root mean square of the difference.
     """
     expected = expected.detach().double()
     norm, size = expected.norm(), max(expected.numel(), 1) ** 0.5
@@ -70,14 +65,14 @@ class Comparison:
     complaints: list[str] = field(default_factory=list)
 
     def require(self, rule: bool | torch.Tensor, complaint: str) -> bool:
-        """Add ``complaint`` unless ``rule`` holds; return whether it holds."""
+        """Add ``complaint`` unless ``rule`` holds; return ``rule``."""
         holds = bool(rule)
         if not holds and complaint not in self.complaints:
             self.complaints.append(complaint)
         return holds
 
     def compare(self, figure: str, got, expected: torch.Tensor) -> None:
-        """Add the relative error of ``got``, which must have the shape of ``expected``."""
+        """Add the relative error of ``got``; its shape must match."""
         if not self.require(got is not None, f"{figure} is missing"):
             return
         shape, wanted = tuple(got.shape), tuple(expected.shape)
@@ -87,7 +82,7 @@ class Comparison:
 
     def keep_worst(self, figure: str, error: float) -> None:
         known = self.errors.get(figure)
-        # NaN is the worst error, and every comparison with it is false.
+        # NaN is worst, and all comparisons with it are false.
         if known is None or (known == known and not error <= known):
             self.errors[figure] = error
 
@@ -96,7 +91,7 @@ class Comparison:
         return max((e if math.isfinite(e) else math.inf for e in self.errors.values()), default=0.0)
 
     def compare_forward(self, out, lse, expected_out, expected_lse, empty, dtype) -> None:
-        """Compare attention with float64; tokens marked ``empty`` have no keys."""
+        """Compare attention; tokens marked ``empty`` have no keys."""
         self.compare("out", out, expected_out)
         self.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
         self.require((out[empty] == 0).all(), "out of a query without keys is not 0")
@@ -104,7 +99,6 @@ class Comparison:
         self.compare("lse", lse[~empty], expected_lse[~empty])
 
     def wrong(self) -> list[str]:
-        """List violated expectations."""
         far = [
             f"{figure} {error:.1e}" if error == error else f"{figure} not finite"
             for figure, error in self.errors.items()
@@ -114,6 +108,5 @@ class Comparison:
 
 
 def comparison_at_model_shapes(dtype: torch.dtype) -> Comparison:
-    """Return a comparison with the tolerances of model shapes."""
     tolerance = MODEL_SHAPES[dtype]
     return Comparison(tolerance, by_figure(tolerance))

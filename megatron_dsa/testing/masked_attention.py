@@ -20,10 +20,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Dims of a masked dense attention; the defaults are V3.2's, per rank.
-
-    ``nope``, ``rope``, ``v``: dims of a key without and with rope, and of a value.
-    """
+    """Dims per rank, by default V3.2's; of a key without and with rope, and of a value."""
 
     heads: int = 128
     nope: int = 128
@@ -45,14 +42,12 @@ class MaskedCase:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """Bool ``[Sq, Skv]``: the keys of the lists."""
         lists = self.lists
         mask = lists.valid.new_zeros(len(lists.indices), lists.num_keys + 1)
         column = torch.where(lists.valid, lists.indices, lists.num_keys).long()
         return mask.scatter_(1, column, True)[:, :-1]
 
     def inputs(self) -> MaskedAttentionInputs:
-        """Return the inputs of an implementation."""
         return MaskedAttentionInputs(
             q=self.q, kv=self.kv, k_pe=self.k_pe, bits=pack(self.mask), v_dim=self.dout.shape[2],
             softmax_scale=self.softmax_scale, workspace_bytes=self.workspace_bytes,
@@ -62,11 +57,11 @@ class MaskedCase:
 def masked_case(
     dims: MaskedDims, lists: Lists, dtype: torch.dtype = torch.bfloat16, seed: int = 2
 ) -> MaskedCase:
-    """Draw queries and keys for ``lists``, with logits of standard deviation 1."""
+    """Draw a case with logits of standard deviation 1."""
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     dim = dims.nope + dims.rope
     q = draw(tokens, dims.heads, dim)
-    # Results must not cancel down to rounding.
+    # Results must not cancel to rounding.
     kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
     k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
     dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()
@@ -87,13 +82,13 @@ class ExpectedMasked:
 
 
 def expected_masked(case: MaskedCase) -> ExpectedMasked:
-    """Compute values and gradients by autograd, in blocks of heads and tokens."""
+    """Compute values and gradients, in blocks of heads and tokens."""
     (queries, heads), num_keys = case.q.shape[:2], len(case.kv)
     out, dq, dkv, dk_pe = (
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
     )
     lse, p_sum = out.new_zeros(queries, heads), out.new_zeros(queries, num_keys)
-    # A copy of the keys, their gradient, and an addend.
+    # Copy of the keys, gradient, addend.
     for part in chunks(heads, 8 * 8 * max(1, num_keys) * case.kv.shape[2]):
         kv = case.kv[:, part].detach().double().requires_grad_()
         k_pe = case.k_pe.detach().double().requires_grad_()
@@ -115,7 +110,7 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
 def check_parts(
     found: Comparison, case: MaskedCase, parts: int, probabilities: Callable, width: int
 ) -> None:
-    """Compare head sums if each part of the queries has its own part of the heads."""
+    """Compare head sums of parts of the queries, each with its part of the heads."""
     count, some = len(case.q) // parts, case.q.shape[1] // parts
     cases = []
     for i in range(parts):
@@ -137,15 +132,13 @@ def check_parts(
 
 
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[Sq, width]``: the entries of ``p_sum [Sq, Skv]`` where ``mask`` holds, then 0."""
+    """Return ``[Sq, width]``: entries of ``p_sum [Sq, Skv]`` under ``mask``, then 0."""
     column = torch.where(mask, mask.cumsum(1) - 1, width)
     result = p_sum.new_zeros(len(p_sum), width + 1)
     return result.scatter_(1, column, p_sum.where(mask, 0))[:, :width]
 
 
 class MaskedReference:
-    """Compares results with float64 and with the rules of the contract."""
-
     def __init__(self, case: MaskedCase):
         self.case = case
         self.expected = expected_masked(case)
@@ -167,7 +160,6 @@ class MaskedReference:
             found.require((gradient[lists.unselected] == 0).all(), rule)
 
     def compact_teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
-        """Compare the head sum of the probabilities, keys ascending."""
         mask, width = self.case.mask, p_sum.shape[1]
         found.compare("p_sum", p_sum, compact(self.expected.p_sum, mask, width))
         behind = torch.arange(width, device=mask.device) >= mask.sum(1, keepdim=True)
@@ -176,11 +168,11 @@ class MaskedReference:
     def listed_keys(
         self, found: Comparison, sums: ListedProbabilities, listed: slice = slice(None)
     ) -> None:
-        """Compare head sums of all queries, and keys of some, with the lists."""
+        """Compare head sums and keys with the lists."""
         self.compact_teacher(found, sums.p_sum)
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-        # 0 is no key here.
+        # 0 means no key.
         expected = compact(torch.where(mask, keys, 0), mask, width) - 1
         found.require(torch.equal(sums.indices, expected), "indices are not the ascending keys")
         length = mask.sum(1, dtype=torch.int32)

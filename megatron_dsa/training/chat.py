@@ -13,16 +13,13 @@ import numpy as np
 from megatron_dsa.errors import ConfigError, require
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Templates that mark the assistant's text themselves.
+#: Such templates mark the assistant's text.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Increment when the ids of a conversation change.
 _VERSION = "1"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation and its location (``file:line``)."""
-
     where: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -144,9 +141,9 @@ class ChatTokenizer:
     def encode(self, conversations: Sequence[Conversation]) -> list[np.ndarray]:
         """Return int32 token ids per conversation; ``~id`` for tokens outside the loss.
 
-        The loss covers the assistant's messages without their header, up to the token that ends the
-        turn: a special token of the template, else the one that begins the next turn, else
-        ``eos_token``. Templates with ``{% generation %}`` mark it themselves.
+        The loss covers the assistant's messages up to the token that ends the turn: a special
+        token, else the next turn's first, else ``eos_token``. Templates with ``{% generation %}``
+        mark it themselves.
 
         Raises:
             ConfigError: the template rejects a conversation, or an answer cannot be located.
@@ -171,7 +168,7 @@ class ChatTokenizer:
         return text if len(text) <= limit else f"{text[:limit]} ..."
 
     def _render_whole(self, chat: Conversation) -> tuple[str, list[tuple[int, int]], bool]:
-        """Return the text, the assistant's ``[begin, end)``, and whether tags mark them."""
+        """Return text, the assistant's ``[begin, end)``, and whether tags mark them."""
         template = self._tokenizer.get_chat_template(self._template, chat.tools)
         if _GENERATION.search(template):
             marks = {"return_assistant_tokens_mask": True}
@@ -207,7 +204,6 @@ class ChatTokenizer:
     def _render(
         self, chat: Conversation, template: str, count: int, **settings: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render the first ``count`` messages; return text and tagged spans."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -226,7 +222,7 @@ class ChatTokenizer:
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
         in_loss = np.zeros(len(ids) + 1, bool)  # with room for eos_token
         for first, last in spans:
-            # A token across the border counts: it holds some of the assistant's text.
+            # A token across the border counts.
             inside = np.flatnonzero((begin < last) & (end > first))
             if inside.size:
                 start, stop = int(inside[0]), int(inside[-1]) + 1
@@ -250,12 +246,12 @@ class ChatTokenizer:
         return np.where(in_loss[: len(ids)], marked, ~marked)
 
     def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
-        """Return the index after the turn's last token in the loss."""
+        """Return the end of the turn's loss."""
         last = stop
         while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1
         if last > start and ids[last - 1] in self._special:
-            return last  # without the following newline
+            return last  # without the newline
         closed = stop == len(ids) or ids[stop] in self._special
         self.open_turns += not closed
         return stop + closed

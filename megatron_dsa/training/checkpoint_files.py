@@ -1,7 +1,4 @@
-"""Checks of a distributed checkpoint's files before Megatron reads them.
-
-A kill can damage the tracker file; the last complete checkpoint then replaces its content.
-"""
+"""Checks of a checkpoint's files before Megatron reads them; repair of a damaged tracker file."""
 
 import contextlib
 import functools
@@ -22,7 +19,7 @@ def saved_name(root: Path, step: int | None) -> str | None:
 
     Args:
         root: the ``--save`` of the run.
-        step: iteration that overrides the tracker file (``--ckpt-step``).
+        step: overrides the tracker file (``--ckpt-step``).
 
     Raises:
         ConfigError: the tracker file is damaged, and ``root`` holds no complete checkpoint.
@@ -104,7 +101,7 @@ def _damage(directory: Path) -> str | None:
         lengths = _lengths(directory)
     except OSError:
         raise
-    except Exception as error:  # unpickling damaged bytes raises anything
+    except Exception as error:  # any exception
         return f"{metadata} is damaged ({str(error) or type(error).__name__})"
     for path, length in lengths.items():
         if not path.is_file():
@@ -125,7 +122,6 @@ def _lengths(directory: Path) -> dict[Path, int]:
 
 
 def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
-    """Describe how to resume without a damaged checkpoint."""
     name = directory.name.removeprefix("iter_")
     step = int(name) if _is_number(name) else None
     others = [other for other in _steps(directory.parent) if other not in (0, step)]
@@ -150,14 +146,14 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return the first of all ranks' errors that torch collects, or the error itself."""
+    """Return the first of all ranks' errors, or the error itself."""
     collects = type(error).__name__ == "CheckpointException"
     failures = getattr(error, "failures", {}) if collects else {}
     return next((each[0] for each in failures.values()), error)
 
 
 def damage_in(error: BaseException) -> str | None:
-    """Return an error's description of damaged files, ``None`` for other errors."""
+    """Describe damaged files, ``None`` for other errors."""
     cause = first_failure(error)
     if not (
         isinstance(cause, EOFError | OSError | pickle.UnpicklingError)

@@ -1,7 +1,4 @@
-"""Checks that a checkpoint fits a run's arguments and shapes, before Megatron reads it.
-
-Megatron would fail during loading, with errors that name neither flag nor fix.
-"""
+"""Checks that a checkpoint fits a run, before Megatron fails with unclear errors."""
 
 import argparse
 import re
@@ -15,14 +12,14 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_dsa.errors import ConfigError, require
 
-#: If given when saving, states fit any layout.
+#: States saved with it fit any layout.
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _FIT_ANY_LAYOUT = DistributedOptimizer.checkpoint_fully_reshardable_formats
-#: Keys of states in the distributed optimizer's layout.
+#: Keys in the distributed optimizer's layout.
 BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 ANEW = "or start the optimizer anew with --no-load-optim"
 
-#: Attribute -> flag; together they lay out a rank's share of the distributed optimizer.
+#: Attribute -> flag, of the distributed optimizer's layout.
 _LAYOUT = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
@@ -82,7 +79,7 @@ def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
 
 
 def nested_entries(content):
-    """Yield ``(container, index, entry)`` of all sharded entries in nested dicts and lists."""
+    """Yield ``(container, index, entry)`` of nested sharded entries."""
     if not isinstance(content, dict | list):
         return
     for name, entry in content.items() if isinstance(content, dict) else enumerate(content):
@@ -93,7 +90,6 @@ def nested_entries(content):
 
 
 def say_layout(args: argparse.Namespace) -> None:
-    """Print a note if this run's checkpoints fit its own layout only."""
     if (
         args.use_distributed_optimizer
         and not args.no_save_optim
@@ -109,7 +105,7 @@ def say_layout(args: argparse.Namespace) -> None:
 
 def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
     then, now = getattr(saved, "optimizer", args.optimizer), args.optimizer
-    then = "muon" if then == "dist_muon" else then  # Megatron's former name
+    then = "muon" if then == "dist_muon" else then
     yield (
         then == now,
         f"--optimizer must be {then}, {where}, got {now}: the two keep other states. Give it",
@@ -120,7 +116,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
         f"--muon-scalar-optimizer must be {scalars[0]}, {where}, got {scalars[1]}: the two keep "
         "other states. Give it",
     )
-    # The layer-wise optimizer has the plain optimizer's states.
+    # The layer-wise optimizer has plain states.
     was = getattr(saved, "use_distributed_optimizer", False)
     yield (
         was == args.use_distributed_optimizer,
@@ -158,7 +154,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
 
 
 def _plain(value: Any, args: Any) -> Any:
-    """Normalise a layout for comparison; no virtual stages count as one."""
+    """Normalise; no virtual stages count as one."""
     if isinstance(value, str):
         stages = args.pipeline_model_parallel_size
         return PipelineParallelLayerLayout.from_str(value, stages).layout

@@ -15,14 +15,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_dsa.config.hybrid import EXPERTS, count_pairs, decoder_of
 from megatron_dsa.errors import require
 
-# transformer-engine keeps some norms inside the following linear.
+# transformer-engine fuses some norms.
 _NORM_NAMES = (
     ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
     ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 )
 _STACKED = re.compile(r"(.*decoder\.layers)\.(?!\d+\.)(.*)")
-#: Parts of a GPT layer in the second of its two hybrid layers.
+#: In the second hybrid layer.
 _OF_MLP = r"(?=pre_mlp_layernorm\.|mlp\.)"
 #: GPT name, hybrid name.
 _PREDICTION = "transformer_layer.", "mtp_model_layer.layers."
@@ -79,7 +79,7 @@ def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | N
 
 
 def arguments_of_gpt(saved: argparse.Namespace) -> argparse.Namespace:
-    """Convert a hybrid model's arguments to those of a GPT with the same layers."""
+    """Convert a hybrid model's arguments to a GPT's."""
     pattern = getattr(saved, "hybrid_layer_pattern", None)
     if pattern is None or (count := count_pairs(pattern)) is None:
         return saved
@@ -113,21 +113,20 @@ def _hybrid_name(name: str) -> str:
 
 
 def is_held(entry, available: dict) -> bool:
-    """Return whether a checkpoint has an entry, or all parts that a factory splits it into."""
+    """Return whether a checkpoint has an entry or all its parts."""
     if isinstance(entry, ShardedTensorFactory) and entry.key not in available:
         return all(part.key in available for part in nested_values(entry.build()))
     return entry.key in available
 
 
 def same_under_another_name(entry, available: dict, kind: OtherKind | None = None):
-    """Return ``entry`` under its name in a checkpoint, or ``None``."""
     if kind is not None:
         entry = _out_of_stack(entry, kind.gpt_layers)
         entry = dataclasses.replace(entry, key=kind.rename(entry.key))
     for key in (entry.key, *_other_norm_names(entry.key)):
         if key in available:
             return dataclasses.replace(entry, key=key)
-        # One tensor per layer here, one stacked tensor there.
+        # One tensor per layer here, stacked there.
         match = re.fullmatch(r"(.*decoder\.layers)\.(\d+)\.(.*)", key)
         if match and (stacked := f"{match[1]}.{match[3]}") in available:
             layers = available[stacked].global_shape[0]
@@ -156,7 +155,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
     build = entry.build_fn
 
     def build_stacked(_key, *args):
-        # The factory's parts share the stacked tensor's key.
+        # All parts share the stacked key.
         return dict_list_map_inplace(
             lambda part: _in_stack(part, key, layer, layers), build(key, *args)
         )
@@ -165,7 +164,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
 
 
 def _out_of_stack(entry, layers: int):
-    """Return one layer's entry by itself; ``layers``: expected stack size."""
+    """Return one layer's entry; ``layers``: expected stack size."""
     found = _STACKED.fullmatch(entry.key)
     if found is None:
         return entry

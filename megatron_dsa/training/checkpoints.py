@@ -55,13 +55,13 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
         functions["save"] = load_extra("lora.base", "--lora-rank").saving_without(
             base, args.lora_base
         )
-    # A release (imported weights) has no optimizer.
+    # Imported weights have no optimizer.
     if directory is not None and directory.name != "release":
         with reading(directory):
             common = dist_checkpointing.load_common_state_dict(str(directory))
         saved = common.get("args")
         was, now = _what_is_trained(saved), _what_is_trained(args)
-        if {was, now} == {"warmup (everything)", "sparse"}:  # the same parameters
+        if {was, now} == {"warmup (everything)", "sparse"}:
             was = now
         if was != now and not args.finetune and not args.no_load_optim:
             args.no_load_optim = True
@@ -71,7 +71,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
                     "optimizer starts anew"
                 )
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
-        if args.load and directory.parent == Path(args.load):  # not --pretrained-checkpoint
+        if args.load and directory.parent == Path(args.load):
             check_optimizer(args, saved, metadata or {}, directory)
     if this_rank() == 0 and args.save:
         say_layout(args)
@@ -84,7 +84,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
 
 @contextmanager
 def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
-    # Megatron's own conversion handles GPT checkpoints of "*" layers only.
+    # Megatron converts "*" layers only.
     names: dict[str, Any] = {"_maybe_setup_gpt_to_hybrid_load": lambda *_: (None, False)}
     with (
         mock.patch.multiple(checkpointing, **names),
@@ -94,9 +94,9 @@ def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
 
 
 def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | None:
-    """Return the base that this run's checkpoints refer to, if any; print it.
+    """Return the base that this run's checkpoints refer to; print it.
 
-    Sets ``args.lora_base``, which Megatron saves with the arguments.
+    Sets ``args.lora_base``, which is saved.
     """
     args.lora_base, reference = None, None
     if getattr(args, "lora_rank", None) is None:
@@ -123,7 +123,6 @@ def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | N
 
 
 def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
-    """Print a note if stage ``dense`` drops the checkpoint's indexers."""
     if _stage_of(args) != "dense":
         return
     indexers = [
@@ -212,7 +211,7 @@ def check_adapters(args: argparse.Namespace, directory: Path) -> None:
 
 
 def _what_is_trained(args) -> str:
-    """Name the trained set of parameters: optimizer state fits no other set."""
+    """Optimizer state fits one set of parameters."""
     trained = _stage_of(args)
     if getattr(args, "lora_rank", None) is None:
         return trained
@@ -222,10 +221,10 @@ def _what_is_trained(args) -> str:
 
 def _stage_of(args) -> str:
     stage = getattr(args, "dsa_stage", None)
-    if stage is None:  # megatron-core's own DSA, or dense attention
+    if stage is None:  # bundled DSA, or dense attention
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
-    if getattr(args, "csa_dense_mode", False):  # stage dense in checkpoints of earlier versions
+    if getattr(args, "csa_dense_mode", False):  # earlier versions
         stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"
@@ -245,7 +244,7 @@ def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
         if name is None:
             continue
         directory = Path(root) / name
-        if this_rank() == 0:  # all ranks read the same files
+        if this_rank() == 0:
             check_files(directory, step_flag)
         if dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             return directory
@@ -261,7 +260,7 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step), "--step"
     )
-    # Imported weights have no steps, and Megatron ignores step 0.
+    # Imported weights have no steps; Megatron ignores step 0.
     if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
         which = "" if step is None else f" of --step {step}"
         raise ConfigError(
@@ -272,8 +271,8 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
 
 
 def load(sharded_state_dict, checkpoint_dir, *args, pattern: str | None = None, **kwargs) -> Any:
-    """Replace Megatron's ``dist_checkpointing.load`` for checkpoints without indexers, with other
-    names, or of adapters only; ``pattern``: see :func:`redirect`.
+    """Extend Megatron's ``dist_checkpointing.load`` to checkpoints without indexers, with other
+    names, or of adapters only.
     """
     with reading(Path(checkpoint_dir)):
         available = redirect(sharded_state_dict, checkpoint_dir, pattern)
@@ -282,7 +281,7 @@ def load(sharded_state_dict, checkpoint_dir, *args, pattern: str | None = None, 
             loaded = serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
             kind = other_kind(loaded.get("args"), pattern, checkpoint_dir)
             if kind is not None and "args" in loaded:
-                loaded["args"].num_layers = kind.num_layers  # Megatron compares it
+                loaded["args"].num_layers = kind.num_layers
             return loaded
         extra = load_extra("lora.base", "--lora-rank")
         return extra.load(sharded_state_dict, checkpoint_dir, base, *args, **kwargs)
@@ -308,7 +307,7 @@ def base_of(checkpoint_dir) -> Path | None:
 
 
 def stored_entries(checkpoint_dir) -> dict[str, ShardedBase]:
-    """Return the entries of a distributed checkpoint's files by key, without data."""
+    """Return a checkpoint's entries by key, without data."""
     install_checkpoint_repairs()
     return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
 
@@ -320,7 +319,7 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
         return entries
     frozen = load_extra("lora.base", "--lora-rank").frozen_entries(base)
     args = _saved_args(checkpoint_dir)
-    # The model may lack parts of its base.
+    # The model may be smaller.
     without_mtp, dense = not args.mtp_num_layers, _stage_of(args) == "dense"
     return {
         key: entry
@@ -355,11 +354,11 @@ def _redirect_models(
     fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
     for parent, name, entry in list(nested_entries(models)):
-        # In the other kind this number may be another layer.
+        # Another layer in the other kind.
         if kind is None and is_held(entry, available):
             continue
         if name.endswith("_extra_state"):
-            # Quantisation statistics; training recomputes them.
+            # Training recomputes quantisation statistics.
             del parent[name]
         elif (found := same_under_another_name(entry, available, kind)) is not None:
             parent[name] = found

@@ -32,9 +32,9 @@ BYTE_VOCAB = 257
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """Megatron's data set, with an error instead of an endless search for tokens.
+    """Megatron's data set, with an error instead of an endless search.
 
-    Keeps the class name, which is part of the names of cached indices.
+    The class name is part of cached indices' names.
     """
 
     unique_description_hash: str
@@ -49,8 +49,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def _build_document_sample_shuffle_indices(self):
-        # Cached indices are named by path; without a digest, new data there would reuse old
-        # indices.
+        # Cached indices are named by path only.
         index = Path(f"{self.dataset.path_prefix}.idx")
         if index.is_file():
             text = f"{self.unique_description_hash} {_digest(index)}"
@@ -62,7 +61,6 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
 @functools.cache
 def _digest(index: Path) -> str:
-    """Hash an index file's size and a megabyte at both ends."""
     most, size = 2**20, index.stat().st_size
     with index.open("rb") as file:
         head = file.read(most)
@@ -71,7 +69,7 @@ def _digest(index: Path) -> str:
 
 
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
+    """Build Megatron's GPT data sets from the global arguments."""
     args = get_args()
     with _naming_lists(args):
         blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -83,7 +81,7 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
 
     def on_this_rank() -> bool:
         ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-        # Every pipeline stage needs the sequence lengths of packed batches.
+        # Every stage needs the lengths of packed batches.
         return mpu.get_tensor_model_parallel_rank() == 0 and (
             ends or _has_mtp_layers(args) or args.dataloader_inter_document_masking
         )
@@ -160,7 +158,6 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
 
 
 def vocabulary_of(args) -> int:
-    """Return the size of the vocabulary, without the padding of the embedding."""
     return max(args.vocab_size or 0, get_tokenizer().vocab_size)
 
 
@@ -186,11 +183,10 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
 
 
 def _has_mtp_layers(args) -> bool:
-    """Return whether this rank's multi-token-prediction layers read tokens."""
     if not args.mtp_num_layers:
         return False
     layout = args.pipeline_model_parallel_layout
-    if isinstance(layout, str):  # only the configuration holds it parsed
+    if isinstance(layout, str):  # parsed only in the configuration
         layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
     return mtp_on_this_rank(layout, args.mtp_num_layers)
 
@@ -199,12 +195,11 @@ _BATCH_KEYS = (
     "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
     "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
 )  # fmt: skip
-#: Entries with a token per element of dim 1.
+#: Per token in dim 1.
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _documents(args) -> int | None:
-    """Return a batch's capacity for documents; Megatron's scripts lack the flag."""
     return getattr(args, "dsa_packed_documents", None)
 
 
@@ -361,7 +356,6 @@ def _pack(
             batch[key] = batch[key].reshape(1, -1)
     samples = len(batch["cu_seqlens"])
     cu_seqlens, starts = _joined(batch["cu_seqlens"], length, fixed)
-    # Padding after the last document needs none.
     offsets = starts if padded and samples > 1 else None
     longest = length if fixed else int(batch["max_seqlen"].max())
     return PackedSeqParams(

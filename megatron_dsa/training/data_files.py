@@ -9,9 +9,8 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
 from megatron_dsa.errors import require
 
-#: After the header: version, dtype code, number of sequences, number of documents.
+#: Version, dtype code, sequences, documents.
 _COUNTS = struct.Struct("<QBQQ")
-#: Numbers checked per block.
 _BLOCK = 2**20
 
 
@@ -58,7 +57,7 @@ def check_data_set(prefix: str) -> int:
     for first in range(0, sequences, _BLOCK):
         length, pointer = (x[first : first + _BLOCK] for x in (lengths, pointers))
         positive &= bool((length >= 0).all() and (pointer >= 0).all())
-        # Unsigned: damaged pointers do not overflow.
+        # Avoids overflow.
         ends = pointer.astype(np.uint64) + length.astype(np.uint64) * token_bytes
         end, tokens = max(end, int(ends.max())), tokens + int(length.sum(dtype=np.int64))
     require(
@@ -76,7 +75,7 @@ def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
 
 
 def check_data_sets(words: list[str] | None) -> None:
-    """Check the data sets of ``--data-path`` or its siblings; skip weights."""
+    """Check the data sets of ``--data-path``; skip weights."""
     for prefix in words or ():
         if os.path.exists(f"{prefix}.idx"):
             check_data_set(prefix)

@@ -1,8 +1,4 @@
-"""Errors that end a command or training with a message on stderr and an exit code.
-
-Applies to this package's errors and :data:`KNOWN`; others keep their traceback, and ``--traceback``
-shows all.
-"""
+"""Errors that end a command or training with a message on stderr and an exit code."""
 
 import contextlib
 import hashlib
@@ -22,14 +18,14 @@ from megatron_dsa.training.checkpoint_files import TRACKER, damage_in, first_fai
 from megatron_dsa.training.files.system_errors import sentence
 from megatron_dsa.training.launching import this_rank, world_size
 
-#: Exit code of errors that the user can fix.
+#: Errors that the user can fix.
 USAGE = 2
-#: Megatron's exit codes after a non-finite result: save and rerun; give up.
+#: Megatron's after a non-finite result: save and rerun; give up.
 _RERUN, _REJECTED = 16, 17
 
 
 class Ending(NamedTuple):
-    """A message and an exit code; ``traceback`` is printed before the message."""
+    """``traceback`` is printed before the message."""
 
     message: str
     code: int = USAGE
@@ -169,7 +165,7 @@ KNOWN = (
         "RuntimeError",
         "another rank is lost or does not answer ({error}): read the log of the rank that ended "
         "first. The same command resumes from the last checkpoint of --load (docs/guide/resume.md)",
-        # Messages of gloo and NCCL, whose watchdog may end the process first.
+        # gloo and NCCL, whose watchdog may end the process first.
         r"gloo/transport/.*(Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
         r"|Connection refused|Socket closed)|Application timeout caused pair closure"
         r"|NCCL communicator was aborted|remote process exited"
@@ -220,7 +216,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     machine = _rerun_machine()
     rejected = machine is not None and machine.state.name == "WILL_RERUN_FROM_CHECKPOINT"
-    if rejected and _training_arguments().save is None:  # the attempt to save failed
+    if rejected and _training_arguments().save is None:  # saving failed
         return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
     cause = first_failure(error)
     kinds = {kind.__name__ for each in (error, cause) for kind in type(each).__mro__}
@@ -238,10 +234,10 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Without a matching frame, a lost rank requires another rank.
+        # A lost rank requires another rank.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            # Later lines are stacks, except in errors on flags.
+            # Later lines are stacks, except for flags.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
@@ -259,7 +255,7 @@ def _launch() -> str:
 
 
 def _folder() -> str:
-    """Return ``--save`` and its free space, which torch's error omits."""
+    """Include the free space, which torch omits."""
     folder = _training_arguments().save
     return f"{folder}, which has {shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
@@ -269,7 +265,6 @@ def _training_arguments() -> Any:
 
 
 def _rerun_machine() -> Any:
-    """Return Megatron's validation of results, ``None`` before training."""
     machines = sys.modules.get("megatron.core.rerun_state_machine")
     variables = sys.modules.get("megatron.training.global_vars")
     if machines is None or variables is None or variables._GLOBAL_ARGS is None:
@@ -278,7 +273,6 @@ def _rerun_machine() -> Any:
 
 
 def _after_a_rejected_result(machine: Any, code: int) -> str:
-    """Describe the non-finite result, its step, and how to resume."""
     call = machine.failed_validation_call
     result = call.caller.message if call is not None else "a result of another rank was rejected"
     args = _training_arguments()
@@ -297,7 +291,7 @@ def _after_a_rejected_result(machine: Any, code: int) -> str:
 
 
 def _say(message: str) -> None:
-    """Print a message once over all ranks, and record it for torchrun's summary."""
+    """Print a message once over all ranks, also to torchrun's summary."""
     with contextlib.suppress(OSError):  # the disk may be full
         sys.stdout.flush()
     if world_size() > 1:
@@ -316,12 +310,11 @@ def _is_first_to_say(message: str) -> bool:
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
         return _store().add(f"megatron_dsa/said/{restart}/{digest}", 1) == 1
-    except Exception:  # print even if the store fails
+    except Exception:  # print anyway
         return True
 
 
 def _store():
-    """Return the store of the process group, else torchrun's."""
     from datetime import timedelta
 
     import torch

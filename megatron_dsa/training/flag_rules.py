@@ -20,7 +20,6 @@ from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.training.checkpoint_files import saved_name
 from megatron_dsa.training.files.system_errors import naming
 
-#: ``--optimizer`` values that are Muon.
 MUON = ("muon", "adaptive_muon")
 
 
@@ -39,11 +38,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def _require_writable(folder: str) -> None:
-    """Create a folder and check that it is writable.
-
-    Raises:
-        OSError: it is not.
-    """
+    """Create a folder, unless it raises :class:`OSError`."""
     os.makedirs(folder, exist_ok=True)
     with naming(folder), tempfile.TemporaryFile(dir=folder):
         pass
@@ -98,7 +93,7 @@ _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _PACKED = "--dataloader-inter-document-masking"
 _USUAL = ("adam", "sgd")
 _SFT, _PRESET = "with --sft", "megatron_dsa.pretrain sets it; add it"
-#: Row; its condition in words, with names of arguments ("": always); the condition as code.
+#: Row; condition in words ("": always); condition as code.
 ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
     (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
@@ -161,18 +156,17 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
 
 
 def _of_v4() -> str:
-    """List the flags that only V4's attention reads."""
     shared = {each.name for each, _ in option_fields(StreamFields)}
     names = [pair for pair in option_fields(CSAFields) if pair[0].name not in shared]
     names += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
 
 
-#: Flags (as arguments); condition under which they have an effect, as code and in words.
+#: Arguments; condition of their effect, as code and in words.
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
-        lambda args: on_meta(),  # dsa_dry_run_gpu is also a flag of the planned model
+        lambda args: on_meta(),  # the latter is also a flag of the plan
         "with --dsa-dry-run",
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
@@ -214,7 +208,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         given = [
             flag_of(name) if value is True else f"{flag_of(name)} {said(value)}"
             for name, value in values.items()
-            # By identity: 0 is a given value.
+            # 0 is a given value.
             if not (value is None or value is False or value == [] or value == defaults.get(name))
         ]
         yield (
@@ -248,12 +242,12 @@ def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Without the optimizer's main parameters, a start takes weights rounded to FP8."""
-    # Megatron uses the pretrained checkpoint until this run has saved its own.
+    """Main parameters would be initialised from weights rounded to FP8."""
+    # Used until this run has saved a checkpoint.
     saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
     pretrained = args.pretrained_checkpoint is not None and not saved
     starts = pretrained or (args.load and (args.finetune or args.no_load_optim))
-    # megatron-core 0.20 always dequantises first and has no flag.
+    # megatron-core 0.20 always dequantises.
     streams: bool | None = getattr(args, "stream_ckpt_dequant", None)
     flag = "" if streams is None else " --no-stream-ckpt-dequant"
     read_in_bf16 = args.load_main_params_from_ckpt and not streams
@@ -305,7 +299,6 @@ def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     )
 
 
-#: CUDA graph implementation -> why it cannot capture packed batches.
 _WHY_NOT_PACKED = {
     "full_iteration": "Megatron sends the lengths of documents through the host",
     "transformer_engine": "Megatron hands these graphs tensors only, and no packed_seq_params",

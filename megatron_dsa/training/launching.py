@@ -1,7 +1,6 @@
 """Checks of launcher variables and stale build locks before training.
 
-Wrong launcher variables hang the other processes silently. torch is imported late, so that its
-absence ends in a message.
+torch is imported late, so that its absence ends in a message.
 """
 
 import os
@@ -10,24 +9,22 @@ from pathlib import Path
 
 from megatron_dsa.errors import require
 
-#: Launcher variables of a single process.
 _ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
     "MASTER_PORT": "0",
 }  # fmt: skip
-#: Variables of launchers that do not set torch's.
 _OTHER_SIZES = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
     *("JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE"),
 )
 _OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID")
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
-#: Lock of Megatron's ``CheckpointWithoutOutput`` extension.
+#: Of Megatron's ``CheckpointWithoutOutput``.
 _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
 
 
 def this_rank() -> int:
-    """Return this process's rank, also before it joins a process group."""
+    """Return the rank, also before joining a process group."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -37,7 +34,6 @@ def this_rank() -> int:
 
 
 def world_size() -> int:
-    """Return the launcher's number of processes."""
     value = os.environ.get("WORLD_SIZE", "1")
     return int(value) if value.isdigit() else 1
 
@@ -66,7 +62,7 @@ def check_launch() -> None:
     gpus = torch.cuda.device_count()
     required = ["MASTER_ADDR", "MASTER_PORT"]
     if world > 1:
-        # A launcher may show each process only one GPU.
+        # Each process may see only one GPU.
         required = ["RANK", *(["LOCAL_RANK"] if gpus > 1 else []), *required]
     for name in required:
         case = f" with WORLD_SIZE {world}" if "RANK" in name else ""
@@ -107,8 +103,8 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
 
 
 def use_compiled_dataset_helper() -> None:
-    """Skip Megatron's Makefile if the wheel lacks it: the helper is compiled already."""
-    from megatron.core.datasets import utils  # some callers have not imported Megatron
+    """Skip Megatron's Makefile if the wheel lacks it."""
+    from megatron.core.datasets import utils  # imported late
 
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if not os.path.exists(makefile):
@@ -116,10 +112,7 @@ def use_compiled_dataset_helper() -> None:
 
 
 def remove_stale_build_lock() -> None:
-    """Remove the lock of a killed build of Megatron's extension, which blocks later processes.
-
-    Building takes half a minute.
-    """
+    """Remove a killed build's lock, which blocks other processes; building takes half a minute."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

@@ -28,7 +28,7 @@ from megatron_dsa.specs import dsa_block_spec, dsa_hybrid_stack_spec, dsa_mtp_bl
 
 @dataclass(kw_only=True)
 class DSAModelConfig(gpt.GPTModelConfig):
-    """GPT model configuration with sparse attention in all layers, including MTP."""
+    """GPT configuration with sparse attention, also in MTP layers."""
 
     lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
@@ -36,19 +36,16 @@ class DSAModelConfig(gpt.GPTModelConfig):
 
 @dataclass(kw_only=True)
 class DSAHybridModelConfig(hybrid.HybridModelConfig):
-    """Hybrid model configuration; its transformer configuration has ``layer_pattern``."""
+    """Hybrid configuration; its transformer has ``layer_pattern``."""
 
     lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAHybridModelBuilder"
 
 
 class _Builder:
-    """Mixin for Megatron's builders that prints the built model."""
-
     _model_config: Any
 
     def build_distributed_models(self, pg_collection, *args, **kwargs) -> list[Any]:
-        """Build all stages of this rank and print the start-up table."""
         _check_embedding_group(self._model_config, pg_collection)
         with collect_choices() as choices:
             models = super().build_distributed_models(pg_collection, *args, **kwargs)  # type: ignore[misc]
@@ -67,7 +64,6 @@ class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
     """Builds a GPT model from :class:`DSAModelConfig`."""
 
     def build_model(self, *args, **kwargs) -> Any:
-        """Build one stage, with sparse MTP layers."""
         transformer = self._model_config.transformer
         if hash_layers(transformer) and transformer.moe_hash_vocab_size is None:
             transformer.moe_hash_vocab_size = padded_vocabulary(self._model_config)
@@ -77,7 +73,7 @@ class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
         def mtp_block_spec(config, _layer_spec, vp_stage=None):
             return dsa_mtp_block_spec(config, vp_stage)
 
-        # The parent derives MTP layers from Megatron's dense spec, by a module function.
+        # Megatron derives MTP layers from its dense spec.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             model = super().build_model(*args, **kwargs)
         if has_adapters(transformer):
@@ -91,7 +87,6 @@ class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
     """Builds a hybrid model from :class:`DSAHybridModelConfig`."""
 
     def build_model(self, *args, **kwargs) -> Any:
-        """Build one stage, by default from this package's stack spec."""
         transformer, spec = self._model_config.transformer, self._model_config.hybrid_stack_spec
         if not isinstance(spec, ModuleSpec):
             self._model_config.hybrid_stack_spec = (spec or dsa_hybrid_stack_spec)(transformer)
@@ -102,19 +97,17 @@ class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
 
 
 def accumulate_in_every_call(model: torch.nn.Module) -> None:
-    """Make linears of a repeated prediction layer accumulate gradients in every call.
+    """Make a repeated prediction layer accumulate gradients in every call.
 
-    With fused accumulation, transformer-engine overwrites the main gradient in the backward of a
-    step's first call, which runs last.
+    transformer-engine overwrites them in the backward of the first call, which runs last.
     """
     for module in getattr(model, "mtp", torch.nn.Module()).modules():
         if hasattr(module, "disable_parameter_transpose_cache"):
-            # FP8 weights are then quantised in every call.
+            # Quantises FP8 weights in every call.
             module.disable_parameter_transpose_cache = True
 
 
 def padded_vocabulary(model: Any) -> int:
-    """Return the size of the padded vocabulary, over all ranks."""
     if not model.should_pad_vocab:
         return model.vocab_size
     return calculate_padded_vocab_size(
@@ -125,11 +118,7 @@ def padded_vocabulary(model: Any) -> int:
 
 
 def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
-    """Return ``get_embedding_ranks`` for Megatron's ``pretrain()``.
-
-    Covers all stages with a copy of the embedding's weight: first, multi-token prediction, and last
-    if tied. Megatron sums their gradients.
-    """
+    """Return ``get_embedding_ranks`` of Megatron's ``pretrain()``: stages with the embedding."""
 
     def ranks(pipeline: list[int]) -> list[int]:
         found = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
@@ -155,10 +144,9 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
 
 
 def start_table(choices: Iterable[Choice]) -> list[str]:
-    """Format the table: operation, implementation, reason."""
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
-        # The first reason stands for all shapes.
+        # The first shape's reason stands.
         remark = "" if choice.no_gpu else choice.remark()
         remarks.setdefault((choice.operation, choice.candidate.name), remark)
     table = [("operation", "implementation", "reason")]
@@ -171,7 +159,6 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:
-    """Print the table of rank 0's model, and its choice of attention."""
     choices = list(choices)
     if choices:
         why = f"{NO_GPU}; " if any(choice.no_gpu for choice in choices) else ""

@@ -7,18 +7,17 @@ from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
 
-#: Keys are selected by index, without S x S masks; rope is this package's own.
+#: S x S masks are unused; rope is this package's.
 ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
-#: Megatron's defaults need transformer-engine or Apex.
 WITHOUT_TRANSFORMER_ENGINE = [
     "--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion",
 ]  # fmt: skip
-#: Apex's kernel for Megatron's fused gradient accumulation.
+#: Apex's fused gradient accumulation.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
-#: Scales of delayed scaling start at 1, where E5M2 rounds gradients below 2**-17 to 0.
+#: Delayed scaling starts at 1, where E5M2 rounds gradients below 2**-17 to 0.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
-#: Conversations are packed, of any length, and weighted by tokens.
+#: Packed conversations of any length.
 SFT = [
     "--dataloader-inter-document-masking", "--calculate-per-token-loss",
     "--dsa-cp-layout", "zigzag_rows",
@@ -26,7 +25,7 @@ SFT = [
 
 
 def preset_flags(argv: list[str], planning: bool = False) -> None:
-    """Insert this machine's flags before the user's, which win; print them.
+    """Insert this machine's flags before the user's, which win.
 
     ``planning``: assume a GPU.
     """
@@ -37,7 +36,7 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         reasons.append(reason)
         flags += WITHOUT_TRANSFORMER_ENGINE
         local = True
-    # transformer-engine's linears fuse it themselves.
+    # transformer-engine fuses it itself.
     if local and (no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None):
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")
@@ -50,7 +49,7 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         reasons.append("--sft")
         flags += SFT
     if importlib.util.find_spec("one_logger") is None:
-        flags.append("--no-one-logger")  # else Megatron prints that it is missing
+        flags.append("--no-one-logger")  # else Megatron prints a notice
     if no_gpu and not planning:
         reasons.append("no GPU (running on the CPU over gloo)")
         flags += cpu_host.FLAGS

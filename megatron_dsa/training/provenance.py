@@ -15,21 +15,19 @@ MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
 
 
 def record_provenance(args: argparse.Namespace) -> None:
-    """Set both arguments on all ranks: Megatron compares them when saving."""
+    """Set both on all ranks: Megatron compares them."""
     if args.tensorboard_dir or args.wandb_project:
         setattr(args, MACHINE, machine())
         setattr(args, SOFTWARE, software())
 
 
 def machine() -> str:
-    """Describe the job's GPUs, or the CPU cores."""
     if torch.cuda.is_available():
         return f"{world_size()} x {torch.cuda.get_device_name()}"
     return f"CPU, {world_size()} process(es) on {os.cpu_count()} cores"
 
 
 def software() -> str:
-    """Return the versions, with the commit of a source checkout."""
     commit = f" (commit {found})" if (found := _commit()) else ""
     megatron = f"megatron-core {host_described()}"
     return f"megatron_dsa {megatron_dsa.__version__}{commit}, {megatron}, torch {torch.__version__}"
@@ -38,7 +36,7 @@ def software() -> str:
 def _commit() -> str:
     root = Path(megatron_dsa.__file__).parents[1]
     if not (root / ".git").exists():
-        return ""  # installed: a parent folder may be another checkout
+        return ""  # may be another project's checkout
     try:
         done = subprocess.run(
             ["git", "-C", root, "rev-parse", "--short", "HEAD"],

@@ -13,50 +13,47 @@ from unittest import mock
 
 from megatron_dsa.training.launching import this_rank
 
-#: Beginning of the message, regular expression of the warning module.
+#: Message prefix, module pattern.
 WARNINGS = (
-    # The start-up line on preset flags covers these.
+    # Covered by the line on preset flags.
     ("Transformer Engine and Apex are not installed. Falling back", r"megatron\."),
     ("Apex is not installed. Falling back to Torch Norm", r"megatron\."),
     (
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         r"megatron\.",
     ),
-    # Imported by Megatron, not used.
+    # Imported, not used.
     ("MimoModelConfig is experimental", r"megatron\."),
     # Commands have no ranks.
     ("Could not determine rank from torch.distributed, RANK", r"megatron\."),
-    # Megatron's default for CUDA graphs.
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
-    # The compiler gives the file's path as the module.
+    # Module is the file's path.
     ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
-    # Without a GPU; torch ignores the request.
+    # Ignored without a GPU.
     ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
-    # Megatron's calls of torch's checkpoint functions.
     ("The argument order of load has been changed", r"torch\.distributed\."),
     ("torch.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\."),
-    # Attributed to any caller.
+    # Any caller.
     ("Please use DTensor instead and we are deprecating ShardedTensor", ""),
 )
-#: Logger, beginning of the message.
+#: Logger, message prefix.
 RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     # Documents may be longer than a sample.
     ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
-    # Also logged by synchronous saves.
+    # Also in synchronous saves.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
-    # In every run.
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
     ("megatron.core.rerun_state_machine", "Setting RerunStateMachine mode"),
 )
-#: Filtered inside :func:`quiet_output`: names of all parameters, steps of reading data.
+#: Names of all parameters, steps of reading data.
 LONG_RECORDS = (
     ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient"),
     ("megatron.core.datasets.indexed_dataset", "\tExtract the "),
 )
-#: Lines printed if ``--load`` holds no checkpoint.
+#: ``--load`` holds no checkpoint.
 _NO_CHECKPOINT = ("WARNING: could not find the metadata file", "    will not load any checkpoints")
 
 
@@ -70,10 +67,9 @@ def _is_shown_briefly(record: logging.LogRecord) -> bool:
 
 
 def silence_host_warnings() -> None:
-    """Silence :data:`WARNINGS` and :data:`RECORDS` for the rest of the process.
+    """Silence :data:`WARNINGS` and :data:`RECORDS`, unless the user asks for warnings.
 
-    Call before importing Megatron. Has no effect under ``PYTHONWARNINGS`` or ``-W`` with an action
-    other than ``ignore``. Existing filters go first.
+    Call before importing Megatron. Existing filters go first.
     """
     if any(not option.startswith("i") for option in sys.warnoptions):
         return
@@ -94,8 +90,7 @@ def _shows_all(args: argparse.Namespace) -> bool:
 def quiet_output() -> Iterator[None]:
     """Hide Megatron's arguments and parameter names, except at level DEBUG.
 
-    Also hides its theoretical memory (of dense attention), GPU memory without a GPU, and the
-    warning of a missing checkpoint if ``--load`` is ``--save``.
+    Also hides its memory of dense attention or missing GPUs, and the warning about a first start.
     """
     import torch
     from megatron.training import arguments, checkpointing, get_args, training  # after preparations

@@ -65,10 +65,10 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     batch, packed = get_batch(data_iterator, get_model_config(model), vp_stage)
     timers("batch-generator").stop()
     counter = installed()
-    # Count a batch once per rank, in training only.
+    # Once per rank, in training only.
     if counter is not None and packed is not None and model.training and not vp_stage:
         counter.count_documents(packed.cu_seqlens_q)
-    # Attention ignores the mask, and a CUDA graph would copy it in every replay.
+    # Unused, and copied by every CUDA graph replay.
     graphed = get_model_config(model).cuda_graph_impl != "none"
     run = model.build_schedule_plan if return_schedule_plan else model
     losses = run(
@@ -83,7 +83,6 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
 
 
 def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
-    """Return the model configuration of the parsed flags."""
     check_flags(args)
     record_provenance(args)
     check_cp_layout(args)
@@ -118,7 +117,7 @@ def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
 
 
 def _without_bundled_attention(args) -> argparse.Namespace:
-    """Hide layers D from Megatron, which would select its bundled attention."""
+    """Hide layers D, which select Megatron's bundled attention."""
     pattern = args.hybrid_layer_pattern
     pattern = None if pattern is None else pattern.replace("D", "+")
     return argparse.Namespace(**vars(args) | {"hybrid_layer_pattern": pattern})

@@ -25,9 +25,8 @@ from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
-#: Conversations per tokenizer call.
 _TOGETHER = 512
-#: Seconds between heartbeats; ranks waiting longer than Megatron's timeout would end the run.
+#: Seconds; longer waits exceed Megatron's timeout.
 _BEAT = 60.0
 
 
@@ -84,7 +83,7 @@ def tokenise(
                 beat()
                 last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
-        builder.data_file.flush()  # to attribute write errors to this file
+        builder.data_file.flush()  # attribute errors to this file
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
     print(
@@ -118,7 +117,7 @@ def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[lis
     """
     packed: list[list[int]] = []
     open_lists: dict[int, list[int]] = {}  # tokens left -> lists
-    left: list[int] = []  # its keys, ascending
+    left: list[int] = []  # ascending
     for index, length in enumerate(lengths):
         at = bisect_left(left, length)
         if at == len(left):
@@ -155,7 +154,7 @@ class SFTDataset(MegatronDataset):
         items: list[np.ndarray] = []
         epoch, wanted = 0, 1 if num_samples is None else num_samples
         if not wanted:
-            # Megatron's samplers reject an empty data set even if unused.
+            # Megatron's samplers reject empty data sets.
             self.items = [np.arange(min(1, len(self.documents)))]
             return
         require(
@@ -187,7 +186,7 @@ class SFTDataset(MegatronDataset):
         return IndexedDataset(prefix, mmap=config.mmap_bin_files)
 
     def _fitting(self) -> np.ndarray:
-        """Return the conversations to train on; print how many are cut or dropped."""
+        """Select conversations; print how many are cut or dropped."""
         room = self.config.sequence_length
         lengths = self.dataset.sequence_lengths[self.indices] - 1
         long = lengths > room
@@ -222,7 +221,7 @@ class SFTDataset(MegatronDataset):
             tokens[part], labels[part] = ids[:-1], ids[1:]
             mask[part], positions[part] = marked[1:] >= 0, np.arange(len(ids) - 1)
             ends.append(part.stop)
-        # Varied padding: equal tokens would all route to the same experts.
+        # Equal tokens would all route to the same experts.
         tokens[ends[-1] :] = np.resize(tokens[: ends[-1]], room - ends[-1])
         cu_seqlens = np.full(room + 1, ends[-1], np.int32)
         cu_seqlens[: len(ends)] = ends

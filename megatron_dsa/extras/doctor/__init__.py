@@ -19,17 +19,17 @@ from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SWITCH = {"off": (False,), "on": (True,), "both": (False, True)}
-#: Some tokens and keys are made invalid on purpose; smaller inputs would leave too few valid ones.
+#: Fewer would leave too few valid tokens and keys.
 _LEAST = {"seq": 64, "rows": 16}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks, print the report, return the exit code documented in ``--help``.
+    """Run the command; see ``--help`` for exit codes.
 
     Raises:
         ConfigError: an argument is out of range, or the device does not exist.
     """
-    # Kernel compilers log to stdout, which belongs to the report.
+    # Kernel compilers log to stdout.
     with contextlib.redirect_stdout(sys.stderr), choices_unlogged(), uncounted():
         report = _examine(arguments)
     code = report.exit_code(arguments.allow_unfused)
@@ -81,7 +81,7 @@ def shapes_from(arguments: argparse.Namespace) -> list[Shape]:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device of ``--device``, by default a GPU if available.
+    """Return the device of ``--device``.
 
     Raises:
         ConfigError: this machine has no such device.

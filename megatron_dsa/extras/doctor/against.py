@@ -36,18 +36,16 @@ from megatron_dsa.specs import dsa_layer_spec
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 from megatron_dsa.training.one_process import one_process
 
-#: Without the commit that a source checkout appends.
+#: Without a checkout's commit.
 MEGATRON = megatron.core.__version__.split("+")[0]
-#: Arguments without effect on the comparison.
 _UNUSED = ("dims", "index_heads", "index_dim", "dtype", "sink", "packed", "rows", "allow_unfused")
-#: No transformer-engine, which the bundled spec requires.
+#: The bundled spec requires transformer-engine otherwise.
 _LOCAL: dict[str, Any] = {
     "num_layers": 1, "hidden_dropout": 0.0, "transformer_impl": "local",
     "normalization": "RMSNorm", "persist_layer_norm": False, "bias_dropout_fusion": False,
     "gradient_accumulation_fusion": False,
 }  # fmt: skip
-#: V3.2's attention, small enough for float32 on a CPU. Fewer index heads give more scores of 0, and
-#: the layers break ties differently.
+#: Fewer index heads give more scores of 0, and the layers break ties differently.
 _SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 32,
     "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "dsa_indexer_n_heads": 16,
@@ -139,10 +137,10 @@ def _note_csa(found: Against) -> None:
 
 
 def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: float) -> Comparison:
-    options = DSAOptions(indexer_loss_queries=1.0)  # as in Megatron
+    options = DSAOptions(indexer_loss_queries=1.0)
     config = preset("v3.2", dsa=options, **_LOCAL | _SMALL | _ROPES[rope] | {
         "dsa_indexer_use_sparse_loss": _LOSSES[loss], "dsa_indexer_loss_coeff": 0.7,
-        # Megatron rotates in bf16 only; the rotation cancels in query-key products.
+        # Megatron rotates in bf16 only; the rotation cancels in products.
         "dsa_indexer_rotate_activation": False,
         "use_cpu_initialization": cpu_host.needed(), "params_dtype": torch.float32,
     })  # fmt: skip
@@ -165,14 +163,14 @@ def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: floa
 
 
 def _layers(config, kernels: str, device: torch.device):
-    """Return our layer, megatron-core's with the same weights, and a remark on its differences."""
+    """Return our layer, megatron-core's with equal weights, and a remark."""
     spec = dsa_layer_spec(config).submodules.self_attention
     ours = build_module(spec, config=config, layer_number=1).to(device, config.params_dtype)
     generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for _, weight in sorted(ours.named_parameters()):
             drawn = torch.randn(weight.shape, generator=generator, device=device)
-            # Norms near 1; products large enough for non-uniform attention.
+            # Non-uniform attention.
             weight.copy_(drawn * 1.5 * weight.shape[1] ** -0.5 if weight.dim() > 1 else
                          1 + 0.2 * drawn)  # fmt: skip
     theirs, remark = bundled_layer(config, kernels)
@@ -182,7 +180,6 @@ def _layers(config, kernels: str, device: torch.device):
 
 
 def _random(hidden: int, tokens: int, device, dtype=torch.float32) -> list[torch.Tensor]:
-    """Draw a layer input and an output gradient, each ``[tokens, 1, hidden]``."""
     generator = torch.Generator(device).manual_seed(_SEED)
     shape = (tokens, 1, hidden)
     return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2)]
@@ -228,7 +225,7 @@ def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.devi
             theirs, remark = _layers(config(), kernels, device)[1:]
             with declined_hooks() as declined:
                 other = _milliseconds(theirs, tokens)
-        except Exception as error:  # missing package, other version, or a failing kernel
+        except Exception as error:  # missing package or failing kernel
             torch.cuda.empty_cache()
             found.remarks.append(f"{label}, kernels={kernels}: {str(error).splitlines()[0]}")
             continue

@@ -17,7 +17,6 @@ from megatron.core.utils import _validate_dsa_kernel_backend_dependencies
 
 from megatron_dsa.layers.backends import get_backend
 
-#: Fused values of ``--dsa-kernel-backend``.
 FUSED = ("cudnn", "tilelang")
 
 
@@ -41,14 +40,13 @@ def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
         remarks.append("no Hadamard rotation (fast_hadamard_transform is missing)")
     backend = get_backend(config.transformer_impl)
     spec = get_dsa_module_spec_for_backend(config, backend)
-    # Without transformer-engine, Megatron accepts column-parallel down projections only.
+    # Required without transformer-engine.
     down = backend.latent_linear()
     spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
     return build_module(spec, config=config, layer_number=1), "; ".join(remarks)
 
 
 def bundled_loss() -> torch.Tensor:
-    """Return and reset Megatron's tracker of the indexer loss."""
     tracker = dsa.DSAIndexerLossLoggingHelper.tracker
     loss = tracker["values"].sum()
     tracker.clear()
@@ -56,14 +54,13 @@ def bundled_loss() -> torch.Tensor:
 
 
 def csa_modules() -> list[str]:
-    """List megatron-core's modules of V4's compressed attention."""
     found = pkgutil.iter_modules(experimental_attention_variant.__path__)
     return [each.name for each in found if "csa" in each.name]
 
 
 @contextlib.contextmanager
 def declined_hooks() -> Iterator[list[str]]:
-    """Collect the fused functions that megatron-core declines; it logs them at DEBUG only."""
+    """Collect the functions that megatron-core declines to fuse, from its DEBUG log."""
     found: list[str] = []
 
     class Listener(logging.Handler):

@@ -46,10 +46,10 @@ FORWARD, BACKWARD, TEACHER = (
 )
 SCORES, TOPK, ENGINE_SCORES = "indexer_scores", "indexer_topk", "indexer_engine_scores"
 LOSS = "sparse_indexer_loss"
-#: Query tokens of a full-size call that are compared with float64.
+#: Compared with float64 at full size.
 _FULL_SIZE_TOKENS = 8
 
-#: A call that returns a tuple of tensors, and a function that compares them.
+#: A call that returns a tuple, and its comparison.
 type Step = tuple[Callable[[], tuple], Callable[..., None]]
 type Steps = Callable[[Policy, Comparison], list[Step]]
 
@@ -120,7 +120,7 @@ def attention(shape: Shape, device: torch.device) -> Iterator[Check]:
             dtype = result[1].dtype
             found.require(dtype == torch.float32, f"dkv is {dtype}, not float32")
 
-        # Requesting p_sum may select another kernel: compare everything again.
+        # Requesting p_sum may select another kernel.
         return [(lambda: call(False)[:3], compare), (lambda: call(True), compare)]
 
     def full_backward(policy: Policy, found: Comparison) -> list[Step]:
@@ -206,7 +206,6 @@ def engine_scores(shape: Shape, device: torch.device) -> Iterator[Check]:
     )
 
     def steps(policy: Policy, found: Comparison) -> list[Step]:
-        # Top-k is checked on its own.
         selecting = replace(
             policy, named=(*policy.named, (TOPK, "torch")), indexer_numerics=DEEPGEMM_FP8
         )
@@ -271,7 +270,7 @@ def _loss(inputs, lists, teacher, layout, policy: Policy) -> tuple[torch.Tensor,
     return loss.detach(), *torch.autograd.grad(loss, [q, k, weights])
 
 
-#: Checks, and the label of a shape for them; equal labels are checked once.
+#: Checks, and labels; equal labels are checked once.
 CHECKS: tuple[tuple[Callable, Callable[[Shape], str]], ...] = (
     (attention, Shape.attention_label),
     (selection, Shape.indexer_label),

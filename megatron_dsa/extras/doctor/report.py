@@ -45,7 +45,6 @@ class Verdict(Comparison):
         return " + ".join(self.implementations.values())
 
     def wrong(self) -> list[str]:
-        """List violated expectations."""
         said = super().wrong()
         if self.deterministic and self.same_bits is False:
             said.append("repeats differ, though declared deterministic")
@@ -97,7 +96,7 @@ class Report:
         return [result for result in self.results if not result.ok]
 
     def exit_code(self, allow_unfused: bool) -> int:
-        """Return the exit code documented in ``python -m megatron_dsa doctor --help``."""
+        """See ``python -m megatron_dsa doctor --help``."""
         if self.wrong():
             return WRONG
         if self.incomplete or not self.results:
@@ -129,7 +128,6 @@ def print_report(report: Report, code: int) -> None:
         print_table([_row(result) for result in report.results if result.check == check])
     if report.not_checked:
         print("\nnot checked")
-    # Most reasons hold for every shape.
     for line in dict.fromkeys(f"{x.operation} {x.name}: {x.reason}" for x in report.not_checked):
         print(f"  {line}")
     for remark in report.remarks:
@@ -159,9 +157,8 @@ def _row(result: Verdict) -> dict[str, str]:
 
 
 def print_table(rows: list[dict[str, str]]) -> None:
-    """Print rows, each column -> text, as a table."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    columns.sort(key=lambda column: column == "verdict")  # variable width, so last
+    columns.sort(key=lambda column: column == "verdict")  # variable width
     widths = {c: max(len(c), *(len(row.get(c, "-")) for row in rows)) for c in columns}
     for row in [{c: c for c in columns}, *rows]:
         line = "  ".join(row.get(c, "-").ljust(widths[c]) for c in columns)
@@ -186,7 +183,7 @@ def _verdict(report: Report, code: int) -> str:
 
 
 def as_json(report: Report, code: int) -> dict:
-    """Convert the report to plain data; non-finite numbers become strings."""
+    """Convert to plain data; non-finite numbers become strings."""
     results = [
         _plain(x) | {"ok": x.ok, "verdict": x.verdict, "wrong": x.wrong()} for x in report.results
     ]

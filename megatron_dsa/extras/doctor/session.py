@@ -17,7 +17,6 @@ from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.testing.cases import Shape
 from megatron_dsa.testing.comparison import MODEL_SHAPES, by_figure
 
-#: Calls that must agree bit for bit.
 REPEATS = 3
 
 
@@ -56,7 +55,7 @@ class Session:
                         f"{checks.__name__} of {label}: out of memory in the float64 reference; "
                         "try --rows 64"
                     )
-                except RuntimeError:  # allocation of inputs on a lost GPU
+                except RuntimeError:  # inputs on a lost GPU
                     if self.lost is None:
                         raise
                     self.skip(checks.__name__, "(all)", label, self._lost())
@@ -87,7 +86,7 @@ class Session:
                 deterministic=all(c.support.deterministic for c in candidates),
                 chosen=list(names.values()) == picked,
             )
-            # Progress goes to stderr, results to stdout.
+            # stdout is for results.
             print(f"  ... {verdict.name}: {', '.join(names)}", file=sys.stderr, flush=True)
             self._judge(verdict, check, Policy(named=tuple(names.items())))
             self.report.results.append(verdict)
@@ -133,11 +132,11 @@ class Session:
                 verdict.same_bits = verdict.same_bits is not False and same_bits(result, again)
             for step in others:
                 self._run(verdict, step)
-            del result, again  # free memory for the full size
+            del result, again  # memory for the full size
             where = "at full size: "
             if self.timed:
                 self._time(verdict, check, policy, call)
-        except Exception as error:  # including comparisons that fail on a wrong shape
+        except Exception as error:  # also failing comparisons
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
             if not self._alive():
@@ -191,10 +190,7 @@ def same_bits(first: tuple, second: tuple) -> bool:
 
 
 def _dirty_memory(results: tuple) -> None:
-    """Leave NaN (or a huge id) in freed memory of the sizes of ``results``.
-
-    Outputs that are accumulated into without being zeroed, or only partly written, then differ.
-    """
+    """Leave NaN (or a huge id) in freed memory, to expose results that are not fully written."""
     blocks = [
         torch.full_like(x, float("nan") if x.is_floating_point() else 2**30, requires_grad=False)
         for x in results
@@ -204,7 +200,7 @@ def _dirty_memory(results: tuple) -> None:
 
 
 def median_ms(function: Callable, enough_ms: float = 400.0, repeats: int = 9) -> float:
-    """Return the median GPU time of a warm call in ms; repeat slow calls less."""
+    """Return the median GPU time of a warm call in ms."""
     times: list[float] = []
     while len(times) < repeats and sum(times) < enough_ms:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -16,10 +16,8 @@ from megatron_dsa.training.setup import forward_step
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print loss and perplexity per data set; return the exit code."""
     flags = None
     if arguments.data_path is not None:
-        # All documents once, one sequence at a time.
         flags = ["--data-path", arguments.data_path, "--split", "0,100,0", "--full-validation"]
         flags += ["--eval-global-batch-size", "1", "--eval-micro-batch-size", "1"]
         flags += ["--eval-interval", "1"]
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def losses(trained: TrainedModel) -> list[tuple[str, int, float]]:
-    """Return name, number of sequences and loss per token of every data set, by Megatron's loop.
+    """Return name, number of sequences and loss per token of every data set.
 
     Without ``--full-validation``: the sequences of the training's first evaluation.
     """

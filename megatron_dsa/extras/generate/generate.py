@@ -14,12 +14,12 @@ from megatron_dsa.extras.generate.trained_model import trained_model
 from megatron_dsa.ops.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
-#: Lengths are padded to multiples of this: tables and kernels are built per length.
+#: Tables and kernels are built per length.
 LENGTHS = 64
 
 
 class Bytes:
-    """Tokens of ``prepare-data`` without a tokenizer: bytes of UTF-8."""
+    """UTF-8 bytes as tokens, see ``prepare-data``."""
 
     vocabulary, end = BYTE_VOCAB, BYTE_EOD
 
@@ -45,7 +45,7 @@ class Tokenizer:
 
 
 class Ids(Tokenizer):
-    """Megatron's ``NullTokenizer``: texts are token ids separated by blanks."""
+    """Megatron's ``NullTokenizer``: ids separated by blanks."""
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
@@ -62,7 +62,6 @@ class Ids(Tokenizer):
 
 
 def codec_of(args: argparse.Namespace) -> Bytes | Tokenizer:
-    """Return the codec of the training's data; requires an initialised Megatron."""
     if args.tokenizer_type != "NullTokenizer":
         return Tokenizer(get_tokenizer())
     return Bytes() if args.vocab_size == BYTE_VOCAB else Ids(get_tokenizer())
@@ -75,7 +74,7 @@ def next_logits(model: Any, ids: Sequence[int], maximum: int) -> torch.Tensor:
     ``model`` is a GPT model in evaluation mode that takes up to ``maximum`` tokens.
     """
     padded = min(-(-len(ids) // LENGTHS) * LENGTHS, maximum)
-    # Padding after the tokens is harmless under causal attention.
+    # Causal attention ignores the padding.
     tokens = torch.zeros(1, padded, dtype=torch.int64)
     tokens[0, : len(ids)] = torch.tensor(ids)
     device = next(model.parameters()).device
@@ -131,14 +130,13 @@ def generate(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every prompt with its continuation, one per line."""
     for prompt in arguments.prompt:
         require(
             not any("\ud800" <= c <= "\udfff" for c in prompt),
             f"--prompt {prompt!a} must be text in UTF-8: it holds bytes that are none; convert it",
         )
     if not torch.cuda.is_available():
-        log_once(logging.DEBUG, NO_GPU)  # printed below
+        log_once(logging.DEBUG, NO_GPU)
     with trained_model(arguments.load, arguments.step, flags=_NO_DATA) as trained:
         codec = codec_of(trained.args)
         device = next(trained.chunks[0].parameters()).device
@@ -150,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for prompt in arguments.prompt:
             generator = torch.Generator().manual_seed(arguments.seed)
-            # An empty prompt starts a document, after the previous document's end token.
+            # An empty prompt starts a document.
             ids = codec.encode(prompt) or [codec.end]
             most, vocabulary = max(ids), vocabulary_of(trained.args)
             require(
@@ -168,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: No data is read, but Megatron requires an interval.
+#: Required by Megatron, unused.
 _NO_DATA = ["--eval-iters", "0", "--eval-interval", "1"]
 
 

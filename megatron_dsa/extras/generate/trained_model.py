@@ -1,7 +1,7 @@
-"""A trained model in one process, rebuilt from the arguments in its checkpoint.
+"""A trained model in one process, rebuilt from its checkpoint's arguments.
 
-Megatron's ``--use-checkpoint-args`` restores only some of them and none of this package's. Here
-they become the parser's defaults, so that this machine's flags and all checks apply.
+Megatron's ``--use-checkpoint-args`` restores only some of them. Here they become the parser's
+defaults, so that flags of this machine and all checks apply.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.quiet_output import quiet_output
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Configuration fields of the run, not of the model.
+#: Configuration fields of a run, not its model.
 _OF_THE_RUN = (
     *("transformer_impl", "apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
@@ -49,10 +49,10 @@ _OF_THE_RUN = (
 )
 _KINDS_OF_THE_RUN = (
     *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
-    # Features of transformer-engine's layers.
+    # Need transformer-engine.
     *("moe_router_padding_", "fine_grained_", "offload_"),
 )
-#: Model arguments that are not configuration fields.
+#: Model arguments outside the configuration.
 _MODEL = (
     *("seq_length", "max_position_embeddings", "num_experts", "swiglu", "squared_relu"),
     "hybrid_layer_pattern",
@@ -62,14 +62,12 @@ _MODEL = (
     *("dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher", "dsa_indexer_pool_size"),
     *("dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets"),
 )
-#: Arguments of data reading.
 READING = (
     *("seed", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "lr"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type"),
     *("dataloader_inter_document_masking", "data_cache_path", "mid_level_dataset_surplus"),
     *("dsa_sft", "dsa_sft_long"),
 )
-#: Arguments of data sets.
 _DATA = (
     *("data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "mock_data"),
     *("data_args_path", "per_split_data_args_path", "eval_iters", "eval_interval"),
@@ -80,7 +78,6 @@ _SETTINGS = (
     *("--skip-train", "--no-load-optim", "--no-load-rng", "--ckpt-format", "torch_dist"),
     *("--dsa-health-tokens", "0"),
 )
-#: Environment of a launcher with one process.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -95,7 +92,6 @@ class TrainedModel:
 
 
 def saved_arguments(directory: Path) -> argparse.Namespace:
-    """Return the arguments of the training that wrote a distributed checkpoint."""
     saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
     require(
         saved is not None,
@@ -106,11 +102,8 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
 
 
 def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
-    """Select the saved arguments that describe the model and its data reading.
-
-    ``data``: include the names of its data sets.
-    """
-    saved = arguments_of_gpt(saved)  # the pipeline layout may differ
+    """Select the arguments of the model and its data reading; with ``data`` also its data sets."""
+    saved = arguments_of_gpt(saved)
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
         field.name
@@ -125,13 +118,11 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     if found.get("hybrid_layer_pattern") is not None:
         found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     if found.get("train_samples") is not None:
-        found.pop("train_iters", None)  # computed by Megatron
+        found.pop("train_iters", None)  # derived
     return found
 
 
 def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]:
-    """Return ``add_dsa_arguments`` with other defaults."""
-
     def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_dsa_arguments(parser)
         known = {action.dest for action in parser._actions}
@@ -145,7 +136,7 @@ def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]
 def trained_model(
     load: str, step: int | None = None, flags: list[str] | None = None
 ) -> Iterator[TrainedModel]:
-    """Load a model for the duration of the context, with Megatron's output hidden.
+    """Load a model for the duration of the context, silently.
 
     Args:
         load: value of ``--save`` in the training.
@@ -184,7 +175,7 @@ def trained_model(
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:
     model = model_config_from_args(args)
-    training.initialize_megatron(  # as an attribute: CPU hosts replace it
+    training.initialize_megatron(  # CPU hosts replace the attribute
         get_embedding_ranks=embedding_ranks(model), store=torch.distributed.HashStore()
     )
     with prepare_loading(args):

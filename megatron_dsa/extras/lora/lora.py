@@ -1,11 +1,8 @@
 """Low-rank adapters (LoRA; Hu et al. 2021) on the frozen weights of parallel linears.
 
-``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zero. Both
-are parameters of the linear itself, so other names and hooks stay. ``B`` is sharded like the rows
-of ``W``, or ``A`` like its columns; the other factor is replicated.
-
-Where a weight is read directly (absorbed attention), see
-:func:`megatron_dsa.layers.linears.weight_of`.
+``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zero. ``B``
+is sharded like the rows of ``W``, or ``A`` like its columns; the other factor is replicated.
+Weights that are read directly: :func:`megatron_dsa.layers.linears.weight_of`.
 """
 
 import functools
@@ -33,7 +30,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules.lora import modules_of_linears, rank_and_alpha
 from megatron_dsa.layers.linears import ReplicatedLinear, replicated_draws
 
-#: Tensor-parallel sharding of a weight: dim 0 (column-parallel), dim 1 (row-parallel), or none.
+#: Dim 0 (column-parallel), dim 1 (row-parallel), or unsharded.
 Split = Literal["rows", "columns", "none"]
 
 
@@ -65,7 +62,7 @@ class AdaptedLinear:
         return rows.view_as(out), bias
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stack all adapters: ``A [n rank, in]`` and block-diagonal ``B [out, n rank]``."""
+        """Return ``A [n rank, in]`` and ``B [out, n rank]`` of all adapters."""
         down = [getattr(self, part + LORA_A) for part in self.adapted]
         if len(self.parts) == 1:
             return down[0], getattr(self, self.parts[0] + LORA_B)
@@ -75,10 +72,7 @@ class AdaptedLinear:
         return torch.cat(down), torch.block_diag(*up)
 
     def _shared(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return ``A x [..., n rank]`` for the tokens of ``B``, summed over a split ``A``.
-
-        Tensor parallelism implies sequence parallelism here: ranks hold different tokens.
-        """
+        """Return ``A x [..., n rank]`` for ``B``'s tokens, split by sequence parallelism."""
         if self.ranks == 1 or self.split == "none":
             return inner
         if self.split == "rows":
@@ -86,17 +80,14 @@ class AdaptedLinear:
         return reduce_scatter_to_sequence_parallel_region(inner, group=self.adapter_group)
 
     def with_adapters(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the local part of ``weight + scale * B A``, rounded once.
-
-        Megatron sums the partial gradients of replicated factors.
-        """
+        """Return the local part of ``weight + scale * B A``, rounded once."""
         down, up = self._factors()
         return torch.addmm(weight, up, down, alpha=self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         own = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
         adapters = {name: x for name, x in own.items() if is_adapter_parameter(name)}
-        # Plain torch linears have no ``sharded_state_dict``.
+        # Missing on torch's linears.
         describe = getattr(super(), "sharded_state_dict", None)
         state, others = {}, own
         if describe is not None:
@@ -123,10 +114,7 @@ def _adapted_class(kind: type) -> type:
 
 
 def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
-    """Add the configured adapters to a model; its outputs stay the same, because ``B`` is zero.
-
-    ``prefix``: path of ``model`` in its layer.
-    """
+    """Add the configured adapters to a model; ``prefix``: its path in a layer."""
     adapted = linears_with_adapters(config)
     if not adapted:
         return
@@ -162,7 +150,7 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
     linear.__class__ = _adapted_class(kind)
     linear.parts, linear.adapted = map(_last_words, (parts, adapted))
     linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
-    # Missing on transformer-engine's unsplit linears.
+    # Missing on unsplit linears.
     group = getattr(linear, "tp_group", None)
     linear.adapter_group = (
         parallel_state.get_tensor_model_parallel_group() if group is None else group
@@ -180,10 +168,6 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
 
 
 def _mark(down: Any, up: Any, split: Split, by_sequence: bool, marks: dict[str, Any]) -> None:
-    """Set Megatron's attributes for sharding and gradient sums.
-
-    ``marks`` of an unsplit weight apply to both factors.
-    """
     if split == "none":
         for factor in (down, up):
             for name, value in marks.items():
@@ -205,13 +189,12 @@ def _split_of(linear: Any) -> Split:
         return "rows"
     if isinstance(linear, RowParallelLinear):
         return "columns"
-    # transformer-engine's linears.
     split: dict[str | None, Split] = {"column": "rows", "row": "columns", None: "none"}
     return split[linear.parallel_mode]
 
 
 def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Parameter:
-    """Return ``A``, drawn equally on every rank and sharded by columns if split."""
+    """Draw ``A`` equally on all ranks."""
     device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
     whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
     if not whole.is_meta:
@@ -224,7 +207,7 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
 
 
 def print_adapters(models: list[Any], config: Any) -> None:
-    """Print the number of trained and frozen parameters; collective."""
+    """Print trained and frozen parameters; collective."""
     counts = {True: 0, False: 0}
     for model in models:
         for parameter in model.parameters():
@@ -236,7 +219,7 @@ def print_adapters(models: list[Any], config: Any) -> None:
                     if expert
                     else config.tensor_model_parallel_size
                 )
-            # Skip the copy of a tied embedding on the last pipeline stage.
+            # Skip the copy of a tied embedding.
             if not getattr(parameter, "shared", False):
                 counts[parameter.requires_grad] += ranks * parameter.numel()
     group = parallel_state.get_pipeline_model_parallel_group()

@@ -1,7 +1,5 @@
-"""Patch of megatron-core 0.19's Muon for marked parameters.
-
-Marks (:mod:`megatron_dsa.layers.weight_blocks`) name tables and stacks of matrices; unmarked
-parameters are updated as before.
+"""Patch of megatron-core 0.19's Muon for marked parameters
+(:mod:`megatron_dsa.layers.weight_blocks`).
 """
 
 import contextlib
@@ -23,14 +21,12 @@ from megatron_dsa.extras.muon.optimizer import (
 )
 from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
 
-#: ``--optimizer`` -> class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 
 
 @functools.cache
 def read_marks_of_muon() -> None:
-    """Patch Megatron's Muon to read the marks, once per process."""
-    # Attributes copied to fp32 copies of 16-bit parameters.
+    # Copied to fp32 copies of parameters.
     layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[ROW_BLOCKS] = None
     left = ParamKey(predicate=ParamPredicate(name="left_to_adamw", fn=is_left_to_adamw))
     for name, optimizer_class in MUON.items():
@@ -40,7 +36,7 @@ def read_marks_of_muon() -> None:
             optimizer_cls=optimizer_class,
             default_param_overrides={left: {"optimizer": "adam"}},
         )
-    # The layer-wise distributed optimizer decides again when it divides buffers.
+    # Decides again when dividing buffers.
     original = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
 
     @functools.wraps(original)
@@ -50,16 +46,16 @@ def read_marks_of_muon() -> None:
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
 
 
-#: Attributes with a parameter list per rank; ``None`` on one rank.
+#: Parameter lists per rank.
 _LISTS = ("dp_cp_params_list", "expt_dp_params_list")
 
 
 @functools.cache
 def repair_gather_of_layer_wise_optimizer() -> None:
-    """Gather parameters of the narrower dtype; broadcast the others one by one.
+    """Gather parameters of the narrower dtype; broadcast the others.
 
-    megatron-core 0.19 receives all parameters in the first one's dtype, which breaks models with
-    16-bit and fp32 parameters. gloo also rejects parts of different sizes.
+    megatron-core 0.19 receives all in the first one's dtype. gloo also rejects parts of different
+    sizes.
     """
     optimizer_class: Any = LayerWiseDistributedOptimizer
     original = optimizer_class.allgather_params

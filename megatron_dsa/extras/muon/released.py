@@ -25,17 +25,14 @@ _ONE_RANK = SimpleNamespace(
     expert_tensor_parallel_size=None,
     num_distributed_optimizer_instances=1,
 )
-#: Parts that presets do not describe.
+#: Missing in presets.
 _LEFT_OUT = ("output_layer.", "decoder.layers.*.mlp.")
 
 
 def released_kinds(
     name: str, per_head: Literal["none", "attention", "all"] = "none"
 ) -> Counter[Kind]:
-    """Count a preset's parameters by kind, without allocating them.
-
-    ``per_head``: value of ``--dsa-muon-per-head``.
-    """
+    """Count a preset's parameters by kind, without allocation."""
     released = PRESETS[name]
     changes: dict[str, Any] = {}
     if "csa_compress_ratios" in released:
@@ -66,7 +63,6 @@ def released_kinds(
 
 
 def describe(name: str, per_head: Literal["none", "attention", "all"] = "none") -> str:
-    """Format :func:`released_kinds` as a table, with a note on omitted parts."""
     lines = table_of(released_kinds(name, per_head))
     lines.append("and in any model: embedding and output layer by AdamW, MLPs, experts and routers")
     lines.append("by Muon. --optimizer muon prints the list of the whole model at start")

@@ -15,7 +15,6 @@ from megatron_dsa.layers.weight_blocks import block_rows, is_sharded
 
 
 def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
-    """Return the shape over ``ranks`` tensor-parallel ranks."""
     shape = list(parameter.shape)
     if is_sharded(parameter):
         shape[parameter.partition_dim] *= ranks
@@ -23,10 +22,6 @@ def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
 
 
 def number_of_blocks(parameter: Any, ranks: int) -> int:
-    """Return the number of matrices that Muon orthogonalises in a (local) parameter.
-
-    ``ranks``: tensor-parallel size.
-    """
     pattern = block_rows(parameter)
     if pattern is None:
         return 1
@@ -38,10 +33,9 @@ class Kind:
     """Parameters that differ only in their layer or expert.
 
     Attributes:
-        optimizer: ``"AdamW"`` or ``"Muon"``.
-        name: parameter name without numbers and model wrappers.
-        shape: of the whole matrix, over all tensor-parallel ranks.
-        blocks: matrices that Muon orthogonalises in one parameter.
+        name: without numbers and model wrappers.
+        shape: over all tensor-parallel ranks.
+        blocks: matrices that Muon orthogonalises per parameter.
         block_rows: height of consecutive blocks; empty for one matrix.
     """
 
@@ -55,7 +49,7 @@ class Kind:
 def kinds_of(
     models: Iterable[torch.nn.Module], tensor_ranks: int, expert_ranks: int = 1
 ) -> Counter[Kind]:
-    """Count the trained parameters on this rank's stages by kind, over tensor and expert ranks."""
+    """Count the trained parameters of this rank's stages, over tensor and expert ranks."""
     found: Counter[Kind] = Counter()
     for model in models:
         for name, parameter in model.named_parameters():
@@ -77,7 +71,6 @@ def _kind(name: str, parameter: Any, ranks: int) -> Kind:
 
 
 def table_of(kinds: Counter[Kind]) -> list[str]:
-    """Format the table: all vectors in one line, then a line per kind of matrix."""
     vectors = {kind: count for kind, count in kinds.items() if len(kind.shape) < 2}
     matrices = sorted(kind for kind in kinds if kind not in vectors)
     table = [("optimizer", "parameters", "shape", "number", "orthogonalised as")]
@@ -87,7 +80,7 @@ def table_of(kinds: Counter[Kind]) -> list[str]:
     for kind in matrices:
         shape = f"[{', '.join(map(str, kind.shape))}]"
         table.append((kind.optimizer, kind.name, shape, str(kinds[kind]), _blocks(kind)))
-    # The long list of vector names does not set a column's width.
+    # The list of vectors may be wider.
     widths = [max(len(row[column]) for row in table if row[2] != "vectors") for column in range(4)]
     return [
         "  ".join(f"{text:{width}}" for text, width in zip(row, [*widths, 0], strict=True)).rstrip()
@@ -110,7 +103,7 @@ def _blocks(kind: Kind) -> str:
 
 
 def print_optimizer_table(models: list[Any], config: Any) -> None:
-    """Print the optimizer of all parameters, over all pipeline stages; collective."""
+    """Print the table over all pipeline stages; collective."""
     own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)

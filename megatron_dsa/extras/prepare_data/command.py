@@ -17,15 +17,13 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.prepare_data.shards import Record, Shard, Workspace
 from megatron_dsa.extras.prepare_data.tokens import byte_tokens, hugging_face_tokens
 
-#: Seconds between progress lines: on a terminal, in a file.
+#: Seconds between lines: on a terminal, in a file.
 _EVERY = (1, 10)
 _MB = 10**6
-#: Broken records listed in the summary.
 _NAMED = 10
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the data set and print its summary; return the exit code."""
     if arguments.tokenizer is None:
         tokens = byte_tokens()
     else:
@@ -73,7 +71,7 @@ def _without_documents(records: list[Record]) -> str:
 
 
 def _finish(workspace: Workspace, shards: list[Shard], workers: int) -> list[Record]:
-    """Write the missing shards; return the records of all, in order."""
+    """Write the missing shards; return all records in order."""
     records = [workspace.record(shard) for shard in shards]
     missing = [i for i, record in enumerate(records) if record is None]
     if len(missing) < len(shards):
@@ -92,7 +90,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-#: In a worker: workspace, bytes read by all workers, and the event that stops them.
+#: In a worker: workspace, bytes read by all, stop event.
 _worker: tuple[Workspace, Any, Any]
 
 
@@ -103,7 +101,7 @@ class _Stopped(Exception):
 def _start_worker(workspace: Workspace, consumed: Any, stop: Any, parent: int) -> None:
     global _worker
     _worker = workspace, consumed, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -127,7 +125,7 @@ def _write(shard: Shard) -> Record:
 
 
 class _Pool:
-    """Forked processes that write shards; forking loads the tokenizer once."""
+    """Forked workers: the tokenizer is loaded once."""
 
     def __init__(self, workspace: Workspace, workers: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -146,7 +144,6 @@ class _Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def write(self, shards: Sequence[Shard]) -> list[Record]:
-        """Write shards with progress on stderr; return their records."""
         total, start = sum(shard.size for shard in shards), time.monotonic()
         every = _EVERY[0] if sys.stderr.isatty() else _EVERY[1]
         futures = [self._pool.submit(_write, shard) for shard in shards]

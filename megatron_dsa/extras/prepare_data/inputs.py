@@ -17,11 +17,9 @@ from megatron_dsa.errors import ConfigError, VersionError, require
 TEXT, LINES, PARQUET, TOPICS = "text", "lines", "parquet", "topics"
 _ENDINGS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: Parquet records held in memory.
+#: Records in memory.
 _ROWS = 256
-#: Broken records listed per shard.
 _NAMED = 3
-#: Input name when no file is given.
 TOPICS_NAME = "Python's language reference"
 
 
@@ -44,7 +42,6 @@ class Piece:
 
 
 def python_documentation() -> list[str]:
-    """Return Python's language reference (``pydoc_data.topics``), one text per topic."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
@@ -53,8 +50,7 @@ def python_documentation() -> list[str]:
 def cut(path: str, most: int, reader: "Reader") -> list[Piece]:
     """Cut a file into pieces of about ``most`` bytes, in order.
 
-    Compressed and text files stay whole. Reads the first JSON line with ``reader`` to report a
-    wrong key before anything is written.
+    Compressed and text files stay whole. Reads the first JSON line, to report a wrong key early.
 
     Raises:
         ConfigError: see :meth:`Reader.read`.
@@ -160,7 +156,6 @@ class Reader:
         self.notes.append(f"--input {piece.path} {fact}")
 
     def reject(self, place: Callable[[], str], fault: str) -> None:
-        """Count a broken record, or raise :class:`ConfigError`."""
         if not self.skip_broken:
             raise ConfigError(
                 f"--input {place()} {fault}. Correct it, or leave out broken records with "
@@ -171,7 +166,6 @@ class Reader:
             self.named.append(f"{place()} {fault}")
 
     def text_of(self, value: Any, place: Callable[[], str]) -> str | None:
-        """Return ``value`` if it is text, else reject it."""
         if not isinstance(value, str):
             self.reject(place, f"holds no text at {self.key!r} but {_json_type(value)}")
             return None
@@ -193,7 +187,7 @@ def _json_type(value: Any) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield a file's content, and the raw file whose position measures progress."""
+    """Yield content and the raw file, whose position is the progress."""
     with open(path, "rb") as raw:
         try:
             yield (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw), raw
@@ -270,7 +264,6 @@ def _text_of_line(line: bytes, path: str, start: int, reader: Reader) -> str | N
 
 
 def _line_number(path: str, start: int) -> int:
-    """Return the number (from 1) of the line that starts at byte ``start``."""
     number = 1
     with _opened(path) as (stream, _):
         while start > 0:

@@ -1,4 +1,4 @@
-"""Shards of a data set: planned by input, written atomically, reused after restarts, joined."""
+"""Shards of a data set: written atomically, reused after restarts, joined."""
 
 import contextlib
 import gc
@@ -21,16 +21,14 @@ from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.files.whole import WholeFiles, require_own_name
 
-#: Increment with the shard format.
 _FORMAT = 1
 _JOINED = "joined"
-#: File names in the shard folder.
 _OWN_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces that become one file, named by a digest of everything its content depends on."""
+    """Pieces that become one file, named by a digest."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -39,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Record:
-    """Counts of a finished shard: documents, tokens, and :class:`.Reader`'s."""
+    """Counts of a finished shard."""
 
     documents: int
     tokens: int
@@ -79,7 +77,7 @@ class Workspace:
         return Reader(self.key, self.skip_broken)
 
     def plan(self, paths: Iterable[str] | None, most: int) -> list[Shard]:
-        """Cut files (``None``: Python's documentation) into shards of about ``most`` bytes."""
+        """Cut files (``None``: Python's documentation) into shards of ``most`` bytes."""
         pieces = [Piece(TOPICS_NAME, TOPICS, 0, 0, 0)]
         if paths is not None:
             pieces = [piece for path in paths for piece in cut(path, most, self.reader())]
@@ -114,21 +112,20 @@ class Workspace:
             for file in self.folder.iterdir():
                 if _OWN_FILE.fullmatch(file.name):
                     file.unlink()
-        with contextlib.suppress(OSError):  # holds files of others
+        with contextlib.suppress(OSError):  # may hold others' files
             self.folder.rmdir()
 
     def record(self, shard: Shard) -> Record | None:
-        """Return the record of a finished shard, else ``None``."""
         try:
             account = (self.folder / f"{shard.name}.json").read_text("utf-8")
             record = Record(**json.loads(account))
             tokens = check_data_set(str(self.folder / shard.name))
-        except (OSError, ValueError, TypeError, ConfigError):  # the machine went down
+        except (OSError, ValueError, TypeError, ConfigError):  # after a crash
             return None
         return record if tokens == record.tokens else None
 
     def write(self, shard: Shard, progress: Callable[[int], None]) -> Record:
-        """Tokenise a shard; ``progress`` gets the bytes read since its last call."""
+        """Tokenise a shard; ``progress`` gets the bytes since its last call."""
         reader = self.reader()
         with WholeFiles(self.folder) as files:
             builder = _Builder(files, shard.name, self.tokens.dtype)
@@ -154,7 +151,6 @@ class Workspace:
         return record
 
     def join(self, shards: list[Shard]) -> None:
-        """Join finished shards to the data set."""
         parts = [self.folder / shard.name for shard in shards]
         joined = parts[0]
         if len(parts) > 1:
@@ -163,7 +159,7 @@ class Workspace:
                 builder = IndexedDatasetBuilder(
                     str(files.path(f"{_JOINED}.bin")), dtype=self.tokens.dtype
                 )
-                gc.freeze()  # add_index runs the garbage collector every time
+                gc.freeze()  # add_index collects garbage every time
                 try:
                     for part in parts:
                         builder.add_index(str(part))
@@ -181,7 +177,7 @@ class Workspace:
 
 
 class _Builder:
-    """Megatron's builder of a file in ``files``, with the lengths of its documents."""
+    """Megatron's builder, with document lengths."""
 
     def __init__(self, files: WholeFiles, name: str, dtype: type[numpy.number]) -> None:
         self._files, self._name = files, name
@@ -193,7 +189,7 @@ class _Builder:
         self.lengths.append(len(ids))
 
     def finish(self) -> None:
-        self._builder.data_file.flush()  # to attribute write errors to this file
+        self._builder.data_file.flush()  # attribute errors to this file
         self._builder.finalize(str(self._files.path(f"{self._name}.idx")))
 
 

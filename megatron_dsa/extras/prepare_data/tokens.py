@@ -14,7 +14,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_dsa.errors import require
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB
 
-#: Endings of tokenizer files that may change ids.
+#: Files that may change ids.
 _FILES = {".json", ".txt", ".model", ".tiktoken"}
 
 
@@ -40,7 +40,6 @@ class Tokens:
 
     @property
     def dtype(self) -> type[numpy.number]:
-        """Megatron's dtype of the stored ids."""
         return DType.optimal_dtype(self.vocabulary)
 
     def document(self, text: str) -> numpy.ndarray:
@@ -53,7 +52,6 @@ class Tokens:
 
 
 def byte_tokens() -> Tokens:
-    """Return the tokenizer of UTF-8 bytes, with :data:`.BYTE_EOD` after every document."""
     return Tokens(
         encode=lambda text: text.encode("utf-8"),
         end=(BYTE_EOD,),
@@ -76,9 +74,9 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
         f"--tokenizer {folder} is no folder: give the one of tokenizer.json and "
         "tokenizer_config.json, for example a downloaded checkpoint's",
     )
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes already run in parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"})
-    own = tokenizer.tokenize("")  # special tokens added to every text
+    own = tokenizer.tokenize("")  # added to every text
     end, note = tokenizer.eod, ""
     if append_eod:
         require(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, VersionError, require
 
-#: File names of all TensorBoard writers.
 PATTERN = "*tfevents*"
 
 Series = list[tuple[int, float]]
@@ -38,7 +37,6 @@ class RunLog:
     folder: Path | None = None
 
     def stages(self) -> list[tuple[int, str]]:
-        """Return the training stages with their first steps; empty if unknown."""
         found: list[tuple[int, str]] = []
         for step, stage in self.starts:
             if stage and (not found or found[-1][1] != stage):
@@ -69,7 +67,6 @@ class RunLog:
 
 
 def printable(text: str) -> str:
-    """Escape bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -105,11 +102,11 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Strip common leading and trailing path parts."""
+    """Strip common path parts."""
     if len(paths) == 1:
         return ["/".join(paths[0].parts[-2:])]
     parts = [path.parts for path in paths]
-    # Keep at least one part: a run may lie in another's folder.
+    # A run may lie in another's folder.
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
     while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
@@ -127,7 +124,7 @@ def read_run(name: str, folder: Path) -> RunLog:
         from tensorboard.backend.event_processing import event_accumulator as accumulator
     except ImportError as error:
         raise missing_package("tensorboard") from error
-    # 0 keeps every value; the default subsamples long series.
+    # The default subsamples long series.
     events = accumulator.EventAccumulator(
         str(folder),
         size_guidance={accumulator.SCALARS: 0, accumulator.TENSORS: 0},
@@ -153,7 +150,7 @@ def read_run(name: str, folder: Path) -> RunLog:
             for event in seen
             if event.tensor_proto.string_val
         ]
-        if tag.startswith("seq_length/"):  # Megatron writes its arguments at every start
+        if tag.startswith("seq_length/"):
             begun.update(event.wall_time for event in seen)
     texts = {tag: entries[-1][1] for tag, entries in written.items() if entries}
     end = max((series[-1][0] for series in scalars.values()), default=0)
@@ -172,11 +169,11 @@ def _sessions(begun: set[float], times: set[float]) -> tuple[tuple[float, float]
 
 
 def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:
-    """Return first steps and stages of the processes whose steps count."""
+    """Return first steps and stages of processes whose steps count."""
     stages = written.get("dsa_stage") or [(step, "") for step, _ in written.get("seq_length", ())]
     found: list[tuple[int, str]] = []
     for loaded, stage in stages:
-        # A process resumed from an older checkpoint overwrites the later steps.
+        # A resumed process overwrites later steps.
         while found and found[-1][0] > loaded:
             found.pop()
         found.append((loaded + 1, stage))

@@ -11,7 +11,7 @@ from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.training.provenance import MACHINE, SOFTWARE
 
-#: Optional figures -> prefix of their tags, and flags that enable them.
+#: Optional figures -> tag prefix, and flags to enable them.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -20,10 +20,9 @@ ON_REQUEST = {
     "time per operation": (TIME, "--dsa-time-operations"),
 }
 
-#: Share of a step outside operations.
 REST = "everything else"
 
-#: Characters shown of a shared argument; data lists can be very long.
+#: Lists of data can be very long.
 SHOWN = 200
 
 
@@ -43,8 +42,7 @@ def last(log: RunLog, tag: str) -> float | None:
 def compiled(log: RunLog, series: Series) -> Series:
     """Drop the points whose time includes compilation, unless none would remain.
 
-    Megatron logs the first iteration separately but keeps its clock running, so the next
-    ``iteration-time`` includes it. If starts are unknown, drop the series' first point only.
+    Megatron's next ``iteration-time`` after a start includes the first iteration.
     """
     times = [step for step, _ in log.scalars.get("iteration-time", ())]
     kept = series
@@ -55,16 +53,14 @@ def compiled(log: RunLog, series: Series) -> Series:
 
 
 def step_shares(log: RunLog) -> dict[str, float]:
-    """Return the seconds of a step by operation (``--dsa-time-operations``), the rest last.
+    """Return a step's seconds by operation, the rest last; negative if operations took longer.
 
-    The rest is negative if operations took longer than the step. Empty if nothing was measured.
-    Means over common steps of the last stage, second half, without the shortest and longest
-    quarters: medians would not add up.
+    Means over common steps of the last stage, trimmed: medians would not add up. Empty without
+    ``--dsa-time-operations``.
     """
     times = log.scalars.get("iteration-time", [])
     end = times[-1][0] if times else 0
     parts = {name: dict(log.scalars.get(time_tag(name), ())) for name in OPERATIONS}
-    # Skip operations of earlier stages.
     parts = {name: values for name, values in parts.items() if end in values}
     if not parts:
         return {}
@@ -86,7 +82,7 @@ def step_shares(log: RunLog) -> dict[str, float]:
 
 
 def tokens_per_second(log: RunLog) -> Series:
-    """Return tokens per second of the job by step; empty if times or lengths are unknown."""
+    """Return the job's tokens per second by step; empty if unknown."""
     length = log.texts.get("seq_length", "")
     batches = dict(log.scalars.get("batch-size", ()))
     if not length.isdigit():
@@ -104,7 +100,6 @@ def _argument(log: RunLog, name: str) -> str:
 
 
 def model(log: RunLog) -> str:
-    """Describe the model from logged arguments; empty without them."""
     flag = partial(_argument, log)
     if not flag("num_layers"):
         return ""
@@ -131,7 +126,6 @@ def model(log: RunLog) -> str:
 
 
 def attention(log: RunLog) -> str:
-    """Describe the attention (of the last stage) from logged arguments; empty without them."""
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
         ratios = ratios.strip("[]").replace(",", "")
@@ -159,7 +153,6 @@ def calls(log: RunLog) -> dict[str, dict[str, int]]:
 
 
 def origin(log: RunLog) -> dict[str, str]:
-    """Return date, duration, machine, data and software of a run; empty if not logged."""
     seconds = sum(end - start for start, end in log.sessions)
     starts = len(log.sessions)
     began = datetime.fromtimestamp(log.sessions[0][0], UTC) if log.sessions else None
@@ -183,11 +176,7 @@ def _duration(seconds: float) -> str:
 
 
 def files(log: RunLog) -> dict[str, Path]:
-    """Return a run's existing files and folders by name.
-
-    Logs and tables are searched in the folders of events and checkpoints and in their common
-    parent.
-    """
+    """Return a run's existing files and folders by name."""
     if log.folder is None:
         return {}
     found = {"events": log.folder}
@@ -205,7 +194,6 @@ def files(log: RunLog) -> dict[str, Path]:
 
 
 def results(log: RunLog) -> dict[str, str]:
-    """Return the overview's figures by column as text; empty if not logged."""
     losses, speed = log.scalars.get("lm loss", []), settled(tokens_per_second(log))
     seconds, throughput, share = (
         settled(log.scalars.get(tag, [])) for tag in ("iteration-time", "throughput", MFU)
@@ -227,7 +215,6 @@ def results(log: RunLog) -> dict[str, str]:
 
 
 def missing(runs: list[RunLog]) -> dict[str, str]:
-    """Return figures that no run logged, with the flags that enable them."""
     return {
         what: flags
         for what, (tag, flags) in ON_REQUEST.items()
@@ -236,7 +223,6 @@ def missing(runs: list[RunLog]) -> dict[str, str]:
 
 
 def arguments(runs: list[RunLog]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the arguments that differ, by run, and the shared ones."""
     names = sorted({name for run in runs for name in run.texts})
     table = {name: [run.texts.get(name, "") for run in runs] for name in names}
     differ = {name: row for name, row in table.items() if len(set(row)) > 1}

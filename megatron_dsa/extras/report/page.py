@@ -24,7 +24,7 @@ from megatron_dsa.training.files.whole import whole_file
 
 matplotlib.rcParams["text.parse_math"] = False  # run names may hold dollar signs
 
-#: Placeholders of text and grid colours, which the page sets for light and dark mode.
+#: Placeholders that the page replaces in light and dark mode.
 _INK, _GRID = "#010203", "#040506"
 _LOOK = {
     "font.size": 9,
@@ -41,7 +41,6 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_html(runs: list[RunLog], title: str, path: Path) -> None:
-    """Write the page, with inline SVG charts and no scripts."""
     described: list[dict[str, Any]] = [
         {
             "name": run.name,
@@ -84,13 +83,12 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
 
 
 def _links(files: dict[str, Path], page: Path) -> dict[str, str]:
-    """Return links relative to the page, valid after moving both."""
     start = page.absolute().parent
     return {name: quote(os.path.relpath(file, start)) for name, file in files.items()}
 
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
-    """Return a chart as SVG in the page's colours; ``None`` if empty."""
+    """Return a chart as SVG; ``None`` if empty."""
     colors = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK}
     colors |= {"xtick.color": _INK, "ytick.color": _INK, "grid.color": _GRID}
     with pyplot.rc_context(_LOOK | colors):
@@ -113,7 +111,7 @@ def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
 
 
 def write_png(runs: list[RunLog], title: str, path: Path) -> None:
-    """Write all charts as one picture, up to three per line.
+    """Write all charts as one picture.
 
     Raises:
         ConfigError: there is nothing to draw.

@@ -1,8 +1,4 @@
-"""The charts of a report, drawn on matplotlib axes.
-
-A run has one colour in all charts. Long series are thinned to means; dotted lines mark changes of
-stage.
-"""
+"""The charts of a report, drawn on matplotlib axes."""
 
 import itertools
 import math
@@ -19,7 +15,7 @@ from megatron_dsa.extras.report.events import RunLog, Series
 from megatron_dsa.extras.report.facts import compiled, tokens_per_second
 from megatron_dsa.metrics.tags import FIGURES
 
-#: Readable in light and dark mode, and by most colour-blind people.
+#: Readable on light and dark, and for most colour-blind people.
 COLORS = (
     "#2b7bba", "#e08214", "#1b9e77", "#c2539d", "#d6483b", "#7b6fd0", "#8f7a2f", "#3aa6b9",
 )  # fmt: skip
@@ -38,13 +34,7 @@ def _look_of(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart by step.
-
-    Attributes:
-        text: caption of one sentence.
-        draw: draws the runs on an axis; returns whether there was anything.
-        format: of numbers on the y axis.
-    """
+    """One chart by step; ``draw`` returns whether it drew anything."""
 
     title: str
     text: str
@@ -53,12 +43,11 @@ class Panel:
     format: ticker.Formatter | None = None
 
     def show(self, axis, runs: list[RunLog]) -> bool:
-        """Draw the runs with labels and legend; return whether there was anything."""
         drawn = self.draw(axis, runs)
         axis.set(xlabel="step", ylabel=self.ylabel)
         if self.format is not None:
             axis.yaxis.set_major_formatter(self.format)
-        if axis.get_yscale() == "log":  # page.py cannot draw the default's formulas
+        if axis.get_yscale() == "log":  # page.py draws no formulas
             axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
         if drawn:
             if len(axis.get_legend_handles_labels()[1]) > 1:
@@ -85,10 +74,7 @@ def _mark_stages(axis, runs: list[RunLog]) -> None:
 def thinned(
     series: Series, points: int = 400, breaks: Sequence[int] = ()
 ) -> list[tuple[float, float]]:
-    """Thin a series to about ``points`` means of equal stretches.
-
-    Means do not cross ``breaks`` (ascending steps); a NaN there interrupts matplotlib's line.
-    """
+    """Average a series to about ``points``; NaN interrupts the line at ``breaks``."""
     stretch = -(-len(series) // points)
     means: list[tuple[float, float]] = []
     for _, part in itertools.groupby(series, key=lambda point: bisect(breaks, point[0])):
@@ -108,7 +94,7 @@ def _line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
 
 
 def validations(log: RunLog) -> dict[str, Series]:
-    """Return validation losses by data set (empty name for a single one)."""
+    """Return validation losses by data set ("" for a single one)."""
     found = log.under("lm loss validation")
     return {
         name.removeprefix("-"): series
@@ -130,7 +116,6 @@ def smoothed(series: Series) -> Series:
 
 
 def draw_loss(axis, runs: list[RunLog]) -> bool:
-    """Draw training loss (faint), its smoothed line, and validation points."""
     drawn = []
     for number, run in enumerate(runs):
         look, training = _look_of(number), run.scalars.get("lm loss", [])
@@ -152,10 +137,7 @@ def _later(series: Series) -> list[float]:
 
 
 def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> bool:
-    """Draw a line per layer of a single run; of several runs, mean and range over layers.
-
-    Lines stop at a change of stage, which changes the measured keys.
-    """
+    """Draw a run's layers, or the mean and range of several runs', interrupted between stages."""
     drawn = []
     for number, run in enumerate(runs):
         layers = run.layers(tag)
@@ -182,7 +164,6 @@ def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> 
 def _draw_tag(
     axis, runs: list[RunLog], tag: str, smooth: bool = False, yscale: str = "linear"
 ) -> bool:
-    """Draw a figure of the whole model; ``smooth`` also smooths it."""
     drawn = []
     for number, run in enumerate(runs):
         look, series = _look_of(number), run.scalars.get(tag, [])
@@ -225,7 +206,7 @@ PANELS = (
         "How far the indexer is from the attention that it learns; the band spans the layers.",
         partial(_draw_layers, tag=FIGURES["indexer loss"], yscale="log"),
         "indexer loss (KL, nats)",
-        ticker.StrMethodFormatter("{x:g}"),  # page.py cannot draw formulas
+        ticker.StrMethodFormatter("{x:g}"),
     ),
     Panel(
         "Attention mass captured",

@@ -45,7 +45,6 @@ class LayerAgreement:
         return self.common / self.keys if self.keys else 1.0
 
     def describe(self) -> str:
-        """Return a one-line summary."""
         line = f"layer {self.layer}, rank {self.rank}: {self.share:.3%} of {self.keys} keys agree"
         if self.first is None:
             return line
@@ -127,7 +126,7 @@ def _compared(layer, rank, given, own, tokens, shown, workspace_bytes) -> LayerA
 
 
 def _missing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Mark the keys of ``a`` missing in ``b`` for the same token, bool ``[r, K]``."""
+    """Mark keys of ``a`` missing in ``b``, bool ``[r, K]``."""
     ordered = torch.where(b < 0, _NONE, b).sort(1).values
     place = torch.searchsorted(ordered, a.contiguous()).clamp_max(ordered.shape[1] - 1)
     return (a >= 0) & (ordered.gather(1, place) != a)
@@ -196,7 +195,6 @@ def log_prob_gap(
 
 
 def lines(agreements: list[LayerAgreement]) -> Iterator[str]:
-    """Yield a line per differing layer, then the overall share."""
     for each in agreements:
         if each.differing:
             yield each.describe()

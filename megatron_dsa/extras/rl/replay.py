@@ -1,6 +1,6 @@
 """Replay of given keys instead of the indexers' selections, and capture of selections.
 
-Training on rollouts replays the rollout engine's selections::
+Training on rollouts replays the engine's selections::
 
     replay = IndexReplay()
     for each microbatch, in order:
@@ -9,14 +9,13 @@ Training on rollouts replays the rollout engine's selections::
         forward_backward_func(...)
 
 :class:`IndexCapture` collects selections in the same form
-(:mod:`megatron_dsa.ops.layout.positions`); a replay of them is exact to the bit.
+(:mod:`megatron_dsa.ops.layout.positions`).
 
-Layers are numbered from 1 over all pipeline stages; only selecting layers count: with index sharing
-the first of each group, in V4 the layers of ratio 4, whose positions count groups. Multi-token
-prediction always selects for itself.
+Layers are numbered from 1 over all stages; only selecting layers count: with index sharing the
+first of each group, in V4 those of ratio 4, whose positions count groups.
 
-Megatron's schedules run microbatches through a layer in order, forward and backward. A layer
-therefore needs two queues: coming microbatches, and those a recomputed layer needs again.
+Microbatches pass a layer in order, forward and backward: it needs two queues, of coming
+microbatches and of those to recompute.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class IndexReplay:
             self._next[layer].append(indices[layer])
 
     def take(self, layer: int, training: bool) -> torch.Tensor:
-        """Return the positions of the present microbatch; call once per forward pass of the layer.
+        """Return the positions of a layer's microbatch; call once per forward pass.
 
         ``training`` without gradients is the first pass of a recomputed layer.
         """
@@ -152,7 +151,6 @@ class IndexReplay:
     def given(
         self, core: CoreAttention, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` of the present microbatch."""
         name = f"indices[{core.layer_number}]"
         positions = local_rows(
             self.take(core.layer_number, core.training), layout, ranks.query_sharding, name

@@ -1,11 +1,7 @@
 """Rollout engines' records of selections and routed experts (SGLang, vLLM).
 
-Readers decode the record of one sequence. :func:`selections_of` converts records for
-:class:`~megatron_dsa.extras.rl.replay.IndexReplay`, :func:`experts_of` for Megatron's
-``RouterReplay``. Formats: ``docs/guide/rl.md``.
-
-Engines have no record of a sequence's last sampled token, which they did not run. A loss over
-sampled tokens predicts nothing from it, so its entries are filled in.
+Formats: ``docs/guide/rl.md``. Engines have no record of a sequence's last sampled token; no loss
+depends on it, so its entries are filled in.
 """
 
 import base64
@@ -22,14 +18,12 @@ from megatron_dsa.config.model import selects_keys, uses_csa
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
 
-#: Recorded quantity.
 Field = Literal["indexer_topk", "routed_experts"]
 Engine = Literal["sglang", "vllm"]
 _FLAGS = {
     "indexer_topk": "--enable-return-indexer-topk",
     "routed_experts": "--enable-return-routed-experts",
 }
-#: dtypes that SGLang names.
 _DTYPES = ("int32", "uint16", "uint8")
 
 
@@ -222,7 +216,7 @@ def experts_of(
 
 
 def _whole(records, lengths, padded_lengths, last) -> Iterator[torch.Tensor]:
-    """Yield the records of whole sequences ``[padded length, layers, K]``, -1 padded."""
+    """Yield sequences' records ``[padded length, layers, K]``, -1 padded."""
     padded = list(lengths if padded_lengths is None else padded_lengths)
     require(
         len(records) == len(lengths) == len(padded),

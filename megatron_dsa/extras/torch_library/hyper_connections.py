@@ -66,7 +66,6 @@ def _head(
     return api.read_head(streams, connection, weight, policy=policy_of(policy))
 
 
-#: Differentiable arguments of a read, and of a write.
 _READ, _WRITTEN = (
     ("streams", "fn", "base", "scale", "weight"),
     ("output", "streams", "post", "comb"),
@@ -91,7 +90,7 @@ def _read_backward(
     gradients = [dnormed] if dpost is None or dcomb is None else [dnormed, dpost, dcomb]
     found = derivatives(run, (streams, fn, base, scale, weight), gradients)[1]
     dx, dfn, dbase, dscale, dweight = found
-    # Triton returns base and scale as views of one tensor; results of an operation must not alias.
+    # Views of one tensor, but results must not alias.
     return dx, dfn, dbase, dscale.clone(), dweight
 
 

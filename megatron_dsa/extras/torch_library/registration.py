@@ -16,7 +16,6 @@ from megatron_dsa.ops.dispatch import Policy, meta_dispatch
 from megatron_dsa.ops.layout.compressed import visible_groups
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 
-#: Policy texts list the differences from this.
 _DEFAULT = Policy()
 
 
@@ -36,7 +35,6 @@ def policy_of(text: str) -> Policy:
     known = {field.name for field in dataclasses.fields(Policy)}
     values: dict[str, Any] = {}
     try:
-        # One assignment of a literal per field.
         for node in ast.parse(text).body:
             if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
                 raise ValueError("no assignment")
@@ -92,7 +90,6 @@ def registered[**Arguments, Result](
 
 
 def like(*names: str) -> Callable[[Any], Any]:
-    """Return a fake whose results have these arguments' shapes."""
     return lambda a: tuple(empty_like(getattr(a, name)) for name in names)
 
 
@@ -134,7 +131,7 @@ def register_backward(
         if given[0] is None:
             return (None,) * len(arguments)
         given = (*given, *(None,) * gradients)[:gradients]  # a head has one result
-        # Non-reentrant checkpoints unpack each saved tensor only once.
+        # Non-reentrant checkpoints unpack tensors once.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         found = backward(*given, *(other if x is None else x for x, other in pairs))
         by_name = dict(zip(of, found, strict=True))
@@ -148,7 +145,6 @@ def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Return an empty contiguous tensor of the shape of ``x``."""
     return x.new_empty(x.shape)
 
 
@@ -165,7 +161,7 @@ def layout_of(
     cu_seqlens_padded: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> Layout:
-    """Return the layout of packed sequences, or of one sequence without ``cu_seqlens``."""
+    """Return a packed layout, or of one sequence without ``cu_seqlens``."""
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     if cu_seqlens is None:
         return bshd_layout(tokens, 1, device)
@@ -182,7 +178,7 @@ def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
 
 
 def index_layout(layout: Layout, ratio: int) -> Layout:
-    """Return the visibility of index keys, compressed if ``ratio`` > 1."""
+    """Return the visibility of index keys, compressed above a ratio of 1."""
     check_ratio(ratio)
     return layout if ratio == 1 else visible_groups(layout, ratio)
 
@@ -192,7 +188,7 @@ def check_ratio(ratio: int) -> None:
 
 
 class TokenCounts(NamedTuple):
-    """Attributes of a layout that argument checks read; fakes have no values to build one."""
+    """A layout's attributes for argument checks of fakes, which have no values."""
 
     num_queries: int
     num_keys: int
@@ -200,7 +196,7 @@ class TokenCounts(NamedTuple):
 
 
 def none_of(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an empty tensor as ``None``, which schemas cannot return."""
+    """Return the empty tensor that stands for ``None`` in schemas."""
     return x.new_empty(0, dtype=dtype)
 
 

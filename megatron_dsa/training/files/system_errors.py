@@ -9,7 +9,7 @@ from os import PathLike
 
 from megatron_dsa.errors import DSAError, FileError
 
-#: Errors that users can fix -> fix.
+#: Errno -> fix.
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, and start again"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
@@ -22,8 +22,8 @@ _FIXES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # of Rust libraries such as safetensors
-_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy's error without errno
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # Rust libraries such as safetensors
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy, without errno
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
@@ -48,7 +48,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
             return OSError(errno.ENOSPC, f"only part of it was written ({error})")
         if (number := _NUMBER.search(str(error))) is not None:
             return OSError(int(number[1]), "")
-        # torch collects the errors of all ranks.
+        # Errors of all ranks.
         failures = [each[0] for each in getattr(error, "failures", {}).values()]
         error = failures[0] if failures else error.__cause__ or error.__context__
     return None
