@@ -70,7 +70,7 @@ def _print_flags(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Run without Megatron.
+#: Commands that run without Megatron.
 WITHOUT_HOST = ("info", "doctor", "flags", "report")
 
 

@@ -73,14 +73,14 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     main = _weight_gradients(config)
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
-    # Embedding and residual streams.
+    # One for the embedding, one per residual stream.
     projections = (1 + (config.hc_mult if uses_streams(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
         work += [*layer_work(config, number, is_mtp=True), *_head(config)]
         work.append(_linear("multi-token prediction", projections, main))
-        # They train hidden states only.
+        # Detached heads train hidden states only.
         work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
     return _merged(work)
 

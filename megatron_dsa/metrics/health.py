@@ -98,7 +98,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     overlap = adjacent_overlap(attended.indices, attended.positions, queries)
     chosen = chooses(layout, queries, attended.topk)
     return {
-        # Keep NaN.
+        # NaN attention must show.
         "dsa attention mass captured": Mean.of(captured, sees_keys),
         "dsa query overlap": Mean.of(torch.where(chosen, overlap, float("nan"))),
     }

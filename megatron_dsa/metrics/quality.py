@@ -107,7 +107,7 @@ def adjacent_overlap(
 
 def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
     """Return bool ``[r, num_keys]``: keys visible to the queries."""
-    # The buffer may be larger.
+    # The buffer may hold more keys.
     slots = layout.slots_of_key_rows()
     return (slots >= layout.start[queries, None]) & (slots < layout.end[queries, None])
 
@@ -148,7 +148,7 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    # Copies of keys.
+    # The product copies keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]

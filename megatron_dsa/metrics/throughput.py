@@ -75,7 +75,7 @@ class Throughput:
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Return tokens and squared lengths over all ranks, or ``None`` twice."""
+        """Return tokens and squared lengths over all ranks, or ``(None, None)``."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()
@@ -135,7 +135,7 @@ class Throughput:
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
         times = {name: value / steps for name, value in TIMES.take().items()}
-        # Replays dispatch nothing.
+        # CUDA graph replays dispatch nothing.
         graphed = self.config.cuda_graph_impl != "none"
         metrics = {} if graphed else operation_metrics(times)
         peak = peak_tflops(self.config, self.device)

@@ -23,10 +23,9 @@ class Patch(NamedTuple):
     Attributes:
         defect: Megatron's behaviour without it.
         installer: ``module:function`` in ``megatron_dsa``; idempotent.
-        by: installing code; ``checkpoints``: entry point and layer specs; ``layers``: block specs
-            and layers, by name.
+        by: installing code.
         when: runs in which it is active.
-        needed: the same as code, if layer specs install it.
+        needed: the same as code, for layer specs.
         upstream: number in NVIDIA/Megatron-LM.
         versions: megatron-core versions with the defect.
     """

@@ -31,9 +31,7 @@ def needed() -> bool:
 
 
 def activate() -> None:
-    """Install the shims for the rest of the process; idempotent.
-
-    Function modes are per thread: call it in the thread that builds and trains.
+    """Install the shims for the rest of the process, in the thread that builds and trains.
 
     Raises:
         VersionError: the megatron-core version is not supported.
@@ -79,7 +77,6 @@ def hide_unusable_transformer_engine() -> None:
         hide_transformer_engine()
 
 
-#: Changed even without keywords.
 _LOOKED_AT = frozenset(
     {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
 )
@@ -106,7 +103,7 @@ class CudaTo(TorchFunctionMode):
                 if isinstance(kwargs.get(name), torch.Tensor):
                     kwargs[name] = kwargs[name].tolist()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Optimizers compare it with 'torch.cuda.FloatTensor'; nested modes replace it once.
+            # Optimizers compare it with 'torch.cuda.FloatTensor'.
             name = func(*args)
             return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
@@ -172,9 +169,9 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # Avoids warnings.
+    # Takes the branch without warnings.
     arguments.get_device_arch_version = lambda: 10
-    # Would consume random numbers of the only generator.
+    # It would draw from the only generator.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None
     # torch.compile would need a compiler.
     torch.compiler.set_stance("force_eager")

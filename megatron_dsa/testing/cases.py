@@ -17,17 +17,15 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, pack
 #: Fills a GPU within seconds.
 MAX_TIMED_ROWS = 4096
 BUDGET_BYTES = 2**30
-#: Keys that no query selects, besides the first and last.
+#: No query selects these keys, nor the first and last.
 UNSELECTED_STEP = 11
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One model shape.
+    """One model shape: absorbed attention per rank, and indexer.
 
     Attributes:
-        heads, qk_dim, v_dim: of the absorbed attention, per rank.
-        index_heads, index_dim: of the indexer.
         topk: keys per query.
         seq: number of keys.
         rows: query tokens compared with float64.
@@ -190,7 +188,7 @@ def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
 
 
 def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
-    # Keep ordinary neighbours.
+    # Every second one, so that ordinary lists remain between.
     longest = length.argsort(descending=True, stable=True)[::2].tolist()
     no_length, only_invalid, hole, past_the_end, stale = longest[:5]
     length[no_length] = 0  # its ids stay listed

@@ -8,7 +8,7 @@ import torch
 
 #: bf16 kernels reach 3e-3 (``rel_error`` in the CSVs of ``benchmarks/``).
 MODEL_SHAPES = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-#: Small shapes of tests, with short sums.
+#: Small shapes have short sums.
 SPARSE_ATTENTION = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-3}
 #: Small shapes of tests.
 INDEXER_LOSS = {
@@ -17,7 +17,7 @@ INDEXER_LOSS = {
     torch.bfloat16: 5e-3,
     torch.float16: 5e-3,
 }
-#: fp32 also for 16-bit inputs.
+#: fp32 even for 16-bit inputs.
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
 #: With 131072 keys, fp8 misses keys up to 6.4e-3 of the largest score.
 SCORE_INVERSION = 1e-2
@@ -26,7 +26,7 @@ LEAST_RECALL = 0.99
 #: Share of engine numerics' keys, and error of the scores: tensor cores keep fewer bits.
 LEAST_ENGINE_SHARE = 0.998
 ENGINE_SCORES = 5e-3
-#: Float64 results below are rounding.
+#: Float64 results below this are rounding errors.
 ROUNDING = 1e-14
 
 
@@ -51,10 +51,8 @@ class Comparison:
     """Errors and complaints about results of one implementation.
 
     Attributes:
-        tolerance: largest relative error that passes.
-        tolerances: exceptions by figure.
+        tolerance, tolerances: largest relative error, and exceptions by figure.
         errors: figure -> worst relative error against float64.
-        figures: other figures of merit.
         complaints: violated rules, in words.
     """
 

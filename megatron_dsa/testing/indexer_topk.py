@@ -126,7 +126,7 @@ class SelectionCase:
             ("score shortfall", bar - least, size.sqrt()),
             ("score inversion", rejected - least, largest),
         ):
-            # All scores are 0.
+            # relu can cut all scores to 0.
             gaps = (gap / torch.where(unit > 0, unit, 1.0))[some].clamp_min(0)
             found.keep_worst(name, float(gaps.max()) if some.any() else 0.0)
 
@@ -142,7 +142,7 @@ class EngineCase(SelectionCase):
 
     def right_scores(self) -> torch.Tensor:
         x = self.inputs
-        per_token = 8 * 12 * len(x.k)  # sums, products, and intermediates
+        per_token = 8 * 12 * len(x.k)
         return torch.cat([
             engine_scores(x.q[self.tokens[chunk]], x.k, x.weights[self.tokens[chunk]])
             for chunk in chunks(len(self.tokens), per_token)

@@ -88,11 +88,9 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
     )
     lse, p_sum = out.new_zeros(queries, heads), out.new_zeros(queries, num_keys)
-    # Copy of the keys, gradient, addend.
     for part in chunks(heads, 8 * 8 * max(1, num_keys) * case.kv.shape[2]):
         kv = case.kv[:, part].detach().double().requires_grad_()
         k_pe = case.k_pe.detach().double().requires_grad_()
-        # Several matrices of logits.
         for tokens in chunks(queries, 8 * 8 * max(1, num_keys) * kv.shape[1]):
             q = case.q[tokens, part].detach().double().requires_grad_()
             found = reference(q, kv, k_pe, case.mask[tokens], case.softmax_scale)
@@ -172,7 +170,6 @@ class MaskedReference:
         self.compact_teacher(found, sums.p_sum)
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-        # 0 means no key.
         expected = compact(torch.where(mask, keys, 0), mask, width) - 1
         found.require(torch.equal(sums.indices, expected), "indices are not the ascending keys")
         length = mask.sum(1, dtype=torch.int32)

@@ -80,7 +80,6 @@ def expected_attention(case: AttentionCase) -> ExpectedAttention:
     sink = None if case.sink is None else case.sink.detach().double().requires_grad_()
     (tokens, heads, dim), width = case.q.shape, case.lists.indices.shape[1]
     results = []
-    # gathered keys, gradients, logits
     for chunk in chunks(tokens, 8 * width * (6 * dim + 8 * heads)):
         part = case.take(chunk)
         q = part.q.detach().double().requires_grad_()

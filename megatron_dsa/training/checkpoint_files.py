@@ -17,9 +17,7 @@ RELEASE = "release"
 def saved_name(root: Path, step: int | None) -> str | None:
     """Return the name of the checkpoint to load (``release``, ``iter_0000100``), or ``None``.
 
-    Args:
-        root: the ``--save`` of the run.
-        step: overrides the tracker file (``--ckpt-step``).
+    ``step`` (``--ckpt-step``) overrides the tracker file.
 
     Raises:
         ConfigError: the tracker file is damaged, and ``root`` holds no complete checkpoint.
@@ -146,7 +144,6 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return the first of all ranks' errors, or the error itself."""
     collects = type(error).__name__ == "CheckpointException"
     failures = getattr(error, "failures", {}) if collects else {}
     return next((each[0] for each in failures.values()), error)

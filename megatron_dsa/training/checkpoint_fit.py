@@ -35,9 +35,7 @@ def check_optimizer(
 ) -> None:
     """Check that the optimizer state in a checkpoint has this run's kind and layout.
 
-    Args:
-        args, saved: Megatron's arguments, and those in the checkpoint.
-        metadata: Megatron's content metadata (``distrib_optim_sharding_type``).
+    ``metadata``: Megatron's content metadata (``distrib_optim_sharding_type``).
 
     Raises:
         ConfigError: it does not; names the flag and the fix.

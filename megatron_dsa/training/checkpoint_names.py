@@ -15,16 +15,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_dsa.config.hybrid import EXPERTS, count_pairs, decoder_of
 from megatron_dsa.errors import require
 
-# transformer-engine fuses some norms.
+# Names without and with transformer-engine's fused norms.
 _NORM_NAMES = (
     ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
     ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 )
 _STACKED = re.compile(r"(.*decoder\.layers)\.(?!\d+\.)(.*)")
-#: In the second hybrid layer.
+#: Parts in the second hybrid layer of a GPT layer.
 _OF_MLP = r"(?=pre_mlp_layernorm\.|mlp\.)"
-#: GPT name, hybrid name.
+#: Name in a GPT, name in a hybrid model.
 _PREDICTION = "transformer_layer.", "mtp_model_layer.layers."
 _FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 
@@ -33,10 +33,7 @@ _FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 class OtherKind:
     """A GPT's checkpoint for a hybrid model with the same layers, or vice versa.
 
-    Attributes:
-        rename: name in this run -> name in the checkpoint.
-        gpt_layers: decoder layers of the GPT.
-        num_layers: decoder layers of this run.
+    ``rename``: name in this run -> name in the checkpoint; ``num_layers``: of this run.
     """
 
     rename: Callable[[str], str]
@@ -48,9 +45,8 @@ def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | N
     """Return the naming of a checkpoint of the other kind; ``None`` for this run's kind.
 
     Args:
-        saved: arguments in the checkpoint; ``None`` is a GPT of any size (imported weights).
+        saved: arguments in the checkpoint; ``None``: imported weights.
         pattern: ``--hybrid-layer-pattern`` of this run, ``None`` for a GPT.
-        directory: the checkpoint, for messages.
 
     Raises:
         ConfigError: the GPT and the hybrid model have different layers.
@@ -155,7 +151,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
     build = entry.build_fn
 
     def build_stacked(_key, *args):
-        # All parts share the stacked key.
+        # The factory's parts share the stacked key.
         return dict_list_map_inplace(
             lambda part: _in_stack(part, key, layer, layers), build(key, *args)
         )

@@ -224,7 +224,7 @@ def _stage_of(args) -> str:
     if stage is None:  # bundled DSA, or dense attention
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
-    if getattr(args, "csa_dense_mode", False):  # earlier versions
+    if getattr(args, "csa_dense_mode", False):  # checkpoints of earlier versions
         stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"
@@ -307,7 +307,6 @@ def base_of(checkpoint_dir) -> Path | None:
 
 
 def stored_entries(checkpoint_dir) -> dict[str, ShardedBase]:
-    """Return a checkpoint's entries by key, without data."""
     install_checkpoint_repairs()
     return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
 
@@ -319,7 +318,7 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
         return entries
     frozen = load_extra("lora.base", "--lora-rank").frozen_entries(base)
     args = _saved_args(checkpoint_dir)
-    # The model may be smaller.
+    # The model may lack parts of its base.
     without_mtp, dense = not args.mtp_num_layers, _stage_of(args) == "dense"
     return {
         key: entry
@@ -354,7 +353,7 @@ def _redirect_models(
     fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
     for parent, name, entry in list(nested_entries(models)):
-        # Another layer in the other kind.
+        # The other kind may give this number to another layer.
         if kind is None and is_held(entry, available):
             continue
         if name.endswith("_extra_state"):

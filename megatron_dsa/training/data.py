@@ -195,7 +195,6 @@ _BATCH_KEYS = (
     "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
     "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
 )  # fmt: skip
-#: Per token in dim 1.
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -272,9 +271,6 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
 def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = None) -> None:
     """Reduce ``batch`` (in place) to a context-parallel rank's tokens, in its order.
 
-    Megatron's split supports neither other layouts nor, without transformer-engine, packed
-    documents.
-
     Args:
         batch: tensors ``[b, s]`` by name, or ``None``; only entries per token change.
         offsets: int ``[n + 1]``, cumulative (padded) lengths of packed documents, or ``None``.
@@ -347,10 +343,10 @@ def _pack(
 
     Args:
         fixed: sizes are equal in all batches; avoids a host sync.
-        whole: this rank holds whole samples; Megatron splits and balances by ``tokens_per_sample``.
+        whole: this rank holds whole samples.
         padded: sequences may end in padding.
     """
-    batch["attention_mask"] = None  # the lengths replace it
+    batch["attention_mask"] = None  # replaced by lengths
     for key in _TOKEN_KEYS:
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)

@@ -20,7 +20,7 @@ from megatron_dsa.training.launching import this_rank, world_size
 
 #: Errors that the user can fix.
 USAGE = 2
-#: Megatron's after a non-finite result: save and rerun; give up.
+#: Megatron's exit codes: save and rerun; give up.
 _RERUN, _REJECTED = 16, 17
 
 
@@ -36,10 +36,10 @@ class Known(NamedTuple):
     """An error of Megatron or torch, and its message.
 
     Attributes:
-        through: functions in the traceback, any of them; empty: no condition.
+        through: functions in the traceback; "": any.
         kinds: class names of the error or its cause.
-        says: message with ``{error}`` (first line, or the failed check), ``{launch}`` (launcher
-            variables), ``{executable}`` (Python), ``{save}`` and the groups of ``text``.
+        says: message with ``{error}``, ``{launch}`` (launcher variables), ``{executable}``,
+            ``{save}`` and the groups of ``text``.
         text: regular expression to find in the error's text.
     """
 
@@ -234,10 +234,10 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # A lost rank requires another rank.
+        # Other ranks must exist.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            # Later lines are stacks, except for flags.
+            # Only errors on flags go on after the first line.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}

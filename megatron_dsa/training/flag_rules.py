@@ -93,7 +93,7 @@ _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _PACKED = "--dataloader-inter-document-masking"
 _USUAL = ("adam", "sgd")
 _SFT, _PRESET = "with --sft", "megatron_dsa.pretrain sets it; add it"
-#: Row; condition in words ("": always); condition as code.
+#: Rule, condition in words ("": always), condition as code.
 ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
     (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
@@ -162,7 +162,7 @@ def _of_v4() -> str:
     return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
 
 
-#: Arguments; condition of their effect, as code and in words.
+#: Arguments, condition of their effect as code, the same in words.
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
@@ -208,7 +208,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         given = [
             flag_of(name) if value is True else f"{flag_of(name)} {said(value)}"
             for name, value in values.items()
-            # 0 is a given value.
+            # 0 is a given value, so compare by identity.
             if not (value is None or value is False or value == [] or value == defaults.get(name))
         ]
         yield (
@@ -243,7 +243,7 @@ def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """Main parameters would be initialised from weights rounded to FP8."""
-    # Used until this run has saved a checkpoint.
+    # Megatron uses it until this run has saved a checkpoint.
     saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
     pretrained = args.pretrained_checkpoint is not None and not saved
     starts = pretrained or (args.load and (args.finetune or args.no_load_optim))

@@ -19,7 +19,7 @@ _OTHER_SIZES = (
 )
 _OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID")
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
-#: Of Megatron's ``CheckpointWithoutOutput``.
+#: Lock of Megatron's ``CheckpointWithoutOutput`` build.
 _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
 
 
@@ -104,7 +104,7 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
 
 def use_compiled_dataset_helper() -> None:
     """Skip Megatron's Makefile if the wheel lacks it."""
-    from megatron.core.datasets import utils  # imported late
+    from megatron.core.datasets import utils
 
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if not os.path.exists(makefile):

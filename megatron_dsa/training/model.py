@@ -146,7 +146,7 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
 def start_table(choices: Iterable[Choice]) -> list[str]:
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
-        # The first shape's reason stands.
+        # Shapes may differ in their reasons.
         remark = "" if choice.no_gpu else choice.remark()
         remarks.setdefault((choice.operation, choice.candidate.name), remark)
     table = [("operation", "implementation", "reason")]

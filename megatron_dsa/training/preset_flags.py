@@ -7,17 +7,17 @@ from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
 
-#: S x S masks are unused; rope is this package's.
+#: Masks are unused; rope is this package's.
 ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
 WITHOUT_TRANSFORMER_ENGINE = [
     "--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion",
 ]  # fmt: skip
-#: Apex's fused gradient accumulation.
+#: Apex's kernel of fused gradient accumulation.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 #: Delayed scaling starts at 1, where E5M2 rounds gradients below 2**-17 to 0.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
-#: Packed conversations of any length.
+#: Conversations have any length.
 SFT = [
     "--dataloader-inter-document-masking", "--calculate-per-token-loss",
     "--dsa-cp-layout", "zigzag_rows",

@@ -13,9 +13,9 @@ from unittest import mock
 
 from megatron_dsa.training.launching import this_rank
 
-#: Message prefix, module pattern.
+#: Beginning of the message, pattern of the module.
 WARNINGS = (
-    # Covered by the line on preset flags.
+    # Preset flags handle their absence.
     ("Transformer Engine and Apex are not installed. Falling back", r"megatron\."),
     ("Apex is not installed. Falling back to Torch Norm", r"megatron\."),
     (
@@ -29,11 +29,10 @@ WARNINGS = (
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
     # Module is the file's path.
     ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
-    # Ignored without a GPU.
+    # Harmless without a GPU.
     ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
     ("The argument order of load has been changed", r"torch\.distributed\."),
     ("torch.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\."),
-    # Any caller.
     ("Please use DTensor instead and we are deprecating ShardedTensor", ""),
 )
 #: Logger, message prefix.
@@ -42,7 +41,7 @@ RECORDS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     # Documents may be longer than a sample.
     ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
-    # Also in synchronous saves.
+    # Also for synchronous saves.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
@@ -93,7 +92,7 @@ def quiet_output() -> Iterator[None]:
     Also hides its memory of dense attention or missing GPUs, and the warning about a first start.
     """
     import torch
-    from megatron.training import arguments, checkpointing, get_args, training  # after preparations
+    from megatron.training import arguments, checkpointing, get_args, training
 
     print_arguments, report_memory = arguments._print_args, training.report_theoretical_memory
     report_gpu_memory, print_line = training.report_memory, checkpointing.print_rank_0

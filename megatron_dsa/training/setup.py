@@ -65,10 +65,10 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     batch, packed = get_batch(data_iterator, get_model_config(model), vp_stage)
     timers("batch-generator").stop()
     counter = installed()
-    # Once per rank, in training only.
+    # Count a batch once, in training only.
     if counter is not None and packed is not None and model.training and not vp_stage:
         counter.count_documents(packed.cu_seqlens_q)
-    # Unused, and copied by every CUDA graph replay.
+    # Attention ignores it, and graph replays would copy it.
     graphed = get_model_config(model).cuda_graph_impl != "none"
     run = model.build_schedule_plan if return_schedule_plan else model
     losses = run(

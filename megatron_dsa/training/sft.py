@@ -26,7 +26,7 @@ from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
 _TOGETHER = 512
-#: Seconds; longer waits exceed Megatron's timeout.
+#: Seconds; ranks must not wait longer than Megatron's timeout.
 _BEAT = 60.0
 
 
@@ -110,10 +110,7 @@ def tokenise(
 def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[list[int]]:
     """Pack indices of ``lengths`` into lists with sums of at most ``room``: best fit.
 
-    Args:
-        lengths: in packing order, each at most ``room``.
-        room: tokens per list.
-        most: indices per list, if limited.
+    ``most``: indices per list, if limited.
     """
     packed: list[list[int]] = []
     open_lists: dict[int, list[int]] = {}  # tokens left -> lists

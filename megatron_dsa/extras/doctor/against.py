@@ -36,7 +36,7 @@ from megatron_dsa.specs import dsa_layer_spec
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 from megatron_dsa.training.one_process import one_process
 
-#: Without a checkout's commit.
+#: Without the commit of a checkout.
 MEGATRON = megatron.core.__version__.split("+")[0]
 _UNUSED = ("dims", "index_heads", "index_dim", "dtype", "sink", "packed", "rows", "allow_unfused")
 #: The bundled spec requires transformer-engine otherwise.
@@ -61,14 +61,7 @@ _ROPES: dict[str, dict[str, Any]] = {"rope": {"rope_type": "rope"}, "yarn, inter
 
 @dataclass
 class Against:
-    """Result of a comparison.
-
-    Attributes:
-        bound: largest relative difference that passes.
-        cases: case -> differences of the two layers.
-        times: sentences that start with a ratio.
-        remarks: skipped comparisons, with reasons.
-    """
+    """Result of a comparison: largest passing difference, cases, and notes for the report."""
 
     bound: float
     cases: dict[str, Comparison] = field(default_factory=dict)
@@ -170,7 +163,7 @@ def _layers(config, kernels: str, device: torch.device):
     with torch.no_grad():
         for _, weight in sorted(ours.named_parameters()):
             drawn = torch.randn(weight.shape, generator=generator, device=device)
-            # Non-uniform attention.
+            # For attention far from uniform.
             weight.copy_(drawn * 1.5 * weight.shape[1] ** -0.5 if weight.dim() > 1 else
                          1 + 0.2 * drawn)  # fmt: skip
     theirs, remark = bundled_layer(config, kernels)

@@ -23,9 +23,7 @@ FUSED = ("cudnn", "tilelang")
 def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
     """Build megatron-core's DSA layer; return it with a remark on its differences to ours.
 
-    Args:
-        config: a :class:`megatron_dsa.config.transformer.DSATransformerConfig`, not modified.
-        kernels: ``none`` (torch), or one of :data:`FUSED`.
+    ``kernels``: ``none`` (torch), or one of :data:`FUSED`.
 
     Raises:
         ValueError: from Megatron, if these kernels cannot run here.
@@ -40,7 +38,7 @@ def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
         remarks.append("no Hadamard rotation (fast_hadamard_transform is missing)")
     backend = get_backend(config.transformer_impl)
     spec = get_dsa_module_spec_for_backend(config, backend)
-    # Required without transformer-engine.
+    # Without transformer-engine it needs column-parallel layers.
     down = backend.latent_linear()
     spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
     return build_module(spec, config=config, layer_number=1), "; ".join(remarks)

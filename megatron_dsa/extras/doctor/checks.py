@@ -46,7 +46,7 @@ FORWARD, BACKWARD, TEACHER = (
 )
 SCORES, TOPK, ENGINE_SCORES = "indexer_scores", "indexer_topk", "indexer_engine_scores"
 LOSS = "sparse_indexer_loss"
-#: Compared with float64 at full size.
+#: Tokens of a full-size call that are compared.
 _FULL_SIZE_TOKENS = 8
 
 #: A call that returns a tuple, and its comparison.
@@ -59,10 +59,9 @@ class Check:
     """Comparison of all implementations of some operations.
 
     Attributes:
-        name, label: the check, and its shape in words.
         calls: operation -> call; all their implementations are combined.
-        steps: the first step is repeated and must agree bit for bit.
-        full_size: the timed call, compared at some tokens; by default the first step.
+        steps: the first step must repeat bit for bit.
+        full_size: the timed call; by default the first step.
         unsupported: reason to skip this shape.
     """
 

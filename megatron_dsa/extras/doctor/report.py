@@ -76,10 +76,8 @@ class Report:
     """Result of one doctor run.
 
     Attributes:
-        environment: versions and GPU.
         asked, shapes: requested and checked shapes.
         chosen: shape -> operation -> dispatch's pick, with reasons.
-        remarks: limits of this run.
         incomplete: checks that ran out of memory.
     """
 

@@ -86,7 +86,7 @@ class Session:
                 deterministic=all(c.support.deterministic for c in candidates),
                 chosen=list(names.values()) == picked,
             )
-            # stdout is for results.
+            # Progress on stderr, results on stdout.
             print(f"  ... {verdict.name}: {', '.join(names)}", file=sys.stderr, flush=True)
             self._judge(verdict, check, Policy(named=tuple(names.items())))
             self.report.results.append(verdict)
@@ -136,7 +136,7 @@ class Session:
             where = "at full size: "
             if self.timed:
                 self._time(verdict, check, policy, call)
-        except Exception as error:  # also failing comparisons
+        except Exception as error:  # also a failing comparison
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
             if not self._alive():

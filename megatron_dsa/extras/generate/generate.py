@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Required by Megatron, unused.
+#: Megatron requires an interval.
 _NO_DATA = ["--eval-iters", "0", "--eval-interval", "1"]
 
 

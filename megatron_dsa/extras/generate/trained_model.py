@@ -1,7 +1,6 @@
 """A trained model in one process, rebuilt from its checkpoint's arguments.
 
-Megatron's ``--use-checkpoint-args`` restores only some of them. Here they become the parser's
-defaults, so that flags of this machine and all checks apply.
+They become the parser's defaults: flags of this machine and all checks still apply.
 """
 
 import argparse
@@ -49,7 +48,7 @@ _OF_THE_RUN = (
 )
 _KINDS_OF_THE_RUN = (
     *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
-    # Need transformer-engine.
+    # Only for transformer-engine.
     *("moe_router_padding_", "fine_grained_", "offload_"),
 )
 #: Model arguments outside the configuration.

@@ -40,9 +40,7 @@ class AdaptedLinear:
     Attributes:
         parts: released checkpoints' linears stacked in this one, of equal size.
         adapted: the parts with adapters.
-        split: tensor-parallel sharding of the weight.
         ranks: size of ``adapter_group``, the tensor-parallel group.
-        scale: ``alpha / rank``.
     """
 
     parts: tuple[str, ...]
@@ -131,12 +129,7 @@ def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
 def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> None:
     """Add adapters to a linear, in place.
 
-    Args:
-        linear: column- or row-parallel linear (Megatron's or transformer-engine's), or a replicated
-            one.
-        parts: names of the linears stacked in it.
-        adapted: the parts that get adapters.
-        config: the transformer configuration.
+    ``parts``: linears stacked in it; ``adapted``: those that get adapters.
     """
     (rank, alpha), split = rank_and_alpha(options_of(config)), _split_of(linear)
     ranks = config.tensor_model_parallel_size

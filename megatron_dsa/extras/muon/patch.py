@@ -26,7 +26,7 @@ MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 
 @functools.cache
 def read_marks_of_muon() -> None:
-    # Copied to fp32 copies of parameters.
+    # fp32 copies of parameters keep this attribute.
     layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[ROW_BLOCKS] = None
     left = ParamKey(predicate=ParamPredicate(name="left_to_adamw", fn=is_left_to_adamw))
     for name, optimizer_class in MUON.items():
@@ -36,7 +36,7 @@ def read_marks_of_muon() -> None:
             optimizer_cls=optimizer_class,
             default_param_overrides={left: {"optimizer": "adam"}},
         )
-    # Decides again when dividing buffers.
+    # Called again when buffers are divided.
     original = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
 
     @functools.wraps(original)
@@ -46,7 +46,6 @@ def read_marks_of_muon() -> None:
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
 
 
-#: Parameter lists per rank.
 _LISTS = ("dp_cp_params_list", "expt_dp_params_list")
 
 

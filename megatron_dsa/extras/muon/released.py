@@ -25,7 +25,6 @@ _ONE_RANK = SimpleNamespace(
     expert_tensor_parallel_size=None,
     num_distributed_optimizer_instances=1,
 )
-#: Missing in presets.
 _LEFT_OUT = ("output_layer.", "decoder.layers.*.mlp.")
 
 

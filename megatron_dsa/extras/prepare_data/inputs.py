@@ -128,7 +128,6 @@ class Reader:
         skip_broken: skip unreadable records instead of raising.
         skipped: reason -> number of documents.
         named: the first broken records.
-        notes: remarks on files, for the user.
     """
 
     key: str

@@ -50,11 +50,6 @@ class Record:
 class Workspace:
     """The folder ``<prefix>.shards`` of an unfinished data set.
 
-    Args:
-        prefix: of the ``.bin`` and ``.idx`` files.
-        tokens: the tokenizer.
-        key, skip_broken: see :class:`.Reader`.
-
     Raises:
         ConfigError: ``prefix`` does not name writable files.
     """
@@ -103,7 +98,7 @@ class Workspace:
     def __enter__(self) -> "Workspace":
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for rest in self.folder.glob("incomplete-*"):  # of a killed process
+            for rest in self.folder.glob("incomplete-*"):
                 shutil.rmtree(rest, ignore_errors=True)
         return self
 
@@ -120,7 +115,7 @@ class Workspace:
             account = (self.folder / f"{shard.name}.json").read_text("utf-8")
             record = Record(**json.loads(account))
             tokens = check_data_set(str(self.folder / shard.name))
-        except (OSError, ValueError, TypeError, ConfigError):  # after a crash
+        except (OSError, ValueError, TypeError, ConfigError):
             return None
         return record if tokens == record.tokens else None
 

@@ -23,12 +23,10 @@ class Tokens:
     """A tokenizer.
 
     Attributes:
-        encode: text -> ids.
         end: ids appended to every document.
         vocabulary: exclusive upper bound of ids.
         identity: differs where ids may differ.
         flags: training flags for the data.
-        note: remark on document ends for the user, or "".
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -76,7 +74,7 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
     )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"})
-    own = tokenizer.tokenize("")  # added to every text
+    own = tokenizer.tokenize("")  # special tokens of every text
     end, note = tokenizer.eod, ""
     if append_eod:
         require(

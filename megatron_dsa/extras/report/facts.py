@@ -22,12 +22,11 @@ ON_REQUEST = {
 
 REST = "everything else"
 
-#: Lists of data can be very long.
+#: Lists of data files are long.
 SHOWN = 200
 
 
 def settled(series: Series) -> float | None:
-    """Return the median of a series' second half, NaN if one is NaN."""
     values = [value for _, value in series[len(series) // 2 :]]
     if any(map(math.isnan, values)):
         return math.nan
@@ -176,7 +175,6 @@ def _duration(seconds: float) -> str:
 
 
 def files(log: RunLog) -> dict[str, Path]:
-    """Return a run's existing files and folders by name."""
     if log.folder is None:
         return {}
     found = {"events": log.folder}

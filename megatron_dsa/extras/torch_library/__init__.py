@@ -1,8 +1,7 @@
 """Public operations registered with ``torch.library`` for ``torch.compile``, without Megatron.
 
 Names, results and errors match :mod:`megatron_dsa.dsa_kernels`; tensors and numbers replace layouts
-and dataclasses. Each function calls an operation of ``torch.ops.megatron_dsa``, which dispatches;
-backwards are operations as well (``docs/guide/torch.md``).
+and dataclasses (``docs/guide/torch.md``).
 """
 
 from megatron_dsa.extras.torch_library.compressor import compress

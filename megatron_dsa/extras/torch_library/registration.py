@@ -103,9 +103,7 @@ def register_backward(
     """Register the backward of ``torch.ops.megatron_dsa.<name>``.
 
     Args:
-        name, forward: the operation.
-        backward: takes the gradients of the first results, then arguments and results of the
-            operation by name.
+        backward: takes the gradients of the first results, then arguments and results by name.
         of: arguments whose gradients ``backward`` returns, in this order.
         results: names of results that ``backward`` takes.
     """

@@ -48,7 +48,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
             return OSError(errno.ENOSPC, f"only part of it was written ({error})")
         if (number := _NUMBER.search(str(error))) is not None:
             return OSError(int(number[1]), "")
-        # Errors of all ranks.
+        # torch collects errors of all ranks.
         failures = [each[0] for each in getattr(error, "failures", {}).values()]
         error = failures[0] if failures else error.__cause__ or error.__context__
     return None
