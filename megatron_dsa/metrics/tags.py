@@ -33,7 +33,6 @@ def calls_tag(operation: str, implementation: str) -> str:
 
 
 def time_tag(operation: str) -> str:
-    """Return the tag of an operation's seconds per iteration."""
     return f"{TIME}{operation}"
 
 

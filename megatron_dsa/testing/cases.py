@@ -69,7 +69,6 @@ class Shape:
 
 
 def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
-    """Return a function that draws fp32 normals ``(*size, scale=1.0)``."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size, scale=1.0):
@@ -79,7 +78,6 @@ def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
 
 
 def chunks(tokens: int, bytes_per_token: int) -> Iterator[slice]:
-    """Yield slices of ``tokens`` that take at most :data:`BUDGET_BYTES` each."""
     return slices(tokens, rows_in_budget(BUDGET_BYTES, bytes_per_token))
 
 

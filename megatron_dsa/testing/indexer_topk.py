@@ -164,6 +164,5 @@ class EngineCase(SelectionCase):
         found.compare("engine scores", scores, self.seen_scores(self.scores))
 
     def compare_bits(self, found: Comparison, scores: torch.Tensor) -> None:
-        """Compare :meth:`seen_scores` of exact products, to the bit."""
         same = (scores == self.seen_scores(self.scores)).all()
         found.require(same, "exact products are not added up in the order of the rule")

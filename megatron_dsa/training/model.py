@@ -61,8 +61,6 @@ class _Builder:
 
 
 class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
-    """Builds a GPT model from :class:`DSAModelConfig`."""
-
     def build_model(self, *args, **kwargs) -> Any:
         transformer = self._model_config.transformer
         if hash_layers(transformer) and transformer.moe_hash_vocab_size is None:
@@ -84,8 +82,6 @@ class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
 
 
 class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
-    """Builds a hybrid model from :class:`DSAHybridModelConfig`."""
-
     def build_model(self, *args, **kwargs) -> Any:
         transformer, spec = self._model_config.transformer, self._model_config.hybrid_stack_spec
         if not isinstance(spec, ModuleSpec):

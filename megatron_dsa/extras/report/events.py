@@ -49,7 +49,6 @@ class RunLog:
         return dict(sorted((int(layer), series) for layer, series in found.items()))
 
     def under(self, prefix: str) -> dict[str, Series]:
-        """Return the tags that begin with ``prefix``, without it."""
         return {
             name[len(prefix) :]: series
             for name, series in self.scalars.items()
@@ -57,7 +56,6 @@ class RunLog:
         }
 
     def counted(self, tag: str) -> float:
-        """Return a counter's total over all restarts."""
         total, before = 0.0, 0.0
         for value in self.restarts[tag]:
             if value < before:
