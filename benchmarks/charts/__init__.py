@@ -1,19 +1,18 @@
 """All charts, drawn from the CSVs and written next to them: ``python -m benchmarks charts``.
 
-* ``attention_<preset>_tflops.png``: speed of forward and backward against the number of keys.
-* ``masked_tflops.png``: that of masked dense attention, beside cuDNN's without a mask.
-* ``csa_pieces.png``, ``connections_<preset>.png``: the share of the copy bandwidth.
-* ``layer_time.png``, ``layer_shares.png``: V3.2's step against the length, and where ours spends
-  it; ``layer_<preset>_shares.png`` the latter of V4; ``layer_core_memory.png``: the workspace.
+* ``attention_<preset>_tflops.png``: speed of forward and backward by number of keys.
+* ``masked_tflops.png``: masked dense attention, compared with cuDNN without a mask.
+* ``csa_pieces.png``, ``connections_<preset>.png``: share of the copy bandwidth.
+* ``layer_time.png``, ``layer_shares.png``: V3.2's step by length, and its parts;
+  ``layer_<preset>_shares.png``: parts of V4's; ``layer_core_memory.png``: the workspace.
 * ``engine_tokens_per_s.png``: layers with transformer-engine, in bf16 and FP8.
-* ``ranks_<n>gpus_layers.png``: efficiency and exposed communication. ``ranks_timelines.png``: when
-  NCCL and other kernels run.
-* ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: of sparse
-  and masked dense attention; ``train_whole_v4.png``: of fused kernels and torch;
-  ``train_muon.png``: of AdamW and Muon.
+* ``ranks_<n>gpus_layers.png``: efficiency and exposed communication. ``ranks_timelines.png``: NCCL
+  and other kernels over time.
+* ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: sparse
+  and masked dense attention; ``train_whole_v4.png``: fused kernels and torch; ``train_muon.png``:
+  AdamW and Muon.
 
-Where a file holds several runs of a measurement, the last one counts; a chart shows one GPU, the
-last that was measured.
+The last run of a measurement counts; a chart shows one GPU, the last measured.
 """
 
 from pathlib import Path
@@ -38,7 +37,7 @@ DRAWN = {
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Draw what the CSVs in a folder allow; return the files that were written."""
+    """Draw the charts of a folder's CSVs; return the files."""
     written: list[Path] = []
     for family, draw in DRAWN.items():
         path = folder / f"{family}.csv"

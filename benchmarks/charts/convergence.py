@@ -1,4 +1,4 @@
-"""The chart of convergence: losses of sparse and dense attention on the same text."""
+"""Chart of convergence: losses of sparse and dense attention on the same text."""
 
 import math
 import statistics
@@ -20,14 +20,12 @@ LOSS = "validation_loss"
 
 
 def draw_train(points: list[Point], folder: Path) -> list[Path]:
-    """Draw what was evaluated, and the same training in several ways."""
     found = [p for p in points if p.case["kind"] == "convergence" and LOSS in p.values]
     drawn = [draw(of_one_gpu(found), folder / "train_convergence.png")] if found else []
     return drawn + draw_same(points, folder) + draw_muon(points, folder)
 
 
 def curves(points: list[Point], way: str, metric: str) -> dict[int, dict[int, float]]:
-    """Return a metric of a way by seed and step."""
     found: dict[int, dict[int, float]] = {}
     for point in points:
         if point.way == way and metric in point.values:
@@ -36,7 +34,7 @@ def curves(points: list[Point], way: str, metric: str) -> dict[int, dict[int, fl
 
 
 def bits(points: list[Point], way: str) -> dict[int, dict[int, float]]:
-    """Return the validation loss in bits per byte (a token is a byte) by seed and step."""
+    """Return validation loss in bits per byte (a token is a byte) by seed and step."""
     return {
         seed: {step: loss / math.log(2) for step, loss in losses.items()}
         for seed, losses in curves(points, way, LOSS).items()
@@ -44,10 +42,7 @@ def bits(points: list[Point], way: str) -> dict[int, dict[int, float]]:
 
 
 def gaps(points: list[Point], way: str) -> dict[int, list[float]]:
-    """Return by step, for every seed, how many more bits per byte a way needs than dense.
-
-    The gap is taken seed by seed, where both saw the same text.
-    """
+    """Return by step, for every seed, the bits per byte that a way needs above dense."""
     dense, mine = bits(points, "dense"), bits(points, way)
     found: dict[int, list[float]] = {}
     for seed in sorted(dense.keys() & mine.keys()):
@@ -57,7 +52,7 @@ def gaps(points: list[Point], way: str) -> dict[int, list[float]]:
 
 
 def noise(points: list[Point]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return by step how far the seeds of dense lie below and above their mean."""
+    """Return by step the dense seeds' distance below and above their mean."""
     by_step: dict[int, list[float]] = {}
     for curve in bits(points, "dense").values():
         for step, loss in curve.items():
@@ -71,14 +66,14 @@ def noise(points: list[Point]) -> tuple[dict[int, float], dict[int, float]]:
 
 
 def draw(points: list[Point], target: Path) -> Path:
-    """Draw validation loss against steps and time, and the gap to dense attention."""
+    """Draw validation loss by step and time, and the gap to dense attention."""
     figure, (by_step, by_time, gap) = pyplot.subplots(1, 3, figsize=(15, 4.6))
     for way in WAYS:
         seconds = curves(points, way, "training_s")
         for number, (seed, losses) in enumerate(bits(points, way).items()):
             style = {"color": COLOURS[way], "label": None if number else LABELS[way], "lw": 1.4}
             by_step.plot(list(losses), list(losses.values()), **style)
-            times = seconds.get(seed, {})  # runs side by side have none
+            times = seconds.get(seed, {})  # parallel runs have none
             by_time.plot(list(times.values()), [losses[step] for step in times], **style)
         apart = gaps(points, way)
         if way == "dense" or not apart:

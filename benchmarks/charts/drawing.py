@@ -1,4 +1,4 @@
-"""What all charts share: points of the CSVs, titles, axes, stacked bars, files."""
+"""Shared parts of charts: points of the CSVs, titles, axes, stacked bars, files."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one part of a case, one way.
+    """Measurements of one part of a case, one way.
 
     Attributes:
         case: fields of the case's dataclass; part, way: see :mod:`benchmarks.schema`.
@@ -42,7 +42,7 @@ class Point:
 
 
 def points_of(path: Path) -> list[Point]:
-    """Return what was measured successfully in the last run of every measurement."""
+    """Return the successful measurements, each from its last run."""
     found: dict[tuple, Point] = {}
     for row in latest(read_csv(path)):
         if row["status"] == "ok" and row["value"] is not None:
@@ -53,30 +53,29 @@ def points_of(path: Path) -> list[Point]:
 
 
 def of_one_gpu(points: list[Point]) -> list[Point]:
-    """Return the points of the GPU that has most of them."""
+    """Return the points of the GPU with the most."""
     ((gpu, _),) = Counter(point.gpu for point in points).most_common(1) or [("", 0)]
     return [point for point in points if point.gpu == gpu]
 
 
 def machine(points: list[Point]) -> str:
-    """Return the GPU and the versions that were measured last."""
+    """Return GPU and versions of the last measurement."""
     versions = points[-1].versions
     texts = [points[-1].gpu, f"torch {versions['torch']}"]
     if "cuda" in versions:
         texts.append(f"CUDA {versions['cuda']}")
     for key, name in PACKAGES.items():
-        if key in versions:  # "unknown" is a package without metadata
+        if key in versions:  # "unknown": without metadata
             texts.append(name if versions[key] == "unknown" else f"{name} {versions[key]}")
     return ", ".join(texts)
 
 
 def thousands(number: int) -> str:
-    """Return a length as people say it."""
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)
 
 
 def mark_lengths(axis, lengths: list[int]) -> None:
-    """Mark the lengths that were measured; among many, names are of powers of two only."""
+    """Mark the measured lengths; if many, label powers of two only."""
     names = [thousands(n) if n & (n - 1) == 0 or len(lengths) < 6 else "" for n in lengths]
     axis.set_xticks(lengths, names)
     axis.xaxis.set_minor_locator(ticker.NullLocator())
@@ -86,8 +85,7 @@ def mark_lengths(axis, lengths: list[int]) -> None:
 
 
 def save(figure, title: str, target: Path, bottom: float = 0.0) -> Path:
-    """Write a figure; return the file."""
-    # A share of the height would put the title of a tall figure into its panels.
+    # A relative position would put the title of a tall figure into its panels.
     figure.suptitle(title, fontsize=10, y=1 - 0.1 / figure.get_figheight())
     figure.tight_layout(rect=(0, bottom, 1, 1))
     with whole_file(target) as file:
@@ -97,13 +95,9 @@ def save(figure, title: str, target: Path, bottom: float = 0.0) -> Path:
 
 
 def draw_shares(bars: dict[str, dict[str, float]], label: str, title: str, target: Path) -> Path:
-    """Draw the parts of times as stacked bars, the total written behind them.
+    """Draw parts of times as stacked bars, labelled with the total.
 
-    Args:
-        bars: label -> part -> milliseconds.
-        label: of the axis.
-        title: of the figure.
-        target: file to write.
+    ``bars``: label -> part -> milliseconds; ``label``: of the axis.
     """
     parts = list(dict.fromkeys(part for times in bars.values() for part in times))
     totals = [sum(times.values()) for times in bars.values()]

@@ -1,4 +1,4 @@
-"""The chart of transformer-engine's layers: tokens per second, a panel per stack."""
+"""Chart of transformer-engine's layers: tokens per second, a panel per stack."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, 
 
 
 def draw_engine(points: list[Point], folder: Path) -> list[Path]:
-    """Draw tokens per second of every way, and its time over that of ``te-bf16``."""
+    """Draw tokens per second of every way, and its time relative to ``te-bf16``."""
     points = of_one_gpu([point for point in points if point.part == "step"])
     if not points:
         return []
@@ -29,6 +29,5 @@ def draw_engine(points: list[Point], folder: Path) -> list[Path]:
 
 
 def bar_label(point: Point) -> str:
-    """Return what stands on a bar."""
     ratio = point.values.get("time_over_te")
     return "" if ratio is None else f"{ratio:.3f}"

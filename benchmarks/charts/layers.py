@@ -1,4 +1,4 @@
-"""Charts of whole layers: time against length, where the time goes, memory of the core."""
+"""Charts of whole layers: time by length, parts of the time, memory of the core."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks.charts.drawing import (
     thousands,
 )
 
-#: Parts of a DSA layer's step -> operations of the trace. The last one has all others.
+#: Parts of a DSA layer's step -> operations of the trace; the last one has the rest.
 GROUPS = {
     "projections": ("matrix products",),
     "index scores": ("indexer_scores",),
@@ -28,12 +28,11 @@ GROUPS = {
 }  # fmt: skip
 
 
-#: Ways with a curve of times.
+#: Ways with a line in the chart of times.
 CURVES = ("ours", "frozen", "dense", "bundled")
 
 
 def draw_layers(points: list[Point], folder: Path) -> list[Path]:
-    """Draw time against length of V3.2's layers, shares of all, and the core's memory."""
     written = []
     for preset in dict.fromkeys(point.case["preset"] for point in points):
         mine = of_one_gpu([point for point in points if point.case["preset"] == preset])
@@ -55,7 +54,6 @@ def draw_layers(points: list[Point], folder: Path) -> list[Path]:
 
 
 def step_times(points: list[Point], heads: int, way: str) -> dict[int, float]:
-    """Return tokens -> milliseconds of a step."""
     found = {
         p.case["tokens"]: p.values["ms"] for p in points
         if (p.part, p.way, p.case.get("heads")) == ("step", way, heads)
@@ -64,13 +62,10 @@ def step_times(points: list[Point], heads: int, way: str) -> dict[int, float]:
 
 
 def break_even(ours: dict[int, float], peer: dict[int, float]) -> float | None:
-    """Return from how many tokens on ours is not slower, ``None`` if not at the longest.
+    """Return the number of tokens from which ours is not slower, ``None`` if there is none.
 
-    Args:
-        ours, peer: tokens -> time, any unit.
-
-    Between two lengths the ratio of times is taken for a power of the length. If ours is not slower
-    anywhere, the result is the shortest length, and break-even may lie below.
+    ``ours``, ``peer``: tokens -> time. Interpolates the ratio of times as a power of the length. If
+    ours is never slower, returns the shortest length.
     """
     lengths = sorted(set(ours) & set(peer))
     ratios = [peer[n] / ours[n] for n in lengths]
@@ -85,9 +80,9 @@ def break_even(ours: dict[int, float], peer: dict[int, float]) -> float | None:
 
 
 def draw_times(points: list[Point], title: str, target: Path) -> Path:
-    """Draw time against length, a panel per number of heads, a line per way of a whole layer.
+    """Draw time by length, a panel per number of heads, a line per way.
 
-    Of several numbers of heads, those with one length have no panel: there is no line to draw.
+    Heads with a single length are omitted.
     """
     points = [point for point in points if not is_rank(point.way)]
     lengths: dict[int, set[int]] = {}
@@ -106,7 +101,7 @@ def draw_times(points: list[Point], title: str, target: Path) -> Path:
         for number, way in enumerate(ways):
             line = step_times(points, heads, way)
             if not line:
-                continue  # no entry of the legend either
+                continue  # nor a legend entry
             even = break_even(ours, line) if way == "dense" else None
             label = f"{way}, ours not slower from {even / 1024:.3g}k" if even else way
             axis.plot(list(line), list(line.values()), marker="o", color=f"C{number}", label=label)
@@ -116,15 +111,13 @@ def draw_times(points: list[Point], title: str, target: Path) -> Path:
 
 
 def is_rank(way: str) -> bool:
-    """Whether a way is one of several tensor-parallel ranks."""
     return way.endswith("-rank")
 
 
 def layer_bars(points: list[Point]) -> dict[str, dict[str, float]]:
-    """Return label -> operation or group of them -> milliseconds of kernels in a step.
+    """Return label -> operation or group -> milliseconds of kernels per step.
 
-    Bars of DSA layers are in order of heads and tokens, and say where ``ours`` took masked dense
-    attention.
+    DSA layers are ordered by heads and tokens; labels mention masked dense attention in ``ours``.
     """
     bars: dict[str, dict[str, float]] = {}
     masked = {
@@ -155,7 +148,7 @@ def layer_bars(points: list[Point]) -> dict[str, dict[str, float]]:
 
 
 def _bar_order(point: Point) -> tuple[int, int, bool]:
-    """Return what bars are sorted by. CSA layers stay in the order of their runs."""
+    """CSA layers stay in the order of their runs."""
     case = point.case
     if "ratio" in case:
         return 0, 0, False
@@ -163,7 +156,7 @@ def _bar_order(point: Point) -> tuple[int, int, bool]:
 
 
 def draw_core(points: list[Point], target: Path) -> Path:
-    """Draw peak memory against length, with the quadratic growth that is avoided."""
+    """Draw peak memory by length, with the quadratic growth for comparison."""
     figure, axis = pyplot.subplots(figsize=(6, 4))
     for workspace in sorted({point.case["workspace_mib"] for point in points}):
         mine = [point for point in points if point.case["workspace_mib"] == workspace]

@@ -1,4 +1,4 @@
-"""The chart of Muon's blocks: losses of a small V4 by optimizer."""
+"""Chart of Muon's blocks: losses of a small V4 by optimizer."""
 
 import statistics
 from pathlib import Path
@@ -14,12 +14,11 @@ LABELS = {
     "heads": "the same, and head by head",
 }
 COLOURS = {"adamw": "#4d4d4d", "released": "#d55e00", "groups": "#0072b2", "heads": "#009e73"}
-#: Steps that a line of the training loss is the mean of.
+#: Steps averaged in a line.
 MEAN_OF = 10
 
 
 def smooth(curve: dict[int, float]) -> dict[int, float]:
-    """Return by step the mean of the last :data:`MEAN_OF` losses."""
     steps = list(curve)
     return {
         step: statistics.mean(curve[s] for s in steps[max(i + 1 - MEAN_OF, 0) : i + 1])
@@ -28,7 +27,6 @@ def smooth(curve: dict[int, float]) -> dict[int, float]:
 
 
 def gaps(points: list[Point], way: str) -> dict[int, dict[int, float]]:
-    """Return by seed and step what a way's smooth loss has more than that of Megatron's Muon."""
     mine, released = (losses(points, name, "lm_loss") for name in (way, "released"))
     return {
         seed: {step: loss - smooth(released[seed])[step] for step, loss in smooth(curve).items()}
@@ -37,7 +35,7 @@ def gaps(points: list[Point], way: str) -> dict[int, dict[int, float]]:
 
 
 def draw_muon(points: list[Point], folder: Path) -> list[Path]:
-    """Draw training and validation loss by step, and how far each is from Megatron's Muon."""
+    """Draw training and validation loss by step, and their distance from Megatron's Muon."""
     points = [p for p in points if p.case["kind"] == "muon" and p.part != "all"]
     if not points:
         return []

@@ -19,7 +19,6 @@ LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def draw_attention(points: list[Point], folder: Path) -> list[Path]:
-    """Draw the speed of every preset."""
     written = []
     for name in dict.fromkeys(point.case["preset"] for point in points):
         mine = of_one_gpu([point for point in points if point.case["preset"] == name])
@@ -34,7 +33,7 @@ def draw_attention(points: list[Point], folder: Path) -> list[Path]:
 
 
 def draw_speed(points: list[Point], title: str, target: Path) -> Path:
-    """Draw TFLOP/s against the keys, one line per way and index distribution."""
+    """Draw TFLOP/s by number of keys, one line per way and index distribution."""
     parts = [name for name in ("forward", "backward") if any(p.part == name for p in points)]
     ways = list(dict.fromkeys(point.way for point in points if point.part in parts))
     figure, axes = pyplot.subplots(
@@ -43,14 +42,14 @@ def draw_speed(points: list[Point], title: str, target: Path) -> Path:
     for axis, part in zip(axes[0], parts, strict=True):
         draw_lines(axis, points, part, "skv", {way: way for way in ways})
         axis.set(title=part, xlabel="keys")
-    axes[0][0].set_ylim(bottom=0)  # of all panels, once all lines are there
+    axes[0][0].set_ylim(bottom=0)  # of all panels, after all lines
     return save(figure, title, target)
 
 
 def draw_lines(axis, points: list[Point], part: str, length: str, ways: dict[str, str]) -> None:
     """Draw TFLOP/s of a part, one line per way and index distribution.
 
-    ``length`` is the case's field along the axis, ``ways`` has the label of each way.
+    ``length``: the case's field of the x axis; ``ways``: way -> label.
     """
     kinds = list(dict.fromkeys(point.case["distribution"] for point in points))
     for number, (way, label) in enumerate(ways.items()):
@@ -73,7 +72,7 @@ def draw_lines(axis, points: list[Point], part: str, length: str, ways: dict[str
 
 
 def draw_masked(points: list[Point], folder: Path) -> list[Path]:
-    """Draw masked dense attention, a line of panels per dims and number of heads."""
+    """Draw masked dense attention, panels by dims and heads."""
     points = of_one_gpu(points)
     found = [point for point in points if point.part in MASKED_PAIR_DIMS]
     if not found:
@@ -97,19 +96,17 @@ def draw_masked(points: list[Point], folder: Path) -> list[Path]:
 
 
 def _heads_and_dims(point: Point) -> tuple[int, int, int]:
-    """Return the heads of a case of masked dense attention, and the dims of keys and values."""
+    """Return heads, key dim and value dim."""
     case = point.case
     return case["heads"], case["nope"] + case["rope"], case["v"]
 
 
 def draw_csa(points: list[Point], folder: Path) -> list[Path]:
-    """Draw V4's memory-bound pieces."""
     title = "Memory-bound operations of V4's attention"
     return [draw_shares_of_copy(points, title, folder / "csa_pieces.png")]
 
 
 def draw_connections(points: list[Point], folder: Path) -> list[Path]:
-    """Draw the operations of hyper-connections, a chart per width."""
     written = []
     for name in dict.fromkeys(point.case["preset"] for point in points):
         mine = [point for point in points if point.case["preset"] == name]

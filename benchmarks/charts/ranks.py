@@ -6,14 +6,13 @@ from pathlib import Path
 from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, thousands
 from benchmarks.ranks.cases import ALONE, LAYERS
 
-#: What ``python -m benchmarks ranks --timelines`` wrote.
+#: Output of ``python -m benchmarks ranks --timelines``.
 TIMELINES = "ranks_timelines.jsonl"
 #: Metric -> label of its bar.
 BARS = {"efficiency": "parallel efficiency, %", "exposed_share": "exposed communication, %"}
 
 
 def draw_ranks(points: list[Point], folder: Path) -> list[Path]:
-    """Draw the layers of every number of ranks."""
     written = []
     layers = [p for p in points if p.case["kind"] == LAYERS and p.part == "step"]
     layers = [p for p in layers if "efficiency" in p.values]
@@ -26,13 +25,13 @@ def draw_ranks(points: list[Point], folder: Path) -> list[Path]:
 
 
 def draw_layers(points: list[Point], target: Path) -> Path:
-    """Draw two bars per way: efficiency, and the share of the step in which only NCCL runs."""
+    """Draw two bars per way: efficiency, and the share of a step in which only NCCL runs."""
     figure, axis = pyplot.subplots(figsize=(10, 2 + 0.5 * len(points)))
     for number, (metric, label) in enumerate(BARS.items()):
         values = [point.values.get(metric) for point in points]
         places = [place + 0.4 * number for place in range(len(points))]
         drawn = axis.barh(places, [100 * (v or 0) for v in values], 0.4, label=label)
-        # What was not traced has no bar, and no number either.
+        # Ways without a trace have neither bar nor number.
         texts = ["" if v is None else f"{100 * v:.0f}" for v in values]
         axis.bar_label(drawn, texts, fontsize=8)
     axis.axvline(100, color="k", linewidth=1)
@@ -46,7 +45,7 @@ def draw_layers(points: list[Point], target: Path) -> Path:
 
 
 def draw_timelines(file: Path) -> list[Path]:
-    """Draw the lines of ``ranks --timelines``: of each way a row per rank and kind of kernels."""
+    """Draw ``ranks --timelines``, a line per way, rank and kind of kernels."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     height = 1 + 1.7 * len(lines)
     figure, axes = pyplot.subplots(len(lines), figsize=(10, height), squeeze=False)
@@ -71,7 +70,6 @@ def draw_timelines(file: Path) -> list[Path]:
 
 
 def label_of(point: Point) -> str:
-    """Return the layer, its length, its ranks and the way."""
     case, way = point.case, point.way
     ratio = f" ratio {case['ratio']}" if "ratio" in case else ""
     chain = f" x {case['layers']}" if case["layers"] > 1 else ""

@@ -1,4 +1,4 @@
-"""Charts of one training in several ways, one of them twice, which shows the noise.
+"""Charts of one training in several ways, one of them twice to show the noise.
 
 ``selected``: two attentions to selected keys. ``whole-v4``: a whole DeepSeek-V4 with fused kernels
 and in torch.
@@ -14,7 +14,7 @@ COLOURS = ("#0072b2", "#d55e00", "#56b4e9")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of training and its ways; the first is what the others are compared with."""
+    """One kind of training and its ways, compared with the first."""
 
     kind: str
     labels: dict[str, str]
@@ -37,12 +37,11 @@ COMPARISONS = (
         "train_whole_v4.png",
     ),
 )  # fmt: skip
-#: Metric -> what its axis is called.
+#: Metric -> label of its axis.
 METRICS = {"lm_loss": "training loss (nats per token)", "indexer_loss": "indexer's loss"}
 
 
 def losses(points: list[Point], way: str, metric: str) -> dict[int, dict[int, float]]:
-    """Return a metric of a way by seed and step, steps in ascending order."""
     found: dict[int, dict[int, float]] = {}
     for point in points:
         if point.way == way and metric in point.values and point.part != "all":
@@ -51,7 +50,7 @@ def losses(points: list[Point], way: str, metric: str) -> dict[int, dict[int, fl
 
 
 def apart(points: list[Point], way: str, first: str, metric: str) -> dict[int, dict[int, float]]:
-    """Return by seed and step what a way has more than the ``first``."""
+    """Return by seed and step the difference of a way to ``first``."""
     base, mine = (losses(points, name, metric) for name in (first, way))
     return {
         seed: {step: mine[seed][step] - base[seed][step] for step in mine[seed]
@@ -61,7 +60,6 @@ def apart(points: list[Point], way: str, first: str, metric: str) -> dict[int, d
 
 
 def draw_same(points: list[Point], folder: Path) -> list[Path]:
-    """Draw every comparison that has points."""
     drawn = []
     for comparison in COMPARISONS:
         found = [p for p in points if p.case["kind"] == comparison.kind and p.part != "all"]
@@ -71,7 +69,7 @@ def draw_same(points: list[Point], folder: Path) -> list[Path]:
 
 
 def _draw(comparison: Comparison, points: list[Point], folder: Path) -> Path:
-    """Draw loss and indexer's loss by step, and below how far they are from the first way's."""
+    """Draw both losses by step, and below their distance from the first way."""
     labels, (first, *others) = comparison.labels, comparison.labels
     figure, axes = pyplot.subplots(2, len(METRICS), figsize=(12, 7), sharex=True, squeeze=False)
     for (metric, name), (above, below) in zip(METRICS.items(), axes.T, strict=True):

@@ -1,17 +1,16 @@
-"""Shares of a traced step in which ranks communicate, and in which they do nothing else."""
+"""Shares of a traced step in which ranks communicate, and in which they only communicate."""
 
 from collections.abc import Iterable
 
 #: Name of the traced range.
 STEP = "benchmarks.ranks step"
-#: What a timeline has intervals of.
+#: Kinds of intervals in a timeline.
 COMMUNICATION, OTHER_KERNELS = "NCCL", "other kernels"
-#: Parts of a step that can be told apart in a chart.
+#: Visible resolution of a chart.
 SEEN = 1000
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same points of time as disjoint intervals in order."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -22,12 +21,11 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Total length of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
 def outside(intervals, others) -> float:
-    """Length of what ``intervals`` cover and ``others`` do not."""
     others = list(others)
     return length(union([*intervals, *others])) - length(union(others))
 
@@ -44,12 +42,11 @@ def without_gaps(intervals: Iterable[tuple[float, float]], gap: float) -> list[l
 
 
 def communication_shares(events: Iterable[dict]) -> dict:
-    """Shares of a traced step in which NCCL runs, and in which nothing but NCCL does.
+    """Return the shares of a traced step in which NCCL runs, and in which only NCCL runs.
 
-    ``timeline`` has when the two run, in ms from the first kernel on; gaps that are too short to be
-    seen in a chart are left out. The step is the range :data:`STEP`, up to the end of its last
-    kernel. NCCL's kernels also wait for other ranks, so what one rank does slower than the others
-    is in these shares.
+    ``timeline`` has the intervals of both in ms from the first kernel on, without gaps too short to
+    be visible. The step is the range :data:`STEP`, up to the end of its last kernel. NCCL's kernels
+    also wait for slower ranks.
     """
     events = [event for event in events if event.get("ph") == "X"]
     begins = [e["ts"] for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"]
