@@ -1,4 +1,4 @@
-"""``config.json`` of released models, as far as it says what weights mean."""
+"""``config.json`` of released models, as far as it affects weights."""
 
 MOE = {
     "n_routed_experts": 256,
@@ -116,7 +116,7 @@ V4_PRO = V4 | {
     "routed_scaling_factor": 2.5,
     "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
 }
-#: By name of the preset.
+#: Preset -> configuration.
 CONFIGS = {
     "v3.2": DEEPSEEK_V32,
     "glm-5": GLM_5,
