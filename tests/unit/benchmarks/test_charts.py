@@ -1,4 +1,4 @@
-"""Charts: all are drawn from the committed files, and what they compute is right."""
+"""Charts: all are drawn from the committed files, with right figures."""
 
 import math
 import shutil
@@ -35,10 +35,10 @@ def point(case=None, part="step", way="ours", **values):
     [
         # Ratios 1/2 and 2: half way, in logarithms.
         ({4: 2.0, 16: 2.0}, {4: 1.0, 16: 4.0}, 8),
-        # Not slower anywhere, and slower at the end.
+        # Never slower, except at the end.
         ({4: 1.0, 8: 1.0}, {4: 1.0, 8: 3.0}, 4),
         ({4: 1.0, 8: 2.0}, {4: 2.0, 8: 1.0}, None),
-        # Only lengths that both have, and the last crossing.
+        # Common lengths only, and the last crossing.
         ({4: 1.0, 8: 2.0, 32: 1.0, 64: 9.0}, {2: 9.0, 4: 9.0, 8: 1.0, 32: 2.0}, 16),
         ({4: 1.0}, {8: 1.0}, None),
     ],
@@ -60,12 +60,12 @@ def test_shares_are_grouped():
     assert label == "16 heads, 4k" and sum(groups.values()) == 10.5
     assert groups["selection"] == 3 and groups["indexer loss and its backward"] == 5
     assert groups["rope, norms, copies"] == 2.5
-    # Ranks have bars of their own, if their attention is an operation.
+    # Ranks have bars if their attention is an operation.
     points += [
         point(case, "step/other", way, ms=4.0) for way in ("masked-rank", "dense-rank")
     ]  # fmt: skip
     assert list(layer_bars(points)) == ["16 heads, 4k", "16 heads, 4k, masked-rank"]
-    # In order of heads and tokens; a bar says that ours took masked dense attention.
+    # Ordered by heads and tokens; labels mention masked dense attention.
     points += [
         point(case | changes, "step/masked_attention_forward", ms=1.0)
         for changes in ({"tokens": 8192}, {"heads": 64})

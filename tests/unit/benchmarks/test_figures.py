@@ -1,4 +1,4 @@
-"""Figures that the documentation quotes are in the committed CSVs, where a reader looks."""
+"""Figures quoted by the documentation, compared with the committed CSVs."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.schema import latest, read_csv
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
-#: Family, fields of the case, way, part, metric, and the value that a page quotes.
+#: Family, fields of the case, way, part, metric, quoted value.
 QUOTED = [
     ("attention", {"preset": "v3.2", "skv": 8192, "distribution": "random"}, "flashmla", "forward",
      "ms", 3.87),
@@ -69,7 +69,6 @@ def test_quoted_figures_are_recorded(family, case, way, part, metric, value):
 
 @functools.cache
 def column(family, metric, part=None):
-    """Values of a metric by case's fields, way and part, of the committed CSV."""
     return {
         (tuple(sorted(row["case"].items())), row["way"], row["part"]): row["value"]
         for row in latest(read_csv(FOLDER / f"{family}.csv"))
@@ -77,7 +76,7 @@ def column(family, metric, part=None):
     }
 
 
-#: Row of the page's tables -> way, and which ranks it has 2 and 4 of.
+#: Label in the page's tables -> way, and which ranks it has 2 and 4 of.
 RANKS = {
     "| sparse |": ("zigzag", "cp"), "| masked |": ("masked", "cp"),
     "| sparse, `heads` |": ("heads", "tp"),
@@ -96,7 +95,7 @@ CELL = re.compile(r"\**([\d.]+) %\**, ([\d.]+) \(([\d.]+) %\)")
 
 
 def check_cell(cell, fields, way):
-    """Check a cell of a table of layers, if it has figures; return whether it has."""
+    """Check a table cell with figures; return whether it has any."""
     found = CELL.search(cell)
     if found is None:
         assert cell.strip() == "not run", cell
@@ -111,13 +110,12 @@ def check_cell(cell, fields, way):
 
 
 def test_tables_of_layers_on_several_gpus():
-    """Every cell of V3.2's tables and V4's, from the CSV."""
     page = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
     section = page.split("### Layers on two and four GPUs")[1].split("\n### ")[0]
     kind, checked = None, {"v3.2": 0, "v4-flash": 0}
     for line in section.splitlines():
         cells = line.split("|")[1:-1]
-        if not line:  # the table has ended
+        if not line:  # end of the table
             kind = None
         elif line.startswith(("| CSA |", "| HCA |")):
             kind = {"CSA": 4, "HCA": 128}[cells[0].strip()]
@@ -140,7 +138,7 @@ def test_tables_of_layers_on_several_gpus():
 
 @functools.cache
 def losses_of_runs():
-    """(model, way) -> mean loss of every step, of every run of 200 steps on ranks, in order."""
+    """Return (model, way) -> mean loss per step of every run of 200 steps on ranks."""
     runs = {}
     for row in read_csv(FOLDER / "train.csv"):
         if (row["case"]["kind"], row["metric"]) == ("ranks", "lm_loss") and row["part"].isdigit():
@@ -152,7 +150,6 @@ def losses_of_runs():
 
 
 def of_one_rank(model):
-    """Mean losses of the four runs of one rank."""
     alone = losses_of_runs()[model, "one rank"]
     alone = alone + losses_of_runs().get((model, "one rank again"), [])
     assert len(alone) == 4 and {len(losses) for losses in alone} == {200}
@@ -160,7 +157,7 @@ def of_one_rank(model):
 
 
 def test_training_on_ranks_beside_one():
-    """Last steps' mean loss against the mean of one rank's runs, and mean of all steps, in %."""
+    """Compares in % the mean loss of the last steps, and of all steps, with one rank's mean."""
     runs = losses_of_runs()
     quoted = {
         ("v3.2", "one rank"): [(0.34, 0.19), (-0.21, 0.18)],
