@@ -28,7 +28,7 @@ FORMER = {
     r"judge[sd]_\w+": "evaluates_indexer_now, samples_selection",
     r"needs_indexer_backward|ring_latent_attention|ring_rows": "gone",
 }
-#: In Megatron's own names.
+#: Megatron's names.
 ALLOWED = {"is_hybrid_cp"}
 
 
@@ -60,7 +60,6 @@ def test_a_problem_is_a_complaint():
 
 
 def prose(path: Path) -> list[str]:
-    """Return the comments and docstrings of a file."""
     text = path.read_text(encoding="utf-8")
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
@@ -70,7 +69,6 @@ def prose(path: Path) -> list[str]:
 
 
 def test_sentences_are_plain():
-    """As in the pages (``tests/unit/extras/test_docs.py``): who acts is named."""
     pattern = re.compile(r"\b[Nn]obody\b|\b[Ww]hoever\b|(?:^|[.:#] )Of\b")
     found = [
         f"{path.relative_to(PACKAGE)}: {text[:80]}"
