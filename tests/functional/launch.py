@@ -100,7 +100,7 @@ SPARSE = DENSE | {
 
 @dataclass
 class Run:
-    """What a training run printed."""
+    """Printed output of a training run."""
 
     returncode: int
     log: str

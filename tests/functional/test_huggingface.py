@@ -168,7 +168,6 @@ def test_example_from_dense_to_sparse(tmp_path, python):
 
 @pytest.mark.parametrize("quantise", [False, True], ids=["wide", "fp8"])
 def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
-    """Peak memory is a fraction of the weights."""
     from megatron_dsa.extras.huggingface.config_json import read_config
     from megatron_dsa.extras.huggingface.convert import open_checkpoint
     from megatron_dsa.extras.huggingface.files import CheckpointReader

@@ -47,7 +47,6 @@ def check_same_state(one, two):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_killed_run_resumes(name, data, tmp_path):
-    """Killed in a step, resumed, killed in a save, resumed: equal to an uninterrupted run."""
     optimizer, ranks = OPTIMIZERS[name]
     if "muon" in name:
         pytest.importorskip("emerging_optimizers", minversion="0.3")

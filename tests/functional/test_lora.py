@@ -373,7 +373,6 @@ def test_a_whole_v4(v4, tmp_path):
 
 @pytest.mark.ranks(4)
 def test_v4_goes_on_over_other_ranks(v4, tmp_path):
-    """Two ranks' adapters on one, and on four with every division of a V4."""
     folder, flags, two = v4
     layout = FULL_RECOMPUTE | {
         "--pipeline-model-parallel-size": 2,

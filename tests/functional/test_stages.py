@@ -175,7 +175,6 @@ def test_experts_and_multi_token_prediction(data, tmp_path):
 
 
 def test_no_fused_package_falls_back_aloud(data):
-    """Without optional packages it must train and name its fallbacks."""
     run = train({"--data-path": data, "--train-iters": 1})
     if torch.cuda.is_available():
         start = "dispatch:sparse_attention_forward:"
@@ -257,7 +256,6 @@ def test_warmup_widened_to_everything(data, tmp_path):
 
 @pytest.mark.ranks(3)
 def test_multi_token_prediction_on_a_middle_stage(data):
-    """Its rank is neither first nor last, but reads tokens."""
     layout = {
         "--pipeline-model-parallel-size": 3,
         "--pipeline-model-parallel-layout": "Et|tm|L",

@@ -42,12 +42,12 @@ class Shape:
 
     @property
     def overlap(self) -> bool:
-        """Whether a group also pools the previous group's positions."""
+        """Return whether a group also pools the previous group's positions."""
         return self.ratio == 4
 
 
 class Result(NamedTuple):
-    """What a layer computes."""
+    """Results of a layer."""
 
     out: Tensor  # [S, B, hidden]
     loss: Tensor | None  # mean over the real query tokens; without the coefficient

@@ -195,7 +195,6 @@ def test_the_page_of_flags_names_all_of_them():
 
 
 def test_the_page_of_flags_shows_their_choices_and_defaults():
-    """A value in backticks is a default; without one, a few words describe the effect."""
     from megatron_dsa.arguments import BACKENDS
 
     table = documented_flags()

@@ -73,7 +73,6 @@ def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedPro
 
 
 def test_a_source_tree_hides_the_wheel(found, tmp_path):
-    """The wheel's metadata stay installed."""
     version, described = found("0.20.0", "rc1")
     assert version == "0.20.0rc1" and described.startswith(f"0.20.0rc1 in {tmp_path}")
 
@@ -81,7 +80,6 @@ def test_a_source_tree_hides_the_wheel(found, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS, ids=[c.split(maxsplit=1)[1] for c in COMMANDS])
 @pytest.mark.parametrize(("version", "why"), [("0.17.1", TOO_OLD), ("0.21.0", TOO_NEW)])
 def test_other_versions_are_refused_before_anything_else(version, why, command, tmp_path):
-    """Before the launcher's variables, files and the machine."""
     done = run(command, tree(tmp_path, version), RANK="wrong")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"error: megatron-core {version} {why}"), done.stderr
@@ -97,7 +95,6 @@ def test_other_versions_are_refused_before_anything_else(version, why, command, 
     ],
 )
 def test_refused_in_python(version, message, host):
-    """The CPU's preparation must not raise its own error first."""
     from megatron_dsa.patches import cpu_host
 
     host(version)
@@ -135,7 +132,6 @@ def linked(folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_source_tree_is_compiled_elsewhere(tmp_path):
-    """For ``scripts/test.sh --megatron``."""
     datasets = tree(tmp_path, "0.20.0") / "megatron" / "core" / "datasets"
     datasets.mkdir()
     for name in ("helpers.cpp", "Makefile", "utils.py"):

@@ -49,7 +49,6 @@ def test_former_words_are_gone(pattern):
 
 
 def test_a_problem_is_a_complaint():
-    """No variable, argument or attribute of dispatch is called ``problem``."""
     complaints = {"versions.py", "ops/dispatch/packages.py", "extras/cli.py", "extras/info.py"}
     complaints |= {"ops/dispatch/support.py"}  # Package.problem
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -157,7 +157,6 @@ def of_one_rank(model):
 
 
 def test_training_on_ranks_beside_one():
-    """Compares in % the mean loss of the last steps, and of all steps, with one rank's mean."""
     runs = losses_of_runs()
     quoted = {
         ("v3.2", "one rank"): [(0.34, 0.19), (-0.21, 0.18)],

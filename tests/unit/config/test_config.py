@@ -267,7 +267,6 @@ def test_the_dense_stage_needs_no_loss_coefficient():
 
 
 def test_flags_that_messages_name_exist():
-    """A misspelt flag in a fix would not help."""
     import argparse
     import re
     from pathlib import Path

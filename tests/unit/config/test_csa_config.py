@@ -117,7 +117,6 @@ def test_rope_tables_are_megatrons():
 
 
 def test_sink_and_ape_stay_fp32():
-    """Megatron casts whole models to bf16."""
     module = attention_module(small_csa_config(4, dtype=torch.float32))
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.bfloat16()

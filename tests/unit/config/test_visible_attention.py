@@ -137,7 +137,6 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, stage):
 
 
 def test_plans_choose_for_their_gpu(fused):
-    """A plan must choose for its GPU, where the kernels are."""
     stop()  # plans need their own process groups
     flags = BF16 | {"--dsa-stage": "warmup", "--micro-batch-size": 1}
     before = plan(flags)

@@ -31,7 +31,6 @@ def rows_of(seeds, capsys, monkeypatch, output, *folders):
 
 
 def test_gaps_over_seeds(tmp_path, monkeypatch, capsys):
-    """Negative and NaN gaps must stay in the table."""
     seeds = module("seeds")
     folders = [
         session(tmp_path / "a", 1, dense_on=(50, 2.0, 2.0), sparse=(50, 2.3, 2.1)),
@@ -91,7 +90,6 @@ def test_sessions_that_do_not_compare_are_refused(tmp_path, monkeypatch, capsys)
 
 
 def test_charts_of_several_seeds(tmp_path):
-    """Means with the larger error: over seeds or within a seed."""
     pytest.importorskip("matplotlib")
     charts = module("charts")
     row = {"run": "sparse", "step": "50", "measure": "copy", "part": "8", "error": "0.5"}

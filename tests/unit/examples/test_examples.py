@@ -121,13 +121,11 @@ def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_dry_run_needs_no_launcher(script, tmp_path):
-    """It must need no data, tokenizer or GPUs."""
     launcher, flags, world = launched(script, tmp_path, {"NODES": "4"}, "--dsa-dry-run")
     assert launcher == ["-m"] and flags[-1] == "--dsa-dry-run" and world == "32"
 
 
 def test_slurm(tmp_path):
-    """Nodes must get different numbers and the same address and port."""
     for name, text in {
         "srun": 'shift\nSLURM_NODEID=3 exec "$@"',  # the flag, then a task's command
         "scontrol": "echo first\necho second",

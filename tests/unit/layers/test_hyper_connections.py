@@ -108,9 +108,6 @@ def test_calls_are_those_declared():
 
 
 def test_kept_are_the_streams_and_few_numbers():
-    """Per sublayer the streams once, its output and its weights; a GPU's kernels keep 30 more
-    numbers.
-    """
     config = config_of()
     layer = layer_of(config)
     x = streams_like(config)
@@ -133,7 +130,6 @@ def test_kept_are_the_streams_and_few_numbers():
 
 
 def test_operations_are_counted():
-    """Two projections of all streams per layer, one at the end; a weight counts three times."""
     from megatron_dsa.metrics.flops import flops_by_part, model_work
 
     config = config_of()

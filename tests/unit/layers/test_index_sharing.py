@@ -110,7 +110,6 @@ def graphed(model, microbatches):
 @pytest.mark.parametrize("modules", [[], [CudaGraphModule.attn]], ids=["layers", "attention"])
 @pytest.mark.parametrize("options", [SPARSE, MASKED], ids=["sparse", "masked"])
 def test_graphs_of_transformer_engine(options, modules):
-    """Two microbatches in flight, each with its own graphs, for two steps."""
     model = gpt(small_config(options=options, **SHARING))
     steps = [gradients(model, (seed, seed + 1)) for seed in (5, 7)]
     model.config.cuda_graph_modules = modules

@@ -287,7 +287,6 @@ def test_figures_of_every_tensor():
 
 
 def test_totals():
-    """Bytes per token on a GPU by stage or ratio, and by recompute mode."""
     dsa, csa = dsa_rows(), csa_rows()
     (totals,) = tables("model, stage or ratio")
     expected = [("V3.2", stage) for stage in STAGES]

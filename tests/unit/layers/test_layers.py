@@ -35,7 +35,6 @@ def test_weights_come_from_the_replicated_state():
 
 @pytest.mark.gpu
 def test_the_usual_state_is_left_alone():
-    """Other modules must start alike, independent of preceding linears."""
     start()
     config = small_config()
     device = drawn(config).device

@@ -157,7 +157,6 @@ def test_a_frozen_model_has_no_backward(layer):
 
 
 def test_layers_share_the_bits(layer):
-    """Two layers must compute them once per batch."""
     modules = [layer(True, "dense") for _ in range(2)]
     packing = packed(30, 34)
     reset_report()

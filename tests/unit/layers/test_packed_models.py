@@ -95,7 +95,6 @@ def test_predictions_of_documents(kind, case):
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize("kind", MAKE)
 def test_experts_are_balanced_by_sample(kind, samples):
-    """``seq_aux_loss``: the mean over the samples of a packed microbatch."""
     from megatron_dsa.training.data import _pack
 
     model = gpt(

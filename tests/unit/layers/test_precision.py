@@ -126,7 +126,6 @@ def test_what_specs_quantise(fp8, backend):
 
 
 def test_specs_take_the_classes_of_transformer_engine(monkeypatch):
-    """Megatron has them by name, even without the package."""
     start()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear
 

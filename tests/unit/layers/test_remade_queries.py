@@ -199,7 +199,6 @@ def test_a_quantised_linear_is_called(fp8, params, plain):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sparse", "masked"])
 def test_steps_of_v3_2_are_those_of_queries_that_are_kept(attention, kinds, monkeypatch):
-    """In bf16 by this GPU's kernels, which sum blocks in another order."""
     options = DSAOptions(selected_attention=attention, health_tokens=0, sequence_length=4096)
     config = v32_config(options)
     torch.cuda.manual_seed(1)  # draws the loss's query tokens

@@ -160,7 +160,6 @@ def test_what_runs_is_what_is_declared(name, setting, add):
 
 
 def test_a_preset_has_every_stage():
-    """The list of presets must be complete."""
     from megatron_dsa.config.presets import PRESETS
 
     assert set(PRESETS) == {"v3.2", "glm-5", "v4-flash", "v4-pro"}

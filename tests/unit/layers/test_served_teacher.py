@@ -155,7 +155,6 @@ def test_loss_and_gradients_are_of_the_mean_teacher(name, rows, share, monkeypat
 @pytest.mark.parametrize("share", [1.0, 0.25])
 @pytest.mark.parametrize("attention", ["sparse", "masked"])
 def test_kernels_of_v3_2(attention, share, monkeypatch, log):
-    """In bf16: much nearer to the mean teacher than to one layer's."""
     count = 512
     number = torch.tensor(NUMBER, device=start())
     monkeypatch.setattr(dsa_core, "draw_number", lambda *_: number)

@@ -58,7 +58,6 @@ def test_transformer_engine_is_asked_for_by_name():
 
 
 def test_object_form_trains_a_gpt_model():
-    """A stock MLA configuration and Megatron's GPTModel must suffice."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.metrics.log import LossScale

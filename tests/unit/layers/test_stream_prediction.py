@@ -141,7 +141,6 @@ RECOMPUTE = {
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("recomputed", RECOMPUTE)
 def test_model_against_the_reference(layers, recomputed):
-    """The second layer takes the first one's streams."""
     model = model_of(config_of(layers, **RECOMPUTE[recomputed]))
     ids, labels, mask = batch_of()
     want = expected(model, list(ids), list(labels), list(mask))
@@ -268,7 +267,6 @@ def test_blocks_of_other_models_are_megatrons():
     [("Ettt|mL", True), ("Ett|tmL", False), ("Et|tt|m|L", True), ("Et|ttm|L", False)],
 )
 def test_stages_that_predict_apart(layout, apart):
-    """Their input is wider than other stages', so shapes are also sent."""
     from megatron_dsa.config.rules.hyper_connections import predicts_apart
 
     config = config_of(

@@ -87,7 +87,6 @@ def test_operations_have_the_heads_of_a_rank(mode):
 
 
 def test_plans_tell_and_count_it():
-    """A rank that selects for local tokens keeps fewer lists and index queries."""
     stop()  # plans need their own process groups
     flags = BF16 | {
         "--dsa-selected-attention": "masked", "--tensor-model-parallel-size": 2,

@@ -231,7 +231,6 @@ def test_a_selection_is_judged_once_per_iteration(log):
 
 
 def test_nothing_is_judged_outside_of_the_training_loop(log):
-    """Without a log a layer must not compute figures."""
     assert not log.is_on() and not log.samples_selection(0)
     log.create(2, "cpu")
     assert log.is_on() and log.samples_selection(0)

@@ -117,7 +117,6 @@ def test_means_are_over_the_iterations_that_have_a_figure(training_log):
     ],
 )
 def test_the_first_step_is_in_one_line_only(config, interval, start, lines, training_log):
-    """Megatron's log prints 1.5 as the second step."""
     step = training_log(config, interval)
     steps = range(start, max(lines) + 1)
     logged = {n: line["lm loss"] for n in steps if (line := step(n, first=n == start))}

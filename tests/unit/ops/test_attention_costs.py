@@ -110,7 +110,6 @@ def test_heads_between_two_measurements():
 
 
 def test_wider_heads_cost_more():
-    """GLM-5's, whose latents equal V3.2's."""
     wide = attention_costs(64, dims=PairDims(256 + 256, 576 + 512))
     assert wide.masked == pytest.approx((MASKED_PS + TEACHER_PS) * 1.6)
     assert wide.sparse == SPARSE_PS[64]
@@ -142,7 +141,6 @@ def test_cost_of_a_visible_pair_is_that_of_a_measured_layer(heads, tokens, way):
 
 @pytest.mark.parametrize(("nope", "v", "teacher_ms"), [(128, 128, 1.68), (192, 256, 0.0)])
 def test_cost_of_a_visible_pair_is_that_of_measured_kernels(nope, v, teacher_ms):
-    """64 heads, 8192 tokens. V3.2's teacher is measured in the layer."""
     case = {"heads": 64, "nope": nope, "v": v, "tokens": 8192, "distribution": "random"}
     calls = {
         row["part"]: row["value"]

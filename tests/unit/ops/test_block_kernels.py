@@ -281,7 +281,6 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
 @pytest.mark.parametrize("name", ["torch-cudnn", "torch-flash"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_arguments_fit_torch(name, batch):
-    """Torch checks operators' arguments even without computing."""
     kernel = BLOCK_KERNELS[name]
     meta = {"device": "meta", "dtype": torch.bfloat16}
     q, v = torch.empty(64, 4, 192, **meta), torch.empty(64, 4, 128, **meta)
@@ -333,7 +332,6 @@ def test_reasons_say_what_is_missing():
 @pytest.mark.parametrize("dims", [(4, 192, 128, 64, 512), (4, 128, 128, 64, 512)], ids=str)
 @pytest.mark.gpu
 def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
-    """bf16 on real kernels against float64; the second run must not synchronise."""
     case = Case(mode=mode, dtype=torch.bfloat16, dims=dims, **LARGE[batch])
     shape = {"heads": dims[0], "qk_dim": dims[1], "v_dim": dims[2]}
     packed = case.real is not None

@@ -255,7 +255,6 @@ def test_tilings(tile):
 
 
 def test_every_number_of_keys_has_a_tiling():
-    """Kept values and a whole chunk of scores must always fit."""
     selection = module_of(SELECTION)
     for width in (1, 8192, 131_072):
         for topk in (1, 64, 2048, 2049, 2560, 4096):
@@ -273,7 +272,6 @@ def test_every_number_of_keys_has_a_tiling():
     [(1, 8), (2, 8), (8, 8), (9, 7), (16, 4), (24, 2), (32, 2), (33, 1), (64, 1), (128, 1)],
 )
 def test_queries_of_a_tile(heads, queries):
-    """Their heads must fit in a tile of 64, and their bits in a byte."""
     assert module_of("hopper.tiles").queries_per_tile(heads) == queries
 
 

@@ -248,7 +248,6 @@ def gpu_inputs(ratio, overlap, dim, rows, kind):
 @pytest.mark.parametrize("kind", ["packed", "batch"])
 @pytest.mark.parametrize(("ratio", "overlap", "dim", "rows"), GPU_CASES)
 def test_triton_on_the_gpu(kind, ratio, overlap, dim, rows):
-    """NaN outside of groups must not matter; bits must repeat; nothing may synchronise."""
     kernels = pytest.importorskip(KERNELS)
     inputs = gpu_inputs(ratio, overlap, dim, rows, kind)
     got = run(kernels.compress, inputs)

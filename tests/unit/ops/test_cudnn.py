@@ -112,7 +112,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("workspace", [2**17, 2**26])
 def test_selection(name, heads, workspace):
-    """Integer scores are exact in any order, so selections must be equal."""
     layout, inputs = LAYOUTS[name](), index_inputs(600, heads, integers=True)
     operations = ("indexer_scores",) if name == "packed" else ("indexer_scores", "indexer_topk")
     policy = named(*operations, workspace_bytes=workspace)
@@ -225,7 +224,6 @@ def test_no_host_synchronisation():
 
 @needs_cudnn
 def test_nothing_compiles_after_the_warm_up(monkeypatch):
-    """Other lengths, another K of the same bucket, a batch with lengths: no new kernel."""
     attention = dataclasses.replace(attention_call(64, 576), topk=640)
     index = describe_call("cuda", dtype=torch.bfloat16, heads=32, qk_dim=128, v_dim=0, topk=640)
     names = ("forward", "backward", "probabilities")

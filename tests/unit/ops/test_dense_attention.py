@@ -46,7 +46,6 @@ def test_lower_precision(device, dtype, tolerance):
 
 
 def test_empty_sequences_alone(device):
-    """Every token is padding, without visible keys."""
     cu = torch.zeros(3, dtype=torch.int32, device=device)
     q, k, v = (leaf(8, 2, 16, seed=n, device=device, dtype=torch.float64) for n in (1, 2, 3))
     out, lse = dense_attention(q, k, v, packed_layout(cu, 8, 0), softmax_scale=0.3, policy=SMALL)

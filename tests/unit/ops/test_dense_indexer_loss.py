@@ -137,7 +137,6 @@ def ours():
 @pytest.mark.parametrize("keys", ["latent", "expanded", "one", "all"])
 @pytest.mark.parametrize("option", ["none", *OPTIONS])
 def test_torch(device, name, keys, option):
-    """Other mass differs by head, and is missing for a query; lse without keys is arbitrary."""
     inputs = small(device, name, keys=keys)
     if option == "lse":
         for anything in (float("nan"), float("inf")):
@@ -202,7 +201,6 @@ def test_options_of_fused(ours, case, name, change):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["triton", "tilelang"])
 def test_all_heads_of_the_model(ours, implementation):
-    """128 heads from latents, 64 index heads, several tiles each way."""
     shape = dataclasses.replace(V32, heads=128)
     inputs = make(bshd_layout(1100, 1, ours), shape, torch.bfloat16, "latent")
     inputs = dataclasses.replace(inputs, workspace_bytes=2**25)
@@ -307,7 +305,6 @@ def test_no_host_synchronisation(ours):
     ("rows", "index_heads", "heads", "dim"), [(2**18 + 5, 64, 1, 64), (70_000, 2, 128, 256)]
 )
 def test_many_rows(ours, rows, index_heads, heads, dim):
-    """More than 2^31 elements of queries; the last sequences must equal separate ones."""
     length = 100
     ends = torch.arange(0, rows, length, device=ours, dtype=torch.int32)
     last = int(ends[-6])
@@ -341,7 +338,6 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
     ],
 )
 def test_size_of_tiles_changes_nothing(device, name, workspace, shape):
-    """From one pair per tile to one tile per window."""
     inputs, whole = (small(device, name, workspace=x) for x in (workspace, 2**30))
     assert dense_torch.tile_shape(inputs) == shape
     same(*(computed(x, name="torch") for x in (inputs, whole)), 1e-12)
@@ -468,7 +464,6 @@ def v32_inputs():
     + [(MODULE, mib, least) for mib, least in ((256, 2048), (64, 512), (8, 128))],
 )
 def test_many_rows_share_expanded_keys(module, mib, least):
-    """A key must be expanded once for many queries, memory permitting."""
     module = pytest.importorskip(module)
     inputs = dataclasses.replace(v32_inputs(), workspace_bytes=mib * 2**20)
     if module is dense_torch:
@@ -542,7 +537,6 @@ def recorded(monkeypatch, triton_dense):
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("keys", ["latent", "one"])
 def test_compiles_without_a_gpu(monkeypatch, capability, keys):
-    """Warpgroup instructions on Hopper; asynchronous copies of operands; within all limits."""
     triton_dense = pytest.importorskip(MODULE)
     shared = max(x for x in triton_dense.LAUNCHES if x <= SHARED[capability])
     monkeypatch.setattr(triton_dense, "launches", lambda device: triton_dense.LAUNCHES[shared])

@@ -27,7 +27,6 @@ FORMS = tuple(KERNELS)
 
 
 def test_for_which_calls_it_is_chosen(monkeypatch):
-    """Teachers of plain MLA on Hopper, before Triton's."""
     call = OpCall(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, heads=64, qk_dim=128, v_dim=0,
         teacher_dim=192,
@@ -138,7 +137,6 @@ def poison():
 @pytest.mark.parametrize("width", [1, 63, 64, 129, 777])
 @pytest.mark.parametrize("rows", [1, 63, 64, 129, 777])
 def test_sizes_that_no_tile_divides(tiles, rows, width, form):
-    """Old memory content must not matter either."""
     call = draw_call(form, rows, width, 3)
     functions = tiles(3)
     poison()
@@ -149,7 +147,6 @@ def test_sizes_that_no_tile_divides(tiles, rows, width, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 16, 17, 64, 128])
 def test_heads(tiles, heads, form):
-    """Keys expanded from latents come 16 heads at a time if memory is short."""
     call = draw_call(form, 300, 200, heads)
     for workspace in (2**28, 1):
         functions = tiles(heads, workspace)
@@ -160,7 +157,6 @@ def test_heads(tiles, heads, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_see_nothing(tiles, form):
-    """All queries, and all of a block; invisible queries and keys hold NaN."""
     call = draw_call(form, 400, 500, 4)
     start, end = call.seen.start.clone(), call.seen.end.clone()
     start[128:256], end[128:256] = 77, 77
@@ -201,7 +197,6 @@ def test_parts_of_tensors(tiles, form):
 
 @pytest.mark.gpu
 def test_equals_triton_and_itself(tiles):
-    """If Triton's kernel also runs, both must agree."""
     call, functions = draw_call("expanded", 1500, 1500, 32), tiles(32)
     arguments = (call.q, call.keys, call.lse, call.seen)
     first = functions.teacher(*arguments)

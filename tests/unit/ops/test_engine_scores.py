@@ -117,7 +117,6 @@ def test_every_key_is_that_of_the_reference(name):
 
 
 def test_scores_equal_the_reference_to_the_bit():
-    """Missing heads up to a multiple of eight must add nothing."""
     for heads in (64, 32, 5):
         inputs = draw(7, 700, heads, 128, seed=heads)
         padded = [np.zeros((7, -(-heads // 8) * 8, *more)) for more in ((128,), ())]
@@ -159,7 +158,6 @@ def test_quantized():
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
 def test_layouts_and_workspaces(name, workspace):
-    """Packed tokens must see their document only; blocks must change nothing."""
     layout, inputs = LAYOUTS[name](CPU), draw(60, 60, 8, 32)
     policy = dataclasses.replace(ENGINE, workspace_bytes=workspace)
     indices, length = indexer_topk(inputs, layout, 5, policy=policy)
@@ -189,7 +187,6 @@ def test_compressed_keys():
 
 @pytest.mark.parametrize("mib", [32, 64])
 def test_memory_is_bounded(mib):
-    """Workspace, 8192 keys in fp64, keys in fp8 with their quantisation, and the result."""
     inputs, layout = draw(40, 20_000, 16), last(40, 20_000)
     policy = dataclasses.replace(ENGINE, workspace_bytes=mib * 2**20)
     peak = peak_bytes(CPU, lambda: indexer_topk(inputs, layout, 2048, policy=policy))

@@ -88,7 +88,6 @@ def test_selection_is_refused(layout, name, value):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "packed" in name or "rank" in name])
 def test_padding_may_hold_anything(layout):
-    """Queries without keys, invisible keys, keys of other ranks' queries."""
     layout = LAYOUTS[layout](torch.device("cpu"))
     queries, keys = seen(layout)
     inputs = draw(layout)
@@ -104,7 +103,6 @@ def test_padding_may_hold_anything(layout):
     [(1e30, 1e-3, True), (1e38, 1e-3, False), (1e20, 1e20, False), (1e-30, 1e36, True)],
 )
 def test_sums_that_overflow_are_refused(q, weights, fits):
-    """Sums of products, also weighted, must fit fp32."""
     layout = bshd_layout(TOKENS, 1, torch.device("cpu"))
     inputs = draw(layout)
     inputs.q[:], inputs.weights[7] = q, weights
@@ -120,7 +118,6 @@ def test_sums_that_overflow_are_refused(q, weights, fits):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_of_a_type_is_no_error(dtype):
-    """fp16: sums are in fp32; fp64: fits as well."""
     layout = bshd_layout(TOKENS, 1, torch.device("cpu"))
     inputs = draw(layout, dtype)
     large = {torch.float16: 65504.0, torch.float64: 1e100}
@@ -224,7 +221,6 @@ def test_a_layer_looks_once(name, monkeypatch):
 
 
 def test_a_replayed_selection_does_not_hide_it():
-    """The indexer scores given keys as well."""
     from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 
     module = attention_module(MODULES["DSA, sparse"]()).train()

@@ -169,7 +169,6 @@ def test_info_says_why_an_installed_package_is_not_used(install, capsys, version
 
 
 def test_it_is_never_the_first_choice(install):
-    """Not before our benchmark shows it to be the fastest."""
     install()
     names = [c.name for c in DENSE_ATTENTION.candidates]
     assert names[-2:] == ["flash4", "torch"] and not DENSE_ATTENTION.first

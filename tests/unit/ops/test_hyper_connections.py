@@ -59,7 +59,6 @@ def test_no_tokens(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_small_workspace(name):
-    """Blocks of single tokens must equal one block; parameters' gradients are sums of chunks."""
     inputs = inputs_of(CASES[2], name)
     small = run(getattr(unfused, name), replace(inputs, workspace_bytes=1))
     large = run(getattr(unfused, name), inputs)
@@ -75,7 +74,6 @@ def test_bf16_is_rounded_where_the_model_rounds(name):
 
 @pytest.mark.parametrize("size", [1e3, 1e30])
 def test_extreme_logits_are_finite(size):
-    """Sigmoids and softmax saturate; a row or column of the softmax may be zero."""
     check_extreme(unfused, size)
 
 
@@ -156,7 +154,6 @@ def test_formulas_of_transformers():
 
 
 def test_write_takes_the_streams_from_the_read():
-    """One pass of the read's backward sums three gradients."""
     given = Case(5, 4, 16).read_inputs()
     layers = []
     for read, write in ((read_streams, write_streams), (None, None)):
@@ -204,9 +201,6 @@ ADDING = "add_parts"
 
 @pytest.mark.parametrize("channels", [4096, 7168])
 def test_compiles_without_a_gpu(monkeypatch, channels):
-    """16 bytes per access, tiles that fit every GPU, and a write without exchange between
-    threads.
-    """
     launch = pytest.importorskip(f"{PACKAGE}.launch")
     monkeypatch.setattr(launch, "_processors", lambda x: 132)
     recorders = {}
@@ -249,7 +243,6 @@ PLANNED = {
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation, case):
-    """Fakes against adapters with inert kernels."""
     module = unfused
     if implementation == "triton":
         module = pytest.importorskip(f"{PACKAGE}.launch")

@@ -40,7 +40,6 @@ def test_sparse_loss(device, name, relu, k):
 
 
 def test_sparse_loss_ignores_invalid_entries(device):
-    """-1 in the middle and ids past the keys; their targets are NaN."""
     inputs = make_inputs(device)
     layout = bshd_layout(48, 1, device)
     indices = torch.tensor([[1, -1, 3, 48]], device=device, dtype=torch.int32).repeat(48, 1)

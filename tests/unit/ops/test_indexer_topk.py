@@ -53,7 +53,6 @@ def test_first_queries_of_a_sequence_need_no_scores(scored):
 
 @pytest.mark.parametrize(("topk", "pairs"), [(30, 0), (20, sum(range(21, 31))), (5, None)])
 def test_short_documents_need_no_scores(scored, topk, pairs):
-    """The host knows only the longest document."""
     ends = torch.tensor([0, 12, 13, 13, 43, 57], dtype=torch.int32)
     layout = packed_layout(ends, 60, 30)
     select_all(layout, topk)
@@ -126,7 +125,6 @@ def test_what_is_not_seen_may_hold_anything(device, unseen):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
 def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
-    """Scores of invisible keys need not be written; blocks must keep to the budget."""
     blocks = []
 
     def sparing(original):

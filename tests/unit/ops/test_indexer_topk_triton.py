@@ -169,7 +169,6 @@ def test_sums_of_more_elements_than_int32_counts():
 
 
 def test_quantized():
-    """3 bits of mantissa; the largest element is 448; zeros stay zeros."""
     x = torch.cat([leaf(50, 64, seed=3).detach() * 10.0 ** torch.arange(-20, 30)[:, None]])
     x = torch.cat([x, torch.zeros(1, 64)])
     values, scales = fp8.quantized(x.bfloat16())
@@ -219,7 +218,6 @@ def test_quantization_compiles_once_without_a_gpu(monkeypatch, capability, least
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 128), (1001, 64, 128), (333, 5, 16), (0, 128)])
 def test_quantized_by_triton(shape):
-    """Quotients between two numbers may round differently from torch's."""
     kernels = pytest.importorskip(KERNELS)
     x = leaf(*shape, seed=2).detach().bfloat16().cuda()
     assert torch.equal(*(fp8.quantized(y)[0].float() for y in (x[::2], x[::2].contiguous())))

@@ -283,7 +283,6 @@ def test_triton_on_the_gpu(queries, keys, width):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bits_of_layouts(name):
-    """In the order of key indices; also with a workspace for one query at a time."""
     for workspace in (1, 2**20):
         layout = LAYOUTS[name](torch.device("cpu"))
         layout.derived.clear()  # unpacked ones are cached
@@ -294,7 +293,6 @@ def test_bits_of_layouts(name):
 
 
 def test_layers_share_the_bits(monkeypatch):
-    """Up to a number of keys; also bits computed by an evaluation."""
     layout = packed(torch.device("cpu"))
     reset_report()
     with torch.inference_mode():
@@ -314,7 +312,6 @@ def test_layers_share_the_bits(monkeypatch):
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(8192, 8192), (1000, 9001), (3, 40_000)])
 def test_visible_bits_on_the_gpu(queries, keys, shuffled):
-    """Old memory content must not matter."""
     kernel = pytest.importorskip(BITS)
     given = ranges(queries, keys, shuffled)
     slots = None if given.slots is None else given.slots.cuda()
@@ -331,7 +328,6 @@ def test_visible_bits_on_the_gpu(queries, keys, shuffled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_synchronisation(name):
-    """Slots of interleaved batches must also be computed on the device."""
     device = torch.device("cuda")
     api.visible_bits(LAYOUTS[name](device))
     layout = LAYOUTS[name](device)

@@ -97,7 +97,6 @@ def check_lists(inputs, group, with_places=False):
 
 
 def test_groups_of_one_have_the_callers_lists(device):
-    """No copy, for any budget."""
     indices, length = random_lists(11, 20, 90, device)
     inputs = list_inputs(indices, 90, length, workspace_bytes=1)
     ((part, (ids, members, count), places),) = key_lists(inputs, 1, with_places=True)
@@ -113,7 +112,6 @@ def test_groups_of_one_have_the_callers_lists(device):
 @pytest.mark.parametrize("budget", [1, 3000, LARGE])
 @pytest.mark.parametrize("repeats", [False, True])
 def test_ascending_lists_of_groups_of_one(device, budget, repeats):
-    """Sorted, without invalid ids, no key past the length; repeated keys stay."""
     indices, length = random_lists(21, 30, 90, device, repeats=repeats)
     before = indices.clone()
     for lengths in (length, None):
@@ -191,7 +189,6 @@ def test_strided_indices(union_in_python):
 @pytest.mark.parametrize("group", [2, 3, 4, 8])
 @pytest.mark.parametrize("queries", [1, 24, 71])
 def test_unions(hopper, group, queries):
-    """Sorted, exact bits; lengths of 0 and beyond K; the last group has fewer queries."""
     indices, length = (x[:queries] for x in random_lists(71, 300, 2000, "cuda"))
     assert check_lists(list_inputs(indices, 2000, length), group) == 1
     check_lists(list_inputs(indices, 2000), group, with_places=True)
@@ -200,7 +197,6 @@ def test_unions(hopper, group, queries):
 @pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("keys", [1, 31, 33, 65535, 65536, 65537, 70_000, 131_072, 150_000])
 def test_unions_of_many_keys(hopper, group, keys):
-    """More keys than are marked at once, up to the last one of every range."""
     indices, length = random_lists(19, 500, keys, "cuda", repeats=keys < 500)
     edges = [k for k in (0, 31, 32, 65535, 65536, 131_071, 131_072, keys - 1) if k < keys]
     edges = torch.tensor(edges, device="cuda", dtype=torch.int32)
@@ -212,7 +208,6 @@ def test_unions_of_many_keys(hopper, group, keys):
 @pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("keys", [40, 90_000])
 def test_keys_listed_twice(hopper, group, keys):
-    """They must reappear after the union, once per repetition."""
     indices, _ = random_lists(19, 700, keys, "cuda", repeats=True)
     indices[5:9] = keys - 1
     indices[9] = indices[10] = torch.arange(700, device="cuda") % 7
@@ -236,7 +231,6 @@ def test_unions_in_parts(hopper, group):
     [(16, 400, False), (8, 400, True), (64, 70_000, False), (128, 400, True)],
 )
 def test_attention_in_parts(hopper, heads, keys, with_sink):
-    """A tiny workspace must change nothing. 70000 keys: lists are sorted for the backward."""
     q, kv, indices = make_case(71, keys, heads, 576 - 64 * with_sink, 128, **CASE)
     length = torch.full((71,), 128, dtype=torch.int32, device="cuda")
     length[3], length[9] = 0, 40
@@ -258,7 +252,6 @@ def test_attention_in_parts(hopper, heads, keys, with_sink):
 
 
 def test_a_key_listed_twice_counts_twice(hopper):
-    """As in torch, even if only one query of a tile repeats it."""
     q, kv, indices = make_case(23, 300, 16, 576, 128, **CASE)
     indices[::3, 64:] = indices[::3, :64]
     indices[1, :] = 5
@@ -279,7 +272,6 @@ def test_a_key_listed_twice_counts_twice(hopper):
 @pytest.mark.parametrize("budget", [1, 3000, LARGE])
 @pytest.mark.parametrize(("ascending", "group"), [(False, 1), (True, 1), (True, 3)])
 def test_sums_return_to_the_callers_lists(union_in_python, ascending, group, budget):
-    """Sums by a kernel's list entries must be found at the caller's entries."""
     indices, length = random_lists(23, 40, 90, "cpu")
     for lengths in (length, None):
         inputs = list_inputs(indices, 90, lengths, budget)

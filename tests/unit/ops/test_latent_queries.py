@@ -119,7 +119,6 @@ def test_gradients_against_float64(dtype, tolerance, workspace):
 
 @pytest.mark.parametrize(("workspace", "longest"), [(ONE, 1), (7 * ONE, 7), (2**28, TOKENS)])
 def test_blocks_fit_half_of_the_workspace(workspace, longest, monkeypatch):
-    """As few and equal blocks as possible; no index query may be saved."""
     made = []
     compute = LatentQueries.compute
 

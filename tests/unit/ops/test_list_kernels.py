@@ -99,7 +99,7 @@ def test_triton_interpreted():
 
 
 def main():
-    """What runs in the interpreter."""
+    """Run in the interpreter."""
     from megatron_dsa.ops.key_lists import triton as triton_kernels
 
     prepare_interpreter()
@@ -110,7 +110,6 @@ def main():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_once_without_a_gpu(monkeypatch, kind):
-    """The code must not depend on tokens, widths, windows and alignments."""
     kernels = pytest.importorskip(KERNELS)
     recorder = Recorder(kernels._build)
     monkeypatch.setattr(kernels, "_build", recorder)
@@ -143,7 +142,6 @@ def test_triton_on_the_gpu(kind, rows, topk):
 
 @pytest.mark.gpu
 def test_more_entries_than_int32_counts():
-    """2^31 entries: 8.6 GB of lists."""
     kernels = pytest.importorskip(KERNELS)
     rows, width = 70_001, 31_000
     assert rows * width > 2**31

@@ -158,7 +158,6 @@ def check(inputs):
     + [(5, 63, 500), (5, 64, 90)],
 )
 def test_gradients(heads, width, keys):
-    """Widths that are not multiples of 64, and more entries than keys."""
     check(make(200, keys, heads, width))
 
 
@@ -232,7 +231,6 @@ def test_dispatch():
 @needs_kernel
 @pytest.mark.parametrize("rows", [0, 70_000, 2**18 + 100])
 def test_no_rows_and_many(rows):
-    """More queries than a grid dimension, more elements than int32 counts."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):

@@ -271,7 +271,6 @@ def test_mean_of_the_dense_loss_of_every_teacher(keys, parts, monkeypatch):
 
 
 def test_mean_of_the_dense_loss_beside_other_keys(monkeypatch):
-    """V4's compressed keys, with the mass of window and sink."""
     layout = LAYOUTS["compressed"]()
     q, k = leaf(KEYS, HEADS, 24, seed=38), leaf(layout.num_keys, 1, 24, seed=39)
     other = leaf(KEYS, HEADS, seed=9).detach()

@@ -58,7 +58,6 @@ def test_lists_in_order(queries, keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("queries", SIZES)
 def test_lists_in_any_order(queries, keys):
-    """With -1 in the middle, ids past the keys, lengths below 0 and beyond K."""
     check(mixed_lists(queries, keys, 9))
 
 
@@ -209,7 +208,6 @@ def test_strided_tensors():
 
 
 def test_strided_bits():
-    """Kernels require contiguous bits."""
     case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float64)
     q, bits = case.q.requires_grad_(), bits_of(case.lists)
     strided = torch.stack([bits, bits], 1)[:, 0]

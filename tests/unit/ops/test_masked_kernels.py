@@ -217,7 +217,6 @@ def test_against_float64(dims, name):
 @pytest.mark.parametrize(("tokens", "parts", "heads"), [(512, 4, 16), (300, 3, 6), (256, 2, 128)])
 @both_dims
 def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts, heads):
-    """Parts of whole tiles take one launch, others one each."""
     case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100))
     found = Comparison(TOLERANCE, by_figure(TOLERANCE))
     check_parts(found, case, parts, kernels(dims)[2], 100)
@@ -228,7 +227,6 @@ def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts,
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 @both_dims
 def test_scores_far_from_zero(dims, shift):
-    """A query's first keys have far smaller (or larger) scores than its last."""
     case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
     case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
     case.q[..., dims[0]] = shift / 3
@@ -251,7 +249,6 @@ def test_no_queries_and_no_keys(dims):
 @pytest.mark.gpu
 @both_dims
 def test_all_keys_are_dense_attention(dims):
-    """K >= S: torch's causal attention, in value and gradients."""
     tokens, heads, nope = 515, 4, dims[0]
     case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, tokens))
     out, _, grads, _ = run(case)
@@ -279,7 +276,6 @@ def test_keys_of_some_queries(listed):
 
 @pytest.mark.gpu
 def test_parts_of_the_teacher(monkeypatch):
-    """The loss in parts must equal the whole, in value and gradients."""
     kernels()
     tokens, generator = 700, torch.Generator("cuda").manual_seed(3)
     layout = packed_layout(torch.tensor([0, 300, 700], device="cuda").int(), tokens, 400)
@@ -310,7 +306,6 @@ def test_parts_of_the_teacher(monkeypatch):
 @pytest.mark.gpu
 @both_dims
 def test_results_do_not_depend_on_memory_or_order(dims):
-    """Fresh memory is NaN, and a second call must give the same forward."""
     case = masked_case(MaskedDims(8, *dims), random_lists(900, 200))
     first = run(case)
     poison = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(2)]
@@ -340,7 +335,6 @@ def test_deterministic_mode(dims, heads):
 @pytest.mark.gpu
 @both_dims
 def test_parts_of_the_heads(dims):
-    """Parts must bound the queries' fp32 gradient, and equal all heads at once."""
     whole = masked_case(MaskedDims(7, *dims), random_lists(900, 200))
     parts = dataclasses.replace(whole, workspace_bytes=3 * 900 * (dims[0] + dims[1]) * 4)
     with deterministic():
@@ -409,7 +403,6 @@ def test_nothing_waits_for_the_gpu(dims):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets beyond 32 bits, and many blocks of queries, against a part of the heads."""
     tokens, heads = 90_000, 128
     forward, backward, _ = kernels()
     generator = torch.Generator("cuda").manual_seed(0)

@@ -110,7 +110,6 @@ def test_our_sparse_attention(capability, heads, shape, kernels):
 
 
 def test_lists_in_parts_stay_within_the_workspace(kernels):
-    """Including the previous part, which the caller holds."""
     silent, budget = kernels((9, 0)), 2**17
     given = dataclasses.replace(sparse_inputs(16, "queries", "cpu"), workspace_bytes=budget)
 
@@ -126,8 +125,6 @@ def test_lists_in_parts_stay_within_the_workspace(kernels):
 @pytest.mark.parametrize("width", [100, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_flashmla(heads, width, monkeypatch):
-    """It pads heads and lists."""
-
     def silent(q, _kv, _indices, _scale, d_v, **_settings):
         out, lse = q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
         return out, None, lse

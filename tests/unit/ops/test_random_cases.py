@@ -137,7 +137,6 @@ def assert_equal_gradients(got, leaves, want, doubles) -> None:
 
 @given(st.data(), numbers, policies, heads)
 def test_sparse_attention(data, numbers, policy, heads):
-    """Any ids in any order, invalid ones, more entries than keys, no valid entry."""
     queries, keys = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
     width, v_dim = data.draw(st.integers(1, 14)), data.draw(st.integers(1, 4))
     invalid = [-1, -1, -9, keys, keys + 7, 2**31 - 1, -(2**31)]
@@ -190,7 +189,6 @@ def test_dense_attention(batch, numbers, policy, heads):
 
 @given(st.data(), batches(), numbers, policies, heads)
 def test_hybrid_attention(data, batch, numbers, policy, heads):
-    """DeepSeek-V4: a window and compressed keys, all visible or some; and a sink."""
     keys, groups = batch.compressed(data.draw(st.sampled_from([2, 4])))
     window, topk = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 4))
     lists = KeyLists(batch.layout, window, keys)
@@ -241,7 +239,6 @@ def index_inputs(data, numbers: Numbers, queries: int, keys: int):
 
 @given(st.data(), batches(), numbers, policies, st.integers(1, 12))
 def test_selection(data, batch, numbers, policy, topk):
-    """Ties must go to the sequence's first key."""
     if numbers.integers:
         numbers.dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     else:

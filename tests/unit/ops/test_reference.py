@@ -77,7 +77,6 @@ def random_params(shape: ref.Shape, seed: int = 0) -> dict[str, Tensor]:
 
 
 def test_layer_by_scalar_loops() -> None:
-    """One output and one index score with Python floats."""
     params, x = random_params(SHAPE), random(9, 1, SHAPE.hidden)
     result = ref.attention_layer(params, x, SHAPE, mode="dense")
     heads, nope, rope, v, rank = SHAPE.heads, SHAPE.nope, SHAPE.rope, SHAPE.v, SHAPE.kv_lora
@@ -202,7 +201,6 @@ def test_rope_agrees_with_megatron(shape: ref.Shape, interleaved: bool) -> None:
 
 
 def test_yarn_numbers_of_v32() -> None:
-    """V3.2's published settings: correction range 10 .. 23, mscale 1.3689, scale^2 / sqrt(192)."""
     shape = dataclasses.replace(V32_ROPE, yarn={**YARN, "mscale_all_dim": 1.0})
     plain = frequencies(dataclasses.replace(shape, yarn=None))
     ratio = frequencies(shape) / plain

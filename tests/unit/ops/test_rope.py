@@ -188,7 +188,6 @@ def main():
 
 @pytest.mark.parametrize(("heads", "dim"), [(64, 512), (128, 512), (64, 128)])
 def test_compiles_without_a_gpu(monkeypatch, heads, dim):
-    """For Hopper and Blackwell: 16 bytes per access, tiles in registers."""
     kernels = pytest.importorskip(KERNELS)
     recorders = recorded(monkeypatch, kernels, ("_forward", "_norm_backward"))
     x, cos, sin = make_case(3, heads, dim, 64, dtype=torch.bfloat16)
@@ -209,7 +208,6 @@ def test_compiles_without_a_gpu(monkeypatch, heads, dim):
 @pytest.mark.parametrize("name", INDEX)
 @pytest.mark.parametrize("heads", [1, 64])
 def test_index_heads_compile_without_a_gpu(monkeypatch, heads, name):
-    """No spills; batches of any size must share code."""
     kernels = pytest.importorskip(KERNELS)
     recorders = recorded(monkeypatch, kernels, ("_index_forward", "_index_backward"))
     for tokens in (3, 16):
@@ -244,7 +242,6 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "shape", "dtype", "tolerance"), ON_A_GPU)
 def test_triton_on_the_gpu(name, shape, dtype, tolerance):
-    """Bits must repeat, and nothing may synchronise."""
     kernels = pytest.importorskip(KERNELS)
     case = make_case(*shape, min(shape[2], 64), dtype=dtype, device="cuda")
     check(kernels, name, *case, tolerance, expected=unfused)
@@ -259,7 +256,6 @@ def test_triton_on_the_gpu(name, shape, dtype, tolerance):
     [(HEADS, (70_000, 64, 512), 5e-3), (INDEX[:1], (300_000, 64, 128), 2.5e-3)],
 )
 def test_more_elements_than_int32_counts(names, shape, tolerance):
-    """70000 tokens, and more programs than a second grid dimension holds."""
     kernels = pytest.importorskip(KERNELS)
     x = torch.empty(*shape, device="cuda", dtype=torch.bfloat16).normal_()
     _, cos, sin = make_case(shape[0], 1, shape[2], 64, dtype=torch.bfloat16, device="cuda")

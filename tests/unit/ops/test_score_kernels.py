@@ -109,7 +109,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("heads", [5, 16, 32, 64])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scores_against_float64(ours, name, heads):
-    """Heads, odd widths, unwritten memory, segments."""
     layout = LAYOUTS[name]()
     inputs = random_inputs(layout.num_queries, layout.num_keys, heads)
     visible, got = all_scores(inputs, layout, 1000)
@@ -153,7 +152,6 @@ def test_few_rows(ours, rows, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 64])
 def test_nan_that_nobody_sees(ours, heads):
-    """Padding, queries without keys and invisible keys must change no other score."""
     padded = torch.tensor([0, 8, 8, 320, 336, 410, 550, 630, 896], device=CUDA, dtype=torch.int32)
     layout = packed(padded)
     inputs = random_inputs(900, 900, heads)
@@ -171,7 +169,6 @@ def test_nan_that_nobody_sees(ours, heads):
     [(70_000, 130, 16, 130), (2**18 + 5, 130, 64, 130), (70_000, 33_000, 16, 100)],
 )
 def test_many_rows(ours, rows, width, heads, most):
-    """More queries than a grid dimension, and more than 2^31 elements of q and of the scores."""
     inputs = random_inputs(1, width, heads)
     q = torch.empty(rows, heads, 128, device=CUDA, dtype=torch.bfloat16)
     q.normal_(generator=torch.Generator(CUDA).manual_seed(5))

@@ -144,7 +144,6 @@ def poisoned(scores, seen):
 @pytest.mark.parametrize("width", [1, 33, 1000, 2049, 4097, 8192, 16_387, 40_001, 131_072])
 @pytest.mark.parametrize("kind", SCORES)
 def test_selections(select, tiling, kind, width):
-    """Every K, unaligned starts, K above the visible keys, no keys."""
     rows = max(8, min(64, 2**20 // width))
     scores = SCORES[kind](rows, width)
     for topk in (1, 64, 512, 1024, 2048, *((2560, 4096) if tiling == "large" else ())):
@@ -172,7 +171,6 @@ def test_a_sample_that_is_not_typical(select, tiling, above):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "stride", "first"), [(700, 703, 1), (5000, 9001, 3)])
 def test_strides_of_rows(select, tiling, width, stride, first):
-    """Memory between strided lines must never be selected."""
     buffer = torch.full((50, stride), NAN, device=CUDA)
     scores = buffer[:, first : first + width]
     seen = ranges(50, width, 64)
@@ -189,7 +187,6 @@ def test_strides_of_rows(select, tiling, width, stride, first):
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [300, 8192, 50_000])
 def test_scores_that_are_nan(select, tiling, width):
-    """Columns must be visible, ascending and complete; other queries stay right."""
     scores = normal(40, width)
     scores[1::4, ::2], scores[2::4], scores[2::4, ::2] = NAN, NAN, -NAN
     scores[3::4] = torch.tensor(2**31 - 1, device=CUDA, dtype=torch.int32).view(torch.float32)
@@ -205,7 +202,6 @@ def test_scores_that_are_nan(select, tiling, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "width", "topk"), [(66_001, 300, 64), (70_000, 33_000, 100)])
 def test_many_rows(select, rows, width, topk):
-    """Offsets and grids beyond 2^31 and 65535."""
     scores = torch.empty(rows, width, device=CUDA)
     scores.normal_(generator=torch.Generator(CUDA).manual_seed(5))
     end = width - torch.arange(rows, device=CUDA, dtype=torch.int32) * 7919 % width

@@ -174,7 +174,6 @@ def test_heads(way, heads, dim):
     [],
 )
 def test_last_group(way, heads, queries):
-    """In a tile of several queries, the last one has fewer."""
     way.check(*way.case(queries, 400, heads, 576, 128, causal=True))
 
 
@@ -189,7 +188,6 @@ def test_widths_and_more_keys_than_exist(way, heads, k):
 
 @conform(("heads",), [(16,), (64,), (128,)], [])
 def test_many_keys(way, heads):
-    """More keys than 16 bits count and than the cache holds gradients of; unordered lists."""
     q, kv, indices = way.case(40, 70_000, heads, 576, 128)
     way.check(q, kv, indices[:, torch.randperm(128, device=q.device)])
 
@@ -211,7 +209,6 @@ def test_invalid_ids_lengths_and_empty_lists(way, heads, dim, with_sink):
     [(ALL, heads, queries) for heads in (16, 64) for queries in (1, 3, 9)],
 )
 def test_few_queries_with_long_lists(way, heads, queries):
-    """Too few thread blocks for a GPU; unordered lists, full, ragged and empty."""
     q, kv, indices = way.case(queries, 5000, heads, 576, 2000)
     if way.tiles is not None:
         indices = indices[:, torch.randperm(2000, device=q.device)]
@@ -503,7 +500,6 @@ def test_teacher_and_deterministic_mode_of_portable_kernels(way, heads, keys):
 
 
 def test_which_kernels_a_gpu_has(monkeypatch):
-    """Hopper its own, unless a test requests tiles; the others the portable ones."""
     device = torch.device("cuda")
     for capability, target in TARGETS.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)

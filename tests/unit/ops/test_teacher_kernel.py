@@ -101,7 +101,6 @@ def test_interpreted():
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("case", [(16, 576, 2048), (128, 576, 2048), (64, 512, 640)])
 def test_compiles(monkeypatch, case, capability):
-    """Products on tensor cores, vector loads, no relevant spills, within every GPU's limits."""
     module = pytest.importorskip(MODULE)
     (recorder,) = recorded(monkeypatch, module, ["head_sums"])
     heads, dim, entries = case

@@ -73,7 +73,6 @@ def main():
 
 
 def test_compiles_without_a_gpu(monkeypatch):
-    """The code must not depend on sizes and on the start of a part."""
     order = pytest.importorskip(ORDER)
     (recorder,) = recorded(monkeypatch, order, ("_order",))
     for shape in ((7, 5, 12), (16, 16, 32), (1, 1, 1)):

@@ -30,7 +30,6 @@ def test_activating_again_changes_nothing():
 
 
 def test_it_is_refused_inside_of_a_context_that_ends(monkeypatch):
-    """The context would end with the wrong mode on the stack, and a lost torch.cuda."""
     start()
     monkeypatch.setattr(cpu_host, "_install", functools.cache(cpu_host._install.__wrapped__))
 

@@ -15,7 +15,6 @@ ALONE = "{}.pre_mlp_layernorm.weight"
 @pytest.mark.parametrize("norms", [(FUSED, ALONE), (ALONE, FUSED)], ids=["fused", "alone"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_states_of_norms_with_other_names(kind, norms, tmp_path):
-    """transformer-engine fuses a norm into the following linear."""
     distributed, metadata = FORMATS[kind]
     model, optimizer = build(torch.bfloat16, distributed)
     step(model, optimizer, 1)
@@ -190,7 +189,6 @@ class Adam(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("counts", [False, True], ids=["2.9", "2.20"])
 def test_steps_without_parameters_are_counted_once(counts):
-    """Releases of transformer-engine differ in counting them."""
     from megatron_dsa.patches.optimizer_states import count_without_parameters
 
     optimizer = Adam(counts)

@@ -41,7 +41,6 @@ def test_results_in_fp32_are_held_to_less():
 
 
 def test_a_selection_without_the_best_key_is_found():
-    """The next key scores nearly as much, so recall and shortfall are small."""
     tokens = torch.arange(80)
     inputs, layout = random_index_inputs(SHAPE, 80, CPU), bshd_layout(80, 1, CPU)
     case = SelectionCase(inputs, layout, tokens, SHAPE.topk)

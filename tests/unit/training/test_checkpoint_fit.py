@@ -59,7 +59,6 @@ def check(saved, run, metadata):
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_states_of_another_kind_or_layout(name):
-    """Each suggested fix must work."""
     saved, run, message = MISFITS[name]
     with pytest.raises(ConfigError, match=rf"{message}.*--no-load-optim"):
         check(saved, run, BUCKETS)

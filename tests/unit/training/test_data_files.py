@@ -50,7 +50,6 @@ def test_damaged_headers(place, prefix):
 
 
 def test_any_damaged_byte_of_an_index(prefix):
-    """It must be rejected, or read without another kind of error."""
     file, refused = prefix.with_suffix(".idx"), 0
     whole = file.read_bytes()
     for place in range(len(whole)):

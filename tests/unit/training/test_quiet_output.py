@@ -130,7 +130,6 @@ def test_start(way, monkeypatch, capsys, caplog):
 
 @pytest.mark.parametrize("save", ["here", "there"])
 def test_a_first_start_needs_no_warning(save, monkeypatch, capsys):
-    """``--load`` of a folder other than ``--save`` should have found a checkpoint."""
     args = argparse.Namespace(
         load="here", save=save, logging_level=None, non_persistent_global_ckpt_dir=None,
         non_persistent_ckpt_type=None, exit_on_missing_checkpoint=False,

@@ -111,7 +111,6 @@ def test_arguments_without_effect_are_refused(text, said):
 
 
 def test_times_begin_with_a_ratio(monkeypatch):
-    """Imitates a GPU without the bundled layer's packages."""
     start()
     small = against._SMALL
     monkeypatch.setattr(against, "preset", lambda name, **more: preset(name, **small | more))

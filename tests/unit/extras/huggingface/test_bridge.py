@@ -271,7 +271,6 @@ def test_tables_agree():
 
 
 def test_tables_of_v4_differ_where_megatrons_branch_does():
-    """The differences named in docs/guide/bridge.md."""
     from megatron.bridge.models.deepseek.deepseek_v4_bridge import DeepSeekV4Bridge
 
     found = set(differences(registry_of(DeepSeekV4Bridge), V4))

@@ -13,7 +13,6 @@ from tests.tiny_models import tiny_config, tiny_v4
 
 
 def test_kinds_of_layers_are_not_mixed_up(checkpoint):
-    """Equal sums of other counts must be noticed."""
     locations = [V3.locate(name, 2) for name in checkpoint.tensors]
 
     def check(layers, prediction):

@@ -170,7 +170,6 @@ def test_keys_that_are_not_understood_or_contradict_each_other_are_refused(kind)
 
 
 def test_another_model_is_one_entry(monkeypatch):
-    """The example of docs/guide/huggingface.md."""
     like = MODELS["deepseek_v32"]
     entry = dataclasses.replace(
         like,

@@ -137,7 +137,6 @@ def test_scales_are_as_many_as_blocks(checkpoint):
 @pytest.mark.parametrize("words", [60, 75])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_vocabularies_of_another_size_are_refused(name, words, checkpoint, tmp_path):
-    """Fewer words than config.json's, and more, which still fit the model's 80 entries."""
     weight = checkpoint.tensors[name]
     checkpoint.tensors[name] = torch.cat([weight, weight])[:words].contiguous()
     message = rf"{name} is \({words}, 32\), and by config\.json vocab_size = 70"

@@ -163,7 +163,6 @@ def local_name(name, place):
 
 
 def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
-    """70 words over 4 ranks of 20 or 30 entries: words end on the last or third rank."""
     config = tiny_config()
     model = tiny_model(config)
     export_model(model, tmp_path, config)

@@ -134,7 +134,6 @@ def test_indexers_without_adapters_are_not_trained():
 
 
 def test_initial_values():
-    """A like PEFT's (uniform, by input width), B zero."""
     from megatron_dsa.extras.lora.lora import add_adapters
     from tests.cases.models import gpt
 

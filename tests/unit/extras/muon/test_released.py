@@ -42,7 +42,6 @@ def test_released_models(model, rows, capsys):
 
 
 def test_heads(capsys):
-    """128 heads of 128 + 64; GLM-5's keys and values differ."""
     lines = shown(capsys, "v3.2", "--muon-per-head", "attention")
     query = "linear_q_up_proj.weight [24576, 1536] 61 128 blocks of 192 rows"
     assert f"Muon {ATTENTION}{query}" in lines

@@ -168,7 +168,6 @@ def test_sums_of_gradients(name):
 
 
 def test_autograd_writes_sums_to_terms():
-    """But not under a dispatch mode such as the tracker's."""
     for mode, is_written in ((contextlib.nullcontext(), True), (MemoryTracker(), False)):
         x, places = torch.zeros(1000, requires_grad=True), []
         loss = terms(x, 2, lambda term, places=places: places.append(term.data_ptr()))

@@ -319,7 +319,6 @@ def shards_of(prefix):
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(lines, tokenizer, tmp_path, capsys):
-    """The parent is killed; its workers must end by themselves."""
     flags = {"tokenizer": tokenizer, "append_eod": True, "shard_mb": 0.1, "workers": 2}
     prepare(tmp_path / "whole", lines, **flags)
     prefix = tmp_path / "killed"
@@ -422,8 +421,6 @@ def _interrupt(*_):
 
 
 def test_a_worker_that_is_killed(lines, tmp_path):
-    """Like the kernel out of memory."""
-
     def encode(text):
         if text.startswith("killer"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -402,7 +402,6 @@ def wide_call():
 
 @pytest.mark.parametrize("way", ["kept", "recomputed", "without gradients"])
 def test_no_wide_tensor_has_all_tokens(way):
-    """On a GPU, cuBLAS takes more than all of the workspace."""
     # An absorbed tensor of all tokens would dominate the memory.
     call = make_call(
         2048, 64, heads=16, own=8, rope=4, value=8, rank=124, width=4, dtype=torch.float32
@@ -442,7 +441,6 @@ def blocks_on(monkeypatch, tokens, heads, workspace=2**28, processors=132, keys=
 @pytest.mark.parametrize("heads", [1, 6, 16, 64, 96, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 4096, 8192, 131072])
 def test_blocks_fill_the_gpu_with_whole_waves(tokens, heads, monkeypatch):
-    """The workspace is too small for that here, and is ignored."""
     sizes = blocks_on(monkeypatch, tokens, heads, workspace=1)
     rows_at_once = max(1, min(64 // heads, 8))
     wave = 132 * rows_at_once // -(-heads // 64)
@@ -528,7 +526,6 @@ OURS = Policy(
 @pytest.mark.parametrize("block", [64, 128, 300])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_fused_kernels_against_float64(heads, block, recompute, blocks_of, hopper):
-    """In blocks that do not divide the tokens: as exact as whole tensors."""
     blocks_of(block)
     call = real_call(heads)
     exact = call.as_double()
@@ -611,7 +608,6 @@ def test_no_host_synchronisation(recompute, blocks_of, hopper):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_peak_memory(heads, recompute, hopper):
-    """Narrow tensors of all tokens, the latent output unless recomputed, and one block."""
     call = real_call(heads, 16384, 16384, 64)
 
     def step():

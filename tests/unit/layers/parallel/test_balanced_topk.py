@@ -106,7 +106,6 @@ NOTHING = {
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_exchanged(name, monkeypatch):
-    """It must then call the plain selection with the same layout."""
     sharding, total, lengths, topk = NOTHING[name]
     params = None if lengths is None else packed(*lengths)
     layout = layout_from_megatron(total // sharding.ranks, 1, CPU, params, sharding)

@@ -162,7 +162,6 @@ def test_the_log_says_the_same_as_on_one_rank(name, grid, results):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_is_declared_and_recomputed_keys_are_not_kept(name, grid, results):
-    """Without recompute each of both layers keeps all ranks' keys."""
     case, (tp, *_) = sharing_layers(name), grid
     size = case.rows * case.batch * 4 // tp * (12 + 10) * 8
     expected = 0 if "recompute" in name else 2

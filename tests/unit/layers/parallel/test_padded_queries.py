@@ -118,7 +118,6 @@ def test_sparse_attention_returns_no_view_of_padding(add):
 
 
 def test_blocks_count_padding():
-    """Queries and outputs of more than twice the heads take the memory of their gradients."""
     call = describe_call("cpu", dtype=torch.bfloat16, heads=8, qk_dim=576, v_dim=512, topk=64)
     policy = Policy(workspace_bytes=2 * 100 * 8 * (576 + 512) * 2)
 

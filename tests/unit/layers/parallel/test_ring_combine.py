@@ -14,7 +14,6 @@ RANGES = [(0, None), (40, None), (0, 17), (9, 50)]
 
 
 def test_rows_without_keys_combine():
-    """No key in the first part, in the second, in neither: 0 and -inf without keys."""
     none = float("-inf")
     lse = torch.tensor([[none, 1.0, none, 2.0]]).t()
     other = torch.tensor([[0.5, none, none, 2.0]]).t()
@@ -96,7 +95,6 @@ def main():
 
 
 def test_compiles_once_without_a_gpu(monkeypatch):
-    """The code must not depend on the part's queries."""
     kernels = pytest.importorskip(KERNELS)
     recorder = Recorder(kernels._merge)
     monkeypatch.setattr(kernels, "_merge", recorder)

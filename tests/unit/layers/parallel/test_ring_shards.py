@@ -117,7 +117,6 @@ def documents(draw, total, multiple):
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
 def test_packed(cp_layout, cp):
-    """Documents empty, shorter than a chunk, longer than a rank's tokens."""
     draw = random.Random(cp)
     for _ in range(60):
         total = 2 * cp * draw.choice((1, 4, 9))
@@ -136,7 +135,6 @@ def test_packed(cp_layout, cp):
 
 
 def test_runs_in_any_order():
-    """With arbitrary runs some blocks are visible in several parts."""
     draw, several = random.Random(0), 0
     for _ in range(100):
         cp, pieces, size = draw.choice((2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 5))

@@ -120,7 +120,6 @@ def test_a_short_line_holds_what_is_wrong(having):
 
 
 def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeypatch):
-    """Each must be collected even if chosen before; a fallback must still warn."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     operation = having(
         candidate("first", True, lambda p: None if p.heads == 7 else "not 7 heads"),
@@ -159,7 +158,6 @@ def test_fallback_names_every_rejected_candidate_once(
 def test_without_a_gpu_one_line_stands_for_all_fallbacks(
     operation, operations, caplog, monkeypatch
 ):
-    """The choice, strictness and counts must stay the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     other = operations("other_made_up", *operation.candidates)
     dispatch.reset_report()
@@ -425,7 +423,6 @@ def test_kernels_that_were_only_compiled(having):
 
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=lambda operation: operation.name)
 def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, monkeypatch):
-    """Geometric mean over all lists and numbers of keys measured for a model's shape."""
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     there = [replace(c, support=replace(c.support, probe=None)) for c in operation.candidates]
     monkeypatch.setattr(operation, "candidates", tuple(there))

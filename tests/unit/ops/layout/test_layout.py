@@ -59,7 +59,6 @@ def test_packed(rows_at_once, max_seqlen):
 
 
 def test_the_last_two_layouts_keep_what_is_large():
-    """Layouts of unpacked batches are never dropped; their visible bits and rope tables are."""
     layouts = [bshd_layout(rows, 1, torch.device("cpu")) for rows in (11, 12, 13)]
     made = []
 
@@ -86,7 +85,6 @@ def test_packed_with_padding_between_sequences():
 
 
 def test_blocks_skip_what_no_query_sees():
-    """A causal sequence takes about half of the square; packed windows slide."""
     layout = bshd_layout(256, 1, torch.device("cpu"))
     work = sum((b.tokens.stop - b.tokens.start) * b.width for b in layout.blocks(lambda width: 8))
     assert work < 0.53 * 256 * 256

@@ -85,7 +85,6 @@ def test_broken_rules_are_named(rule):
 
 
 def test_the_device_is_told_who_says_more(monkeypatch):
-    """A GPU does not distinguish the rules, so its message must name the host's."""
     from megatron_dsa.ops.layout import positions
 
     said = []

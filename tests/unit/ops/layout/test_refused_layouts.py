@@ -223,7 +223,6 @@ def test_uneven_sequences_of_a_zigzag_are_refused():
 
 @pytest.mark.parametrize("summary", ["a rule", "x" * 400])
 def test_the_device_takes_the_message(monkeypatch, summary):
-    """A longer one would raise by itself."""
     said = []
     monkeypatch.setattr(torch, "_assert_async", lambda fine, message: said.append(message))
     on_a_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
@@ -246,7 +245,6 @@ def test_no_check_waits_for_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", VALUES)
 def test_the_gpu_asserts(case):
-    """In its own process: the GPU is unusable afterwards."""
     with pytest.raises(ProcessExitedException) as ended:
         run_ranks(_until_the_assertion, (case,), 1)
     assert ended.value.exit_code == ASSERTION_FAILED

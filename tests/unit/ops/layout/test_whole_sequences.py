@@ -46,7 +46,6 @@ def float64_scores(inputs, layout, row):
     ("tokens", "ratio"), [(4096, 1), (32_768, 1), (131_072, 1), (32_768, 4), (131_072, 4)]
 )
 def test_against_float64(tokens, ratio, integers):
-    """Samples of all tokens; 20 repeats must be equal to the bit."""
     skip_unless_they_run(("indexer_scores", "tilelang"), ("indexer_topk", "tilelang"))
     layout = layouts(tokens, ratio)
     inputs = draw(layout, integers)
