@@ -17,7 +17,7 @@ GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 #: Delayed scaling starts at 1, where E5M2 rounds gradients below 2**-17 to 0.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
-#: Conversations have any length.
+#: Conversations are packed and weighted by their tokens.
 SFT = [
     "--dataloader-inter-document-masking", "--calculate-per-token-loss",
     "--dsa-cp-layout", "zigzag_rows",
