@@ -318,6 +318,20 @@ COMPARISONS: Sequence[Comparison] = (
         charted=False,
     ),
     Comparison(
+        "layer_glm", "layer",
+        "A DSA layer of GLM-5.3-Flash takes {} the time of dense attention at 8k tokens",
+        (("trained indexer", 8192),),
+        "time over dense attention (ms)",
+        tuple(
+            Line(label, way, "dense", {"preset": "glm-5.3-flash"})
+            for label, way in (
+                ("trained indexer", "ours"), ("trained indexer, masked attention", "masked"),
+                ("frozen indexer", "frozen"), ("stage dense of this package", "ours-dense"),
+            )
+        ),
+        charted=False,
+    ),
+    Comparison(
         "masked_time", "masked",
         "Masked attention, 128 heads, 8k tokens: {} the time of cuDNN forward, {} backward",
         (("forward, 128 heads", 8192), ("backward, 128 heads", 8192)),
