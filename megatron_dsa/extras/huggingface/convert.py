@@ -339,8 +339,8 @@ def export_model(
         narrowest = str(min(dtypes, key=lambda x: x.itemsize)).split(".")[1]
         for part in (said, *([text] if {"dtype", "torch_dtype"} & text.keys() else [])):
             part["dtype" if "dtype" in part else "torch_dtype"] = narrowest
-        text = json.dumps(said, indent=2, sort_keys=True) + "\n"
-        writer.path("config.json").write_text(text)
+        path = writer.path("config.json")
+        path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
 def _check_rows(hf_name: str, rows: int, hf: HFModel) -> None:

@@ -104,6 +104,7 @@ def test_calls_are_those_declared():
     declared = [(op.operation, op.call) for op in stream_ops(config)]
     end = [(op.operation, op.call) for op in stream_ops(config, head=True)]
     assert got == 2 * declared + end
+    assert not stream_ops(config_of(hc_collapse="mean"), head=True)
     assert not stream_ops(small_config())
 
 

@@ -16,6 +16,8 @@ MODELS = {
     "--yarn-original-max-position-embeddings 64 --rotary-base 5000 --norm-epsilon 1e-4 "
     "--dsa-latent-norm-epsilon 1e-3 --tensor-model-parallel-size 2 --sequence-parallel "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "glm-5.3-tiny": "--kda-gate-lower-bound -4 --hc-collapse learned --dsa-indexer-pool-size 2 "
+    "--tensor-model-parallel-size 2 --sequence-parallel",
     "v4-tiny": "--dsa-csa-teacher compressed --pipeline-model-parallel-size 2 "
     "--pipeline-model-parallel-layout Ettt|ttmL --dsa-stage dense --hc-eps 1e-5",
 }
