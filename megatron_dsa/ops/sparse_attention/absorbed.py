@@ -1,12 +1,11 @@
-"""Sparse attention of MLA with its up projections absorbed, in blocks of tokens.
+"""MLA sparse attention with absorbed up projections, in blocks of tokens.
 
-Attention runs in the space of the latents: ``W_uk`` is multiplied into the queries and ``W_uv``
-follows the output, so that all heads share one key. Queries and outputs are three to four times
-wider there, so they and their gradients exist for one block of tokens at a time; the backward
-computes absorbed queries again.
+``W_uk`` is multiplied into the queries and ``W_uv`` into the output, so all heads share one key,
+the latent. Absorbed queries and outputs are 3-4 times wider: they exist for one block of tokens and
+are recomputed in the backward.
 
-With ``group`` a rank attends with all heads. The weights of all ranks are gathered once per pass
-(kept, they would take 34 MB per layer of DeepSeek-V3.2); their gradient is summed in fp32.
+With ``group`` the weights of all ranks are gathered in each pass (kept, they would take 34 MB per
+layer of DeepSeek-V3.2) and their gradient is summed in fp32.
 """
 
 from collections.abc import Iterator
@@ -56,23 +55,20 @@ from megatron_dsa.ops.sparse_attention.spec import (
     SparseAttentionInputs,
 )
 
-#: Results of :func:`absorbed_attention`.
 AbsorbedAttentionOutput = SparseAttentionOutput
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Arguments that take no part in autograd."""
-
     attention: Settings
     blocks: tuple[slice, ...]
-    kernel_heads: int  # heads that the forward's kernel computes, padding included
+    kernel_heads: int  # the forward kernel's, padding included
     keeps_latents: bool
     group: Any
 
 
 class _Blocks:
-    """Inputs of a pass, and a buffer for the absorbed queries of a block, padded to ``heads``."""
+    """Inputs of a pass and a buffer for a block's absorbed queries, padded to ``heads``."""
 
     def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
@@ -85,18 +81,16 @@ class _Blocks:
             self.absorbed[:, q.shape[1] :] = 0.0
 
     def buffer(self, heads: int, dims: int) -> torch.Tensor:
-        """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
         return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return the inputs of a block; its absorbed queries stay until the next call."""
+        """Return a block's inputs; its absorbed queries live until the next call."""
         length = None if self.length is None else self.length[tokens]
         return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
 
     def inputs_of(
         self, q, indices, length, want_p_sum: bool = False, heads: slice = slice(None)
     ) -> SparseAttentionInputs:
-        """Return the inputs of some tokens, at most as many as a block has, with some heads."""
         padded = self.absorbed[: len(q)]
         if q.shape[1] < self.q.shape[1]:
             padded = padded.flatten(0, 1)[: len(q) * q.shape[1]].unflatten(0, q.shape[:2])
@@ -108,7 +102,7 @@ class _Blocks:
 
 
 class _AbsorbedAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, weights, ..., the indexer's tensors -> out, lse, p_sum``."""
+    """``q, kv, kv_grad, weights, ..., indexer tensors -> out, lse, p_sum``."""
 
     @staticmethod
     def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
@@ -127,13 +121,13 @@ class _AbsorbedAttention(torch.autograd.Function):
             lses.append(lse)
             if p.keeps_latents:
                 latents.append(latent.contiguous())  # a view would keep its padding
-            del inputs, latent, p_sum  # before the next block takes memory
+            del inputs, latent, p_sum  # free before the next block allocates
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # of lse and p_sum, which have none
+        ctx.set_materialize_grads(False)  # lse and p_sum have none
         return out, lse, p_sum
 
     @staticmethod
@@ -143,9 +137,9 @@ class _AbsorbedAttention(torch.autograd.Function):
         q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
-        # The kernels of the backward take queries without padding.
+        # The backward kernels take queries without padding.
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
-        if dout is None:  # nothing reads the output; other ranks take part
+        if dout is None:  # unused output, but other ranks take part
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
@@ -176,12 +170,10 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Backward:
-    """The backward of all blocks, run one after the other; sums gradients."""
-
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
-        # No method of this object: a cycle would keep all of it until Python collects garbage.
+        # Not a bound method: the cycle would keep all buffers until garbage collection.
         rows = blocks.q.shape[:2].numel()
         self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
@@ -190,9 +182,8 @@ class _Backward:
         self.dweights: torch.Tensor | None = None
 
     def teachers(self) -> Iterator[TeacherPart]:
-        """Run all blocks; yield teachers of as many together as take an eighth of the workspace.
-
-        The loss makes a gradient of all index keys for every part.
+        """Run all blocks; yield teachers in large parts: the loss allocates a gradient of all index
+        keys for each.
         """
         blocks, indices, length = self.plan.blocks, self.blocks.indices, self.blocks.length
         workspace = self.plan.attention.policy.workspace_bytes // 8
@@ -203,13 +194,10 @@ class _Backward:
             teacher = _joined([self.run(block, teaches=True) for block in part])
             of_part = None if length is None else length[tokens]
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
-            del teacher  # before the next part takes memory
+            del teacher  # free before the next part allocates
 
     def sampled(self, sample: QuerySample, head_group: Any) -> Iterator[TeacherPart]:
-        """Yield teachers of sampled tokens, whose gradients are summed already.
-
-        With parts they are of all heads that teach a token, else of this rank's of ``head_group``.
-        """
+        """Yield teachers of sampled tokens; with head parts, exchange them in ``head_group``."""
         group = head_group if sample.parts > 1 else None
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts, indices, length = sample.parts // ranks, self.blocks.indices, self.blocks.length
@@ -223,7 +211,6 @@ class _Backward:
         yield TeacherPart(slice(0, len(sample.tokens)), indices, length, teacher)
 
     def _teachers_of(self, parts: list[QuerySample]) -> Iterator[TeacherPart]:
-        """Yield teachers of some tokens at a time: each part has its heads."""
         blocks, attention = self.blocks, self.plan.attention
         count = blocks.q.shape[1] // len(parts)
         if len(parts) > 1:
@@ -238,10 +225,10 @@ class _Backward:
                 teacher = attention.run(PROBABILITIES, inputs, lse[:, heads])
                 taken = slice(first + some.start, first + some.stop)
                 yield TeacherPart(taken, indices, length, teacher)
-                del q, lse, inputs, teacher  # before the next block takes memory
+                del q, lse, inputs, teacher  # free before the next block allocates
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
-        """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""
+        """Add the gradients of a block; return its teacher ``[tokens, K]`` if ``teaches``."""
         blocks, attention = self.blocks, self.plan.attention
         inputs, dout = blocks.inputs(tokens), self.dout[tokens]
         latent = self.latents.get(tokens.start)
@@ -282,7 +269,7 @@ class _Backward:
 
 
 def _bounds(x: _Blocks, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bounds of absorbed queries and gradients of latent outputs, by Cauchy-Schwarz."""
+    """Bound absorbed queries and latent output gradients by Cauchy-Schwarz."""
     nope, rope = x.q.split([x.nope, x.q.shape[2] - x.nope], dim=2)
     queries = largest(_largest_vector(nope) * _largest_column(x.w_uk))
     outputs = largest(_largest_vector(dout) * _largest_column(x.w_uv))
@@ -295,7 +282,6 @@ def _largest_column(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_vector(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest norm of each head of ``x [tokens, H, D]``; 0 without tokens."""
     norms = torch.linalg.vector_norm(x, dim=2, dtype=accumulation_dtype(x.dtype))
     return norms.amax(0) if len(x) else norms.new_zeros(x.shape[1])
 
@@ -316,34 +302,26 @@ def absorbed_attention(
     recompute: bool = False,
     policy: Policy = Policy(),
 ) -> AbsorbedAttentionOutput:
-    """Attend from every query token to its own list of latents (multi-head latent attention).
+    """Attend from each query to its own list of latents: plain MLA over the listed keys.
 
-    The result equals plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
-    ``weights``, it is ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T``
-    per head. The wide tensors of that chain exist for a block of tokens only.
+    Computes ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T`` per head.
+    Other arguments and results: see
+    :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
 
     Args:
-        q: ``[Sq, H, A + P]``, bf16, fp16, fp32 or fp64; the ``P`` dims with rope last.
-        kv: ``[Skv, R + P]``, same dtype: the latent, then the dims that all heads share, rotated.
-        weights: ``[H, A + V, R]``, same dtype: per head what makes its key without rope of a latent
-            (``W_uk``), then its value (``W_uv``). With ``group`` ``[H / ranks, ...]``, of this
-            rank's heads, which come in the order of ranks.
-        indices, topk_length, in_order, indexer: see
-            :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
-        softmax_scale: factor on ``q . k`` before the softmax.
-        kv_grad: fp32 ``[Skv, R + P]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see ``layers/parallel/gather.py``).
-        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        group: process group of ranks that share the heads and have other tokens each. All of them
-            call together, forward and backward.
-        recompute: run the forward kernel again in the backward instead of saving the latent output
+        q: ``[Sq, H, A + P]``, bf16, fp16, fp32 or fp64; the ``P`` rope dims last.
+        kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key shared by all heads.
+        weights: ``[H, A + V, R]``, same dtype: up projection per head, ``W_uk`` then ``W_uv``. With
+            ``group`` only this rank's heads, in the order of ranks.
+        kv_grad: fp32 ``[Skv, R + P]``.
+        group: process group of ranks that share the heads and hold different tokens. Collective in
+            forward and backward.
+        recompute: rerun the forward kernel in the backward instead of saving the latent output
             ``[Sq, H, R]``.
-        policy: which implementations may run; its workspace bounds the blocks.
+        policy: its workspace bounds the blocks.
 
     Returns:
-        ``out [Sq, H, V]`` in q's dtype, 0 for tokens that select nothing, differentiable in q, kv
-        and weights; ``lse [Sq, H]`` fp32, natural log over the selected keys, ``-inf`` if none;
-        ``p_sum [Sq, K]`` fp32, 0 at invalid entries, ``None`` unless it was asked for.
+        ``out [Sq, H, V]``, ``lse``, ``p_sum``; ``out`` is differentiable in q, kv and weights.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -382,7 +360,7 @@ def absorbed_attention(
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )
-    if topk_length is not None:  # once for all blocks and both directions
+    if topk_length is not None:  # once for all blocks and both passes
         topk_length = lengths(indices, topk_length)
     attention = Settings(
         rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order,

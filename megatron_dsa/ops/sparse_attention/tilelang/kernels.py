@@ -1,4 +1,4 @@
-"""Choice among our own kernels: Hopper's (wgmma) on Hopper, the portable ones elsewhere."""
+"""Choice of TileLang kernels: wgmma on Hopper, portable elsewhere."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from enum import Enum
 
 import torch
 
-#: TileLang's targets, per compute capability.
+#: Compute capability -> TileLang target.
 TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
 
 
 class Way(Enum):
-    """Kernels of a backward. They determine the column order of the key gradient in its buffer."""
+    """Kernels of a backward, which determine the column order of the key gradient's buffer."""
 
-    #: One kernel, columns in order.
+    #: Columns in order.
     PORTABLE = "portable"
-    #: One kernel for Hopper, columns in the order of fragments.
+    #: One Hopper kernel; columns in the order of fragments.
     ONE = "one kernel"
-    #: Two kernels for Hopper, query_gradient, then key_gradient. More heads than a tile has
-    #: add to dKV once instead of once per tile. Columns in the order of transposed fragments;
-    #: integers in order, so that neighbouring threads add to neighbours.
+    #: Hopper's query_gradient, then key_gradient, which adds to dKV once instead of once per tile
+    #: of heads. Columns in the order of transposed fragments; integers in order, for coalesced
+    #: atomics.
     TWO = "two kernels"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for one GPU, compiled at first use, with the arguments of their ``build``.
+    """Kernels for one GPU, compiled at first use.
 
     Attributes:
-        target: of the compilation.
-        tiles: target whose tiling the portable kernels have; ``None``: the kernels are Hopper's.
+        target: for the compiler.
+        tiles: target whose tiling the portable kernels use; ``None``: Hopper's kernels.
     """
 
     target: str
@@ -43,7 +43,6 @@ class Kernels:
         return Way.TWO if heads > (32 if fixed_point else 64) else Way.ONE
 
     def compiled(self, part: str, *arguments):
-        """Return the kernel of the module ``part``, e.g. ``forward``."""
         folder, options = "hopper", {}
         if self.tiles is not None:
             folder, options = "portable", {"tiles": self.tiles}
@@ -53,7 +52,7 @@ class Kernels:
         return _module("hopper.unions").compiled(*arguments, target=self.target)
 
     def rows(self, part: str) -> int:
-        """Return the rows of a tile of the kernel ``forward`` or ``backward``."""
+        """Return the tile height of the kernel ``forward`` or ``backward``."""
         if self.tiles is None:
             return importlib.import_module("megatron_dsa.ops.hopper.tiles").TILE
         tiles = _module("portable.tiles")
@@ -61,14 +60,13 @@ class Kernels:
 
 
 def _module(name: str):
-    """Import a module that needs TileLang."""
+    """Import on demand: needs TileLang."""
     return importlib.import_module(f"{__package__}.{name}")
 
 
 def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
-    """Return the kernels for ``device``; with ``tiles`` the portable ones with that tiling.
-
-    The tiles of a GPU with less shared memory also run on one with more, for tests.
+    """Return the kernels for ``device``; with ``tiles`` portable ones with that GPU's tiling
+    (tests).
     """
     target = "sm_90a"
     if device.type == "cuda":

@@ -1,5 +1,4 @@
-"""Our own kernels for every GPU with ``mma.sync`` and ``cp.async`` (sm_80 and newer), in TileLang.
+"""TileLang kernels for every GPU with ``mma.sync`` and ``cp.async`` (sm_80 and newer).
 
-The same programs as :mod:`..hopper`, slower there. ``docs/kernels/sparse_attention.md`` says what
-was run where.
+``docs/kernels/sparse_attention.md`` lists what was run where.
 """
