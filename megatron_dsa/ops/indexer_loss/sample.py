@@ -1,15 +1,12 @@
-"""A random share of the query tokens, on which the indexer's loss is estimated without bias.
+"""Random sample of query tokens for unbiased estimates of the indexer's loss.
 
-The loss is a sum over query tokens. They are cut into equal stretches, and each stretch gives a
-tile of neighbours, at a random offset that is the same in all stretches. All tokens are equally
-likely to be taken: the sum over the sample, times the number of tokens that each of it stands for,
-is the whole loss in the mean over all offsets, and likewise its gradients. The number of tiles is
-fixed, and with it all shapes.
+Query tokens are cut into equal stretches; each gives a tile of neighbours at the same random
+offset. All tokens are equally likely, so the scaled sum over the sample is unbiased, as are its
+gradients. Shapes are fixed.
 
-Each token may be taught by a group of heads only, which follows from its position in its tile. A
-token that is taken is equally likely to be at each position, so all groups teach it in the mean.
-The loss's gradient is linear in the teacher, and so without bias; its value is convex in it, and so
-larger than with all heads.
+With ``parts``, a group of heads teaches each token, by its position in the tile; on average all
+groups teach it. The gradient, linear in the teacher, stays unbiased; the value, convex in it,
+grows.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: Neighbours that are taken together: kernels read the keys of a tile of queries at once.
+#: Neighbours sampled together: kernels share the keys of a tile of queries.
 TILE = 64
-#: Taken tokens for which one range of visible slots is given to the host.
+#: Sampled tokens per query range of the host.
 _RANGE = 32 * TILE
 
 
@@ -37,10 +34,10 @@ class QuerySample:
     """Query tokens of a loss.
 
     Attributes:
-        tokens: int64 ``[n]``, all different, in ``parts`` parts of equal length. A part has the
-            same positions of every tile. Tiles ascend; the last one may go on at token 0.
-        total: tokens that they are taken from.
-        parts: groups of heads; each group teaches a part.
+        tokens: int64 ``[n]``, unique, in ``parts`` equal parts, each with the same positions of
+            every tile. Tiles ascend; the last may wrap around.
+        total: number of all query tokens.
+        parts: groups of heads; each teaches a part.
         neighbours: tokens of a tile in a part.
     """
 
@@ -51,11 +48,10 @@ class QuerySample:
 
     @property
     def factor(self) -> float:
-        """Tokens that each of them stands for."""
+        """Tokens that each sampled one represents."""
         return self.total / len(self.tokens)
 
     def by_part(self) -> Iterator[QuerySample]:
-        """Yield the parts, each a sample of its own."""
         for tokens in self.tokens.chunk(self.parts):
             yield QuerySample(tokens, self.total, 1, self.neighbours)
 
@@ -70,9 +66,9 @@ class QuerySample:
         ]
 
     def layout(self, whole: Layout) -> Layout:
-        """Return the layout of these query tokens, with all keys of ``whole``.
+        """Return the layout of these queries, with all keys of ``whole``.
 
-        Their positions are on the device: the host has bounds of many tokens together.
+        The host only has common bounds of many tokens: positions are on the device.
         """
         tokens = self.tokens
         start, end, position = select_tokens(tokens, whole.start, whole.end, whole.position)
@@ -89,7 +85,7 @@ class QuerySample:
         )
 
     def _ranges(self, whole: Layout) -> Iterator[QueryRange]:
-        """Yield ranges of a part's tokens with the slots that any token of their tiles sees."""
+        """Yield ranges of tokens with the slots that their tiles see."""
         tiles = len(self.tokens) // self.neighbours
         for some in slices(tiles, max(1, _RANGE // self.neighbours)):
             first = some.start * self.total // tiles
@@ -103,7 +99,7 @@ class QuerySample:
 
 
 def _seen(layout: Layout, first: int, end: int) -> tuple[int, int]:
-    """Return slots that cover what the query tokens ``[first, end)`` see."""
+    """Return slots that cover those visible to query tokens ``[first, end)``."""
     low, high = layout.num_keys, 0
     for query_range in layout.query_ranges:
         start, step = query_range.tokens.start, query_range.tokens.step
@@ -120,19 +116,17 @@ def _takes_kernel(x: torch.Tensor) -> bool:
 
 
 def sample_size(total: int, share: float) -> int | None:
-    """Return how many of ``total`` query tokens are taken, ``None`` if all."""
+    """Return the size of the sample, ``None`` for all tokens."""
     if share >= 1 or total <= TILE:
         return None
     return min(max(1, round(share * total / TILE)), (total - 1) // TILE) * TILE
 
 
 def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) -> QuerySample:
-    """Return ``size`` of ``total`` tokens, whole tiles; ``offset``: int64, from 0 to ``total - 1``.
-
-    ``parts``: see :class:`QuerySample`.
+    """Return a sample of ``size`` tokens; ``offset``: int64, from 0 to ``total - 1``.
 
     Raises:
-        ValueError: ``size`` is not one of :func:`sample_size`, or tiles have no equal parts.
+        ValueError: ``size`` is not from :func:`sample_size`, or tiles have no equal parts.
     """
     if not 0 < size < total or size % TILE:
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
@@ -159,15 +153,15 @@ def _stretches(total: int, tiles: int, parts: int, device: torch.device):
 def draw_number(
     total: int, share: float, device: torch.device, group: Any = None
 ) -> torch.Tensor | None:
-    """Draw the number that :func:`sampled_tokens` takes, ``None`` if all tokens are taken.
+    """Draw the offset for :func:`sampled_tokens`, ``None`` if all tokens are taken.
 
-    From torch's generator of the device, which Megatron saves and resumes.
+    From the device's torch generator, which Megatron saves and resumes.
 
     Args:
-        total: query tokens.
-        share: of them to take; rounded to whole tiles, at least one.
-        device: of the tokens.
-        group: process group of ranks that take the same tokens, or ``None``.
+        total: number of query tokens.
+        share: sampled share, rounded to whole tiles, at least one.
+        device: device of the tokens.
+        group: process group of ranks with the same sample, or ``None``.
     """
     if sample_size(total, share) is None:
         return None
@@ -180,6 +174,6 @@ def draw_number(
 def draw_sample(
     total: int, share: float, device: torch.device, group: Any = None, parts: int = 1
 ) -> QuerySample | None:
-    """Draw query tokens, ``None`` if all; see :func:`draw_number` and :class:`QuerySample`."""
+    """Draw query tokens, ``None`` for all; see :func:`draw_number` and :class:`QuerySample`."""
     size, number = sample_size(total, share), draw_number(total, share, device, group)
     return None if size is None or number is None else sampled_tokens(total, size, number, parts)

@@ -1,4 +1,4 @@
-"""The dense indexer loss in torch, which runs everywhere."""
+"""Dense indexer loss in torch, for any device."""
 
 import torch
 
@@ -15,10 +15,9 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
-#: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
+#: Heads at a time: fewer need less memory, more are faster.
 HEADS_AT_ONCE = 8
-#: Longest edge of a tile. Matrix products gain nothing from longer ones, and a tile on the diagonal
-#: does work for pairs that do not exist.
+#: Longest edge of a tile: longer ones gain nothing and waste work on the diagonal.
 LONGEST_EDGE = 1024
 _ALL = slice(None)
 
@@ -71,7 +70,7 @@ class TorchTiles:
             dq[:, heads].add_(mm(flat, x.k).view_as(dq[:, heads]))
             weighted = x.q[:, heads] * x.weights[:, heads, None]
             part = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
-            del flat  # before the products of the next heads exist
+            del flat  # free before the next heads' products
             dk = part if dk is None else dk.add_(part)
         assert dk is not None
         return dk
@@ -84,14 +83,14 @@ class TorchTiles:
 
 
 def _through_heads(x: IndexerInputs, heads: slice, dscores, narrow):
-    """Return the gradient on the weights of some heads ``[r, h]`` and, for products with 16-bit
-    operands, that on the products of these heads ``[r * h, w]``, but for the weights.
+    """Return the gradient of some heads' weights ``[r, h]`` and, in the queries' dtype without the
+    factor of the weights, that for their products ``[r * h, w]``.
     """
     products = head_products(x, _ALL, x.k, heads)
     dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
     dproducts = narrow[:, None].expand_as(products)
     if x.relu:
-        # Written once in the narrow type: no mask, product and cast in the wide one.
+        # Written once, in the narrow dtype.
         dproducts = torch.where(products > 0, dproducts, 0.0)
     return dweights, dproducts.flatten(0, 1)
 
@@ -109,15 +108,14 @@ def _width(keys: TeacherKeys) -> int:
 def teacher_tile(
     q: torch.Tensor, keys: TeacherKeys, lse: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, fp32 (or fp64).
+    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, fp32 (fp64).
 
-    Pairs that do not see each other are not masked and may hold anything, even inf.
+    Not masked: pairs that are not visible may hold anything, even inf.
 
     Args:
         q: ``[r, H, D]``.
-        keys: ``[w, 1 or H, D]``, or the source of ``w`` keys.
+        keys: ``[w, 1 or H, D]``, or their source.
         lse: ``[H, r]``, fp32 (fp64).
-        softmax_scale: factor on ``q . k``.
     """
     total = None
     for heads in slices(q.shape[1], HEADS_AT_ONCE):
@@ -134,9 +132,8 @@ def teacher_lse(
     hidden: torch.Tensor,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Return the log-sum-exp ``[H, r]`` of the teacher's scores over the keys of one tile.
-
-    ``hidden`` is bool ``[r, w]``: pairs to leave out. The rest is as in :func:`teacher_tile`.
+    """Return the log-sum-exp ``[H, r]`` of the teacher's scores, except ``hidden`` pairs, bool
+    ``[r, w]``.
     """
     parts = (
         log_sum_exp(_head_scores(q, keys, heads), hidden, softmax_scale)
@@ -146,9 +143,9 @@ def teacher_lse(
 
 
 def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` where all is hidden.
+    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` if all is hidden.
 
-    ``scores [..., r, w]`` is overwritten; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
+    Overwrites ``scores [..., r, w]``; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
     """
     peak = scores.masked_fill_(hidden, float("-inf")).amax(-1, keepdim=True)
     # -inf - -inf would be NaN.
@@ -158,28 +155,27 @@ def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) 
 
 
 def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tensor:
-    """Return ``q . k`` of some heads ``[h, r, w]``, not yet scaled."""
+    """Return ``q . k`` of some heads ``[h, r, w]``, unscaled."""
     q = q[:, heads].transpose(0, 1)
     if not isinstance(keys, torch.Tensor):
         return bmm(q, keys.expanded(heads).permute(1, 2, 0))
     if keys.shape[1] == 1:
-        # Heads are folded into the first dim: expanded keys might be copied once per head.
+        # Folded heads: expanded keys might be copied once per head.
         return mm(q.flatten(0, 1), keys[:, 0].t()).unflatten(0, q.shape[:2])
     return bmm(q, keys[:, heads].permute(1, 2, 0))
 
 
 def _add_scaled(shift: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``shift + scale * scores`` in place of the scores: they are read and written once."""
+    """Overwrite ``scores`` with ``shift + scale * scores`` in one pass."""
     return torch.add(shift, scores, alpha=scale, out=scores)
 
 
 def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
-    """Return how many query tokens and slots a tile of the torch implementation may have."""
     return tile_bytes(inputs).fitting_shape(inputs.workspace_bytes, LONGEST_EDGE)
 
 
 def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
-    """Count what is alive at the same time in :mod:`~.indexer_loss.torch_dense`."""
+    """Count the buffers that are alive at the same time."""
     x, q, k = inputs.indexer, inputs.q, inputs.k
     gathers = inputs.layout.key_rows is not None
     (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]
@@ -189,8 +185,8 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     acc, index_copy = _accumulator(x.q)
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
-    # The products of some heads: the teacher's; the student's, twice, as one is computed before
-    # the last is dropped; or the student's with a mask and their gradient.
+    # Products of some heads: the teacher's; the student's, twice, as one is computed before the
+    # last is dropped; or the student's with a mask and gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,
@@ -216,9 +212,6 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
 
 
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of ``x``'s accumulator and of the copy that a product makes of an operand.
-
-    Without matrix units for 16 bits (``bmm`` of ``ops/common/arithmetic.py``), it is widened.
-    """
+    """Return the bytes of ``x``'s accumulator, and of the wide copy of an operand on CPUs."""
     acc = accumulation_dtype(x.dtype).itemsize
     return acc, acc if x.element_size() < acc and not x.is_cuda else 0

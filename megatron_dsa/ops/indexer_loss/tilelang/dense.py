@@ -1,6 +1,6 @@
-"""The dense indexer loss whose teachers of plain MLA come from our own kernel (Hopper, bf16).
+"""Dense indexer loss with TileLang teachers for plain MLA (Hopper, bf16).
 
-The rest of the loss runs in :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
+The rest runs in :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
 from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
 from megatron_dsa.ops.layout.layout import Seen
 
-#: Dims of a key's rope, and of its query by dims of the key without rope.
+#: Rope dims; dims of a key without rope -> dims of its query.
 ROPE = 64
 DIMS = {128: 192, 192: 256}
 
 
 def dense(inputs: DenseLossInputs) -> IndexerLoss:
-    # bf16; index heads of 128 dims. Deterministic.
+    # bf16; index heads of 128 dims; deterministic.
     return dense_loss(inputs, HopperTiles(inputs))
 
 
 class HopperTiles(TritonTiles):
     """:class:`~.triton.dense.TritonTiles` with another kernel for teachers of plain MLA.
 
-    Triton's kernel serves keys that all heads share, and other dims.
+    Triton also serves keys shared by all heads, and other dims.
     """
 
     copies = True
@@ -61,10 +61,10 @@ class HopperTiles(TritonTiles):
         return out
 
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Yield a first head, the keys from it on, and the rope key of all heads.
+        """Yield a first head, its and the following keys ``[w, h, nope + ...]``, and the shared
+        rope key.
 
-        Keys are ``[w, h, nope + ...]``; without a rope key of all heads, each head's follows its
-        key.
+        Without a shared rope key, each head's follows its key.
         """
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
@@ -79,7 +79,7 @@ class HopperTiles(TritonTiles):
 
 
 def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
-    """Return the dims of a key without rope, ``None`` if the kernel does not support the keys."""
+    """Return the dims of a key without rope, ``None`` if unsupported."""
     if isinstance(keys, torch.Tensor):
         nope = q.shape[2] - ROPE if keys.shape[1] == q.shape[1] else 0
     else:

@@ -1,10 +1,10 @@
-"""The dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
+"""Dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
 
-:mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums` forms the sums. Whole tiles are written,
-0 where a query does not see a key.
+Sums come from :mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums`. Writes whole tiles, 0
+where a key is not seen.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
+# No postponed annotations: TileLang reads shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -58,7 +58,6 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
 
 @T.macro
 def consume(Start, End, Out, m, done, at, dims, scale, tx):
-    """CONSUME: add up all heads, then write the whole tile."""
     sums = T.alloc_local([OWN], "float32")
     seen = T.alloc_local([2], "int32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
@@ -78,16 +77,15 @@ def consume(Start, End, Out, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, behind: int, rope_per_head: bool):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims.
 
-    A launch does some of the heads: those that K has, in Q and Lse from ``first`` on. It adds to
-    what ``Out`` holds of earlier ones if ``first`` is not 0.
+    A launch does the heads that K has, in Q and Lse from ``first`` on, and adds to ``Out`` unless
+    ``first`` is 0.
 
-    Its arguments (all contiguous; sizes are dynamic):
+    Arguments (contiguous, sizes dynamic):
         Q ``[r, H, nope + rope]``, K ``[w, heads, nope + behind]``, per head the key without rope,
-        then the value or, with ``rope_per_head``, the rope key; Kpe ``[w, rope]``, the rope key of
-        all heads (``[1, rope]`` and not read with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]``
-        in base 2, ``N`` at least ``r`` and a multiple of 4, anything past ``r``; Start, End int32
-        ``[r]``, the columns that each row sees; Out fp32, ``[r, w]`` in whole tiles, all of which
-        is written; first; scale, positive.
+        then the value or, with ``rope_per_head``, the rope key; Kpe ``[w, rope]``, the shared rope
+        key (``[1, rope]``, unread, with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]`` in base 2,
+        ``N`` at least ``r`` and a multiple of 4; Start, End int32 ``[r]``, the columns that each
+        query sees; Out fp32 ``[r, w]`` in whole tiles, fully written; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.
