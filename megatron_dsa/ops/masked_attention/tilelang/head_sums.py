@@ -1,13 +1,10 @@
 """Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
 
-Two programs share this code and differ in their results: :mod:`.probabilities` and
-:mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
+Used by :mod:`.probabilities` and :mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
 
-* ``CONSUME``: two warpgroups of 64 queries each add up the probabilities of all heads in their
-  registers;
-* ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. All heads share a
-  rope key, or each has its own. Where two heads do not fit in shared memory, it fetches slabs of
-  64 dims.
+* ``CONSUME``: two warpgroups of 64 queries each sum over all heads;
+* ``PRODUCE``: one warp fetches queries, keys and lse per head, in slabs of 64 dims if two heads do
+  not fit shared memory. The rope key is shared or per head.
 """
 
 from types import SimpleNamespace
@@ -25,9 +22,8 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     own_row,
 )
 
-#: Queries of a tile.
 QUERIES = 128
-#: Scores and sums of a thread.
+#: Scores (and sums) per thread.
 OWN = QUERIES * KEYS // (2 * GROUP)
 
 SOURCE = r"""
@@ -42,7 +38,7 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 
 
 def shared(dims: Dims, rope_per_head: bool = False):
-    """Return the shared memory; ``rope_per_head``: every head has a rope key of its own."""
+    """Allocate shared memory; ``rope_per_head``: heads do not share a rope key."""
     bf16, fp32, slots = "bfloat16", "float32", dims.tiling.slots
     m = SimpleNamespace(rope_per_head=rope_per_head)
     if slots > 0:
@@ -71,7 +67,6 @@ def barriers(dims: Dims):
 
 @T.macro
 def produce_heads(Q, K, Lse, m, done, at, dims):
-    """Fetch queries, keys and lse of each head."""
     last, end = at.first + QUERIES, at.key + KEYS
     for h in T.serial(at.heads):
         slot, own, key_head = h % STAGES, at.head + h, at.key_head + h
@@ -90,10 +85,7 @@ def produce_heads(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce_slabs(Q, K, Lse, m, done, at, dims):
-    """Fetch each head in slabs; lse comes with the first one.
-
-    The slab of a rope key of all heads has queries only.
-    """
+    """Fetch heads in slabs, lse with the first, no keys with the slab of a shared rope key."""
     last, slots = at.first + QUERIES, dims.tiling.slots
     slabs = dims.qk // SLAB
     for i in T.serial(at.heads * slabs):
@@ -113,7 +105,7 @@ def produce_slabs(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce(Q, K, Kpe, Lse, m, done, at, dims):
-    """PRODUCE: the rope key of all heads, then queries, keys and lse of each head.
+    """Fetch a shared rope key, then queries, keys and lse of each head.
 
     Heads are ``at.heads`` of K from ``at.key_head`` on, and of Q and Lse from ``at.head`` on.
     """
@@ -152,7 +144,7 @@ def multiply_head(m, done, s, lse, h, tx):
 
 @T.macro
 def multiply_slabs(m, done, s, lse, h, dims, tx):
-    """``S = Q K^T`` of a head; a slab's slot is free while the next slab is multiplied."""
+    """``S = Q K^T`` of a head; frees a slab during the product of the next."""
     slots, slabs = dims.tiling.slots, dims.qk // SLAB
     for slab in tuple(range(slabs)):
         i = h * slabs + slab
@@ -175,7 +167,6 @@ def multiply_slabs(m, done, s, lse, h, dims, tx):
 
 @T.macro
 def add_heads(sums, m, done, at, dims, scale, tx):
-    """CONSUME: add up the probabilities of all heads, for 64 queries per warpgroup."""
     s = T.alloc_fragment([QUERIES, KEYS], "float32")
     lse = T.alloc_local([2], "float32")
     for i in T.unroll(OWN):

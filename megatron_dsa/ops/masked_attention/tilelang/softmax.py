@@ -1,7 +1,7 @@
-"""The forward's softmax, on the registers of a thread.
+"""CUDA of the forward's softmax, on a thread's registers.
 
-A thread has two rows of an accumulator, ``[columns / 8][2 rows][2 neighbours]``. Bit ``2 n + e`` of
-a row's word of key bits is about its column ``(n, e)``.
+A thread holds two rows of an accumulator, ``[columns / 8][2 rows][2 neighbours]``. Bit ``2 n + e``
+of a row's word masks its column ``(n, e)``.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES

@@ -1,7 +1,7 @@
-"""Shared by the kernels: tiles, dims, a thread block's place, products.
+"""Tiles, dims and scheduling of the kernels.
 
-In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory, ``done`` its
-barriers, ``tx`` the thread. All that is shared is handed over at barriers of our own.
+In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers,
+``tx`` the thread. Shared data is synchronised by explicit barriers only.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,18 @@ from megatron_dsa.ops.hopper.tiles import GROUP
 
 #: Keys of a tile: a group of key bits.
 KEYS = 128
-#: Streamed tiles in shared memory at a time.
+#: Streamed tiles in shared memory.
 STAGES = 2
-#: Registers per thread of the consumers and the producer; 504 is all there is.
+#: Registers per thread of the consumers and the producer, of 504.
 REGISTERS = (240, 24)
-#: Consumers and the warpgroup that fetches.
 THREADS = 3 * GROUP
-#: Accesses outside of a tensor are guarded by hand: TileLang's guards cost registers.
+#: No TileLang guards of out-of-range accesses: they cost registers.
 PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
-#: Each warpgroup has half of the rows of a product, or half of its columns.
+#: Warpgroups share a product's rows, or its columns.
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: A thread block's place: its block of queries or keys, its head, how many tiles it has. Heads come
-#: ``together`` at a time, whose keys the L2 cache holds.
+#: Work of a thread block: block of queries or keys, head, number of tiles. ``together`` heads run
+#: at a time: L2 holds their keys.
 PLACE = r"""
 __device__ __forceinline__ void dsa_place(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
@@ -44,14 +43,14 @@ __device__ __forceinline__ void dsa_place(int* place, const int* count, int numb
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of the work for some dims, so that accumulators fit in the registers.
+    """Division of the work for some dims, bounded by the registers.
 
     Attributes:
         forward_keys: keys of a tile of the forward: a group of key bits, or half of one.
-        joined: whether the forward has all dims of a query in one buffer, which its output fills.
-        slots: slabs of 64 dims that the head sums stream; 0: they stream whole heads.
-        split: whether the gradient of the values takes a program of its own.
-        stages: tiles of queries that the backward has in shared memory at a time.
+        joined: all dims of a forward query are in one buffer, reused for its output.
+        slots: slabs of 64 dims that the head sums stream; 0: whole heads.
+        split: a separate program computes the gradient of the values.
+        stages: tiles of queries in the backward's shared memory.
     """
 
     forward_keys: int = KEYS
@@ -61,7 +60,7 @@ class Tiling:
     stages: int = STAGES
 
 
-#: By dims of a key without rope, of its rope, and of a value: DeepSeek-V3.2's, GLM-5's.
+#: (key without rope, rope, value): DeepSeek-V3.2, GLM-5.
 TILINGS = {
     (128, 64, 128): Tiling(),
     (192, 64, 256): Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1),
@@ -90,7 +89,6 @@ class Dims:
 
     @classmethod
     def of_keys(cls, nope: int, rope: int) -> Self:
-        """Return the dims of keys of ``nope`` and ``rope`` dims, and of their values."""
         for dims in TILINGS:
             if dims[:2] == (nope, rope):
                 return cls(*dims)
@@ -117,10 +115,7 @@ class Place:
 
 @T.macro
 def place_of(Count, number, heads, together, size, last_first, parts=1):
-    """Return the :class:`Place` of thread block ``number``; blocks have ``size`` rows.
-
-    An entry of a list of tiles counts as ``parts`` tiles.
-    """
+    """Return the :class:`Place` of thread block ``number``; a listed tile counts as ``parts``."""
     place = T.alloc_local([3], "int32")
     blocks = Count.shape[0]
     call(
@@ -130,10 +125,10 @@ def place_of(Count, number, heads, together, size, last_first, parts=1):
 
 
 def fetch(source, target, barrier):
-    """Fetch a box of a tensor; rows past its end are zeros. One warp does this."""
+    """Fetch a box of a tensor with one warp, zeros past the end."""
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
 
 
 def own_row(tx):
-    """Return the first of a thread's two rows of a tile by rows; the other is 8 further."""
+    """Return the first of a thread's two rows, 8 apart."""
     return tx // 32 * 16 + tx % 32 // 4
