@@ -1,7 +1,7 @@
-"""CUDA that divides the work of the index scores among thread blocks.
+"""CUDA division of the index scores' work among thread blocks.
 
-A block of keys is what is fetched at a time, counted from the first column; a tile is the adjacent
-queries whose heads are in shared memory at a time. A row sees the columns ``[start, end)``.
+Keys are fetched in blocks, counted from the first column; a tile is the adjacent queries whose
+heads are in shared memory. Queries see the columns ``[start, end)``.
 """
 
 SOURCE = r"""

@@ -263,7 +263,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
 
     Arguments are contiguous. Numbers: lse in base 2 (``inf`` for queries without keys and past the
     end) and delta. BitsT: bits along queries. Tiles: each key group's tiles of queries; Count:
-    their number. With ``ordered``, Turns: zeros, Order: rank of this thread block among those of a
+    their number. With ``ordered``, Turns: zeros, Order: rank of this thread block among all of a
     tile of queries. dQ: added to, unscaled, in the order of fragments
     (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: without values if ``split``. scale:
     positive. together: heads at a time.
