@@ -1,9 +1,9 @@
-"""Selections as positions: a form independent of ranks, packing and key buffers.
+"""Selections as positions, independent of ranks, packing and key buffers.
 
-Inside this package a selection lists rows of the key buffer. Outside (a rollout engine, a file, a
-run on other ranks) it lists *positions*: int32 ``[tokens, K]``, for every query token positions of
-keys within its sequence, from 0, in any order, ``-1`` for no key. Group ``g`` of compressed keys
-(ratio 4) is ``g``. Tokens of padding have a list as well.
+Inside the package a selection lists indices into the key buffer; outside (rollout engine, file,
+other ranks) *positions*: int32 ``[tokens, K]``, positions of keys within the query's sequence, from
+0, in any order, ``-1`` for no key. Group ``g`` of compressed keys (ratio 4) is ``g``. Padding
+tokens also have a list.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from megatron_dsa.ops.common.checks import require_tensor, require_values
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding
 
-#: Stands behind every position in sorted lists.
+#: Sorts behind every position.
 _NONE = torch.iinfo(torch.int32).max
 #: Temporary bytes per list entry: sorted values with their order, masks, slots.
 _BYTES_PER_ENTRY = 64
@@ -54,9 +54,9 @@ def validate_indices(
         indices: positions, int32 ``[tokens, K]``. Lists of padding are not read.
         layout: of the query tokens (``layout_from_megatron``, ``bshd_layout`` or
             ``packed_layout``); for compressed keys ``compressed_keys(layout, 4).layout``.
-        topk: the largest ``K``.
-        ascending: also require ascending lists with ``-1`` last. Replay does not need it.
-        name: of the argument, for the message.
+        topk: largest allowed ``K``.
+        ascending: also require ascending lists with ``-1`` last; replay does not.
+        name: argument in messages.
         workspace_bytes: budget for temporary memory.
 
     Raises:
@@ -95,24 +95,24 @@ def positions_to_rows(
     name: str = "indices",
     workspace_bytes: int = 2**28,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions as :func:`~megatron_dsa.dsa_kernels.indexer_topk` would have selected them.
+    """Convert positions to a selection as from :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
 
-    The rules of :func:`validate_indices` are checked on the device: on a GPU a broken one ends the
-    process at its next synchronisation, on the CPU it raises.
+    Checks the rules of :func:`validate_indices`: on the CPU a broken one raises, on a GPU it ends
+    the process at its next synchronisation.
 
     Args:
         positions: int32 ``[num_queries, K]``, ``K <= topk``, on the layout's device.
         keys: layout of the keys.
         topk: width of the result.
-        name: what the message calls the positions.
+        name: argument in messages.
         workspace_bytes: budget for temporary memory.
 
     Returns:
-        ``indices`` int32 ``[num_queries, topk]``: rows of the key buffer in sequence order, then
-        ``-1``; ``length`` int32 ``[num_queries]``.
+        ``indices`` int32 ``[num_queries, topk]``: indices into the key buffer in sequence order,
+        then ``-1``; ``length`` int32 ``[num_queries]``.
 
     Raises:
-        ConfigError: the form is another; on the CPU also if a rule is broken.
+        ConfigError: for another form; on the CPU also for a broken rule.
     """
     shape = (keys.num_queries, "K")
     require_tensor(name, positions, shape, (torch.int32,), keys.start, "give one list per token")
@@ -130,7 +130,7 @@ def positions_to_rows(
         ordered = _ordered(given)
         for _, broken, _ in _broken(given, ordered, seen):
             fine &= ~broken.any()
-        # Nothing out of bounds is read before the check below takes effect.
+        # No read out of bounds before the check below takes effect.
         valid = ordered < seen[:, None]
         slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
         indices[tokens, :width] = keys.to_key_rows(slots)
@@ -147,10 +147,11 @@ def positions_to_rows(
 def rows_to_positions(
     indices: torch.Tensor, keys: Layout, *, workspace_bytes: int = 2**28
 ) -> torch.Tensor:
-    """Return rows of the key buffer, int32 ``[num_queries, K]``, as positions; negatives as -1.
+    """Convert indices into the key buffer, int32 ``[num_queries, K]``, to positions, negatives to
+    -1.
 
     Raises:
-        ConfigError: the form is another.
+        ConfigError: for another form.
     """
     shape, fix = (keys.num_queries, "K"), "give one list per query token"
     require_tensor("indices", indices, shape, (torch.int32,), keys.start, fix)
@@ -164,13 +165,13 @@ def rows_to_positions(
 
 
 def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
-    """Return the lists of this rank's queries, given lists of these or of all ranks' queries.
+    """Return the lists of this rank's queries, given these or all ranks'.
 
     Args:
         indices: ``[tokens, K]``, moved to the layout's device.
         layout: of this rank's query tokens.
         queries: their sharding.
-        name: of the indices, for the message.
+        name: argument in messages.
     """
     total = layout.all_tokens.num_queries
     device = layout.start.device
@@ -198,14 +199,14 @@ def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _real(given: torch.Tensor, layout: Layout, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions, -1 for padding, and the number of keys that each token sees."""
+    """Return positions, -1 for padding, and the number of visible keys per token."""
     if layout.real is not None:
         given = torch.where(layout.real[tokens, None].to(given.device), given, -1)
     return given, (layout.end[tokens] - layout.start[tokens]).to(given.device)
 
 
 def _ordered(given: torch.Tensor) -> torch.Tensor:
-    """Return every list in ascending order, negative entries last."""
+    """Sort every list, negative entries last."""
     return torch.where(given < 0, _NONE, given).sort(dim=-1).values
 
 
@@ -223,7 +224,7 @@ def _broken(
 
 
 def _around(row: torch.Tensor, column: int) -> str:
-    """Return the entries of a list next to a column, for a message."""
+    """Format the entries of a list next to a column."""
     first = max(0, column - 2)
     shown = row[first : column + 3].tolist()
     entries = ", ".join("-1" if x == _NONE else str(x) for x in shown)
