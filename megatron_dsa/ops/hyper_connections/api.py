@@ -1,18 +1,16 @@
-"""Hyper-connections of DeepSeek-V4 (mHC): residual streams that layers read, and write to.
+"""Hyper-connections of DeepSeek-V4 (mHC).
 
-A token has ``n`` streams of ``C`` channels in place of one residual. All of them, normalised
-together, are projected to three sets of weights: ``pre`` (n) sums the layer's input, ``post`` (n)
-adds its output to each stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn's iterations)
-mixes streams. A layer is
+A token has ``n`` residual streams of ``C`` channels. All of them, normalised together, are
+projected to ``pre`` (n), which sums the layer's input, ``post`` (n), which adds its output to each
+stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn iterations), which mixes streams:
 
     ``u = sum_i pre_i x_i``, rounded; ``y = F(RMSNorm(u))``;
     ``x'_j = post_j y + sum_i comb[i, j] x_i``.
 
-:func:`read_streams` is all before ``F``, :func:`write_streams` all after it, and
-:func:`read_head` what ends the model: a read without ``post`` and ``comb``.
+:func:`read_streams` computes everything before ``F``, :func:`write_streams` everything after it,
+and :func:`read_head` the end of the model: a read without ``post`` and ``comb``.
 
-A read returns the streams for the write, so that the backward of the read adds the write's
-gradient and its own two parts in one pass.
+A read returns the streams for the write, so that its backward adds all their gradients in one pass.
 """
 
 from typing import NamedTuple
@@ -34,10 +32,10 @@ __all__ = ["Connection", "StreamsRead", "read_head", "read_streams", "write_stre
 
 
 class StreamsRead(NamedTuple):
-    """The layer's input, and the tensors of its write.
+    """Input of a layer, and the tensors of its write.
 
     Attributes:
-        normed: ``[tokens, C]``, input of attention or of the MLP.
+        normed: ``[tokens, C]``, input of attention or MLP.
         streams: ``[tokens, n, C]``, as read.
         post: ``[tokens, n]`` fp32.
         comb: ``[tokens, n, n]`` fp32.
@@ -56,17 +54,17 @@ def read_streams(
     *,
     policy: Policy = Policy(),
 ) -> StreamsRead:
-    """Read the streams: their weighted sum, normalised, and the weights of the write.
+    """Return the normalised, weighted sum of the streams, and the weights of the write.
 
     Args:
         streams: ``[tokens, n, C]``.
-        connection: its parameters, with ``n * (n + 2)`` rows of ``fn``.
+        connection: with ``n * (n + 2)`` outputs of ``fn``.
         weight: ``[C]``, of the RMSNorm.
-        policy: which implementations may run.
+        policy: implementations that may run.
 
     Returns:
-        All differentiable in the streams and the parameters. Equal inputs give bitwise equal
-        gradients. The backward keeps the streams, and per token some ``n * n`` numbers.
+        Differentiable in the streams and the parameters, with bitwise repeatable gradients. Keeps
+        the streams, and about ``n * n`` numbers per token.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -82,15 +80,15 @@ def write_streams(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Mix the streams of the read, and add the output of attention or of the MLP.
+    """Mix the streams of the read, and add the output of attention or MLP.
 
     Args:
         output: ``[tokens, C]``, dtype of the streams.
-        read: result of :func:`read_streams`; its ``normed`` is not used.
-        policy: which implementations may run.
+        read: result of :func:`read_streams`, without its ``normed``.
+        policy: implementations that may run.
 
     Returns:
-        ``[tokens, n, C]``, rounded once. Differentiable in all of the above.
+        ``[tokens, n, C]``, rounded once, differentiable in all of the above.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -111,10 +109,10 @@ def read_head(
 
     Args:
         streams, weight, policy: see :func:`read_streams`.
-        connection: its parameters, with ``n`` rows of ``fn``.
+        connection: with ``n`` outputs of ``fn``.
 
     Returns:
-        ``[tokens, C]``, normalised. Differentiable in the streams and the parameters.
+        ``[tokens, C]``, normalised, differentiable in the streams and the parameters.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -129,5 +127,5 @@ def _describe(streams: torch.Tensor) -> OpCall:
 
 
 def describe_stream_call(device, dtype: torch.dtype, streams: int, channels: int) -> OpCall:
-    """Describe a call: the streams stand for heads, the channels for their dims."""
+    """Describe a call: streams stand for heads, channels for dims."""
     return describe_call(device, dtype=dtype, heads=streams, qk_dim=channels, v_dim=0)

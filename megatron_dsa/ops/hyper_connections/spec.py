@@ -1,4 +1,4 @@
-"""Hyper-connections: inputs, operations, implementations, fakes and references."""
+"""Hyper-connections: inputs, operations, implementations, fakes, references."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ _HERE = __package__
 STREAMS = (2, 4)
 #: Most channels: programs of the mix hold all channels of a token in registers.
 MOST_CHANNELS = 16384
-#: Multiprocessors of a Hopper GPU, over which the partial sums of the kernels are spread.
+#: SMs of a Hopper GPU, for the partial sums of the fakes.
 _PROCESSORS = 132
 
 
@@ -58,14 +58,13 @@ class Connection:
     """Parameters of one hyper-connection; ``n`` streams of ``C`` channels.
 
     Attributes:
-        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64 for fp64 streams): projects all streams of a token
-            to the logits of ``pre`` (n), ``post`` (n) and ``comb`` (n * n). A head has ``[n, n *
-            C]``: only ``pre``.
-        base: one number per row of ``fn``, added after ``scale``.
-        scale: ``[3]``, one for each of the three; ``[1]`` for a head.
+        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64): projection to the logits of ``pre`` (n), ``post``
+            (n) and ``comb`` (n * n); ``[n, n * C]``, only ``pre``, for a head.
+        base: one number per output of ``fn``, added after ``scale``.
+        scale: ``[3]``, for pre, post, comb; ``[1]`` for a head.
         eps: added to ``pre``, to the softmax of ``comb`` and to the sums that divide it.
         norm_eps: added to mean squares, of all streams and of the layer's input.
-        iterations: normalisations of the columns of ``comb``; one less of its rows.
+        iterations: normalisations over dim 0 of ``comb``; one less over dim 1.
     """
 
     fn: torch.Tensor
@@ -87,7 +86,7 @@ class ReadInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors: streams, ``fn``, ``base``, ``scale`` and the norm's weight."""
+        """Differentiable tensors."""
         c = self.connection
         return self.streams, c.fn, c.base, c.scale, self.weight
 
@@ -98,7 +97,6 @@ class ReadInputs:
         return c.eps, c.norm_eps, c.iterations
 
     def check(self, head: bool) -> None:
-        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
         x, c = self.streams, self.connection
         _require_streams(x)
         streams, channels = x.shape[1:]
@@ -118,7 +116,7 @@ class ReadInputs:
 class WriteInputs:
     """Inputs of a write; see :func:`.api.write_streams`.
 
-    Entry ``i, j`` of ``comb`` is the part of stream ``i`` in the new stream ``j``.
+    ``comb[i, j]`` is the share of stream ``i`` in the new stream ``j``.
     """
 
     output: torch.Tensor
@@ -129,11 +127,9 @@ class WriteInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors."""
         return self.output, self.streams, self.post, self.comb
 
     def check(self) -> None:
-        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
         x = self.streams
         _require_streams(x)
         tokens, n, channels = x.shape
@@ -153,12 +149,11 @@ def _require_streams(x: torch.Tensor) -> None:
 
 
 def fake_read(candidate: Candidate, inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """Return, keep and allocate what the implementations do."""
+    """Return, keep and allocate like the implementations."""
     return _fake_read(candidate.fused, inputs, head=False)
 
 
 def fake_head(candidate: Candidate, inputs: ReadInputs) -> torch.Tensor:
-    """Return, keep and allocate what the implementations do."""
     return _fake_read(candidate.fused, inputs, head=True)
 
 
@@ -180,7 +175,6 @@ def _fake_read(fused: bool, inputs: ReadInputs, head: bool):
 
 
 def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
-    """Return, keep and allocate what the implementations do."""
     fused, size = candidate.fused, inputs.workspace_bytes
 
     def forward(*tensors):
@@ -197,7 +191,7 @@ def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
 
 
 def _take(fused: bool, like: torch.Tensor, size: int) -> None:
-    """Take torch's temporaries, which exist at the same time as all results."""
+    """Allocate torch's temporaries, which coexist with all results."""
     if not fused:
         take_workspace(like, size)
 
@@ -210,7 +204,7 @@ def _numbers(x, fn):
 
 
 def _gradients(fused: bool, workspace_bytes: int, x, parameters):
-    """Return the gradients of a read; the Triton kernels have temporaries of their own."""
+    """Return the gradients of a read, with the temporaries of the Triton kernels."""
     temporaries = []
     if fused:
         (tokens, n, channels), fn = x.shape, parameters[0]
@@ -229,7 +223,7 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
 def reference_read(inputs) -> tuple[torch.Tensor, ...]:
     """Return ``normed [T, C]``, the streams, ``post [T, n]`` and ``comb [T, n, n]``.
 
-    A token at a time, differentiable by autograd; rounding passes gradients unchanged.
+    Token by token, differentiable; rounding passes gradients unchanged.
     """
     n = inputs.streams.shape[1]
     normed, posts, combs = [], [], []
@@ -244,7 +238,6 @@ def reference_read(inputs) -> tuple[torch.Tensor, ...]:
 
 
 def reference_write(inputs) -> torch.Tensor:
-    """Return ``[T, n, C]``."""
     out = []
     for y, x, post, comb in zip(*inputs.tensors, strict=True):
         y, x = y.to(post.dtype), x.to(post.dtype)
@@ -255,7 +248,6 @@ def reference_write(inputs) -> torch.Tensor:
 
 
 def reference_head(inputs) -> torch.Tensor:
-    """Return ``[T, C]``."""
     c = inputs.connection
     normed = []
     for x in inputs.streams.unbind():
@@ -265,7 +257,7 @@ def reference_head(inputs) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Return ``[n, n]``: rows of a softmax, then columns and rows divided by their sums in turn."""
+    """Return ``[n, n]``: a softmax, divided by its sums over dims 0 and 1 in turn."""
     comb = torch.softmax(logits, 1) + eps
     comb = comb / (comb.sum(0, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -275,7 +267,7 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 def _projected(x, inputs) -> torch.Tensor:
-    """Return one number per row of ``fn`` for ``x [n, C]``, all streams under one norm."""
+    """Return ``fn @ x`` of the normalised ``x [n, C]``."""
     fn = inputs.connection.fn
     flat = x.flatten().to(fn.dtype)
     return fn @ flat * torch.rsqrt(flat.square().mean() + inputs.connection.norm_eps)

@@ -1,6 +1,6 @@
-"""Hyper-connections in torch: any device, any number of streams, a chunk of tokens at a time.
+"""Hyper-connections in torch: any device, any number of streams, in chunks of tokens.
 
-The forward keeps its inputs; the backward differentiates each chunk by autograd.
+Keeps only inputs; the backward differentiates each chunk by autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +13,14 @@ from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
 
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """See :func:`.api.read_streams`."""
     return _Read.apply(*inputs.tensors, inputs.settings, inputs.workspace_bytes)
 
 
 def head(inputs: ReadInputs) -> torch.Tensor:
-    """See :func:`.api.read_head`."""
     return _Head.apply(*inputs.tensors, inputs.settings, inputs.workspace_bytes)
 
 
 def write(inputs: WriteInputs) -> torch.Tensor:
-    """See :func:`.api.write_streams`."""
     return _Write.apply(*inputs.tensors, inputs.workspace_bytes)
 
 
@@ -50,7 +47,7 @@ def _weights(x, fn, base, scale, settings):
 
 
 def _mixed(x, pre, weight, norm_eps, dtype):
-    """Return the normalised sum of the streams, not yet rounded; the sum is, to ``dtype``."""
+    """Return the unrounded, normalised sum of the streams, itself rounded to ``dtype``."""
     u = (pre[..., None] * x).sum(1)
     u = u + (u.detach().to(dtype).to(u.dtype) - u.detach())
     return u * torch.rsqrt(u.square().mean(1, keepdim=True) + norm_eps) * weight
@@ -70,7 +67,7 @@ def _chunk_gradients(
 
 
 def _read(x, fn, base, scale, weight, settings, dtype):
-    """Return the layer's input, not yet rounded, ``post`` and ``comb`` of a chunk in fp32."""
+    """Return the layer's unrounded input, ``post`` and ``comb`` of a chunk in fp32."""
     pre, post, comb = _weights(x, fn, base, scale, settings)
     return _mixed(x, pre, weight, settings[1], dtype), post, comb
 
