@@ -1,4 +1,4 @@
-"""Functions without a second derivative, and the pass of a recomputed layer."""
+"""Autograd helpers: functions without a second derivative, detection of recomputation."""
 
 import functools
 from collections.abc import Callable
@@ -7,12 +7,11 @@ import torch
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Decorate a ``backward`` without a second derivative: it raises with ``create_graph=True``.
+    """Decorate a ``backward`` that has no derivative: it raises with ``create_graph=True``.
 
-    torch's decorator of the same name raises in the second backward pass, and only if the incoming
-    gradient required grad (not for a loss that is linear in the output) and the pass is not limited
-    to some inputs, as ``torch.autograd.grad`` is. Otherwise the second derivative is silently
-    missing.
+    torch's decorator only raises in the second backward, and not if the incoming gradient needs no
+    grad (a loss linear in the output) or the pass is limited to some inputs
+    (``torch.autograd.grad``): there the second derivative is silently missing.
     """
 
     @functools.wraps(backward)
@@ -28,13 +27,13 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def differentiable(*tensors: torch.Tensor) -> bool:
-    """Return whether autograd records operations on one of ``tensors``."""
+    """Return whether autograd records operations on any of ``tensors``."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def in_backward() -> bool:
-    """Return whether this code runs inside a backward pass, as a recomputed layer does.
+    """Return whether this runs in a backward pass, as a recomputed layer does.
 
-    Figures that are logged once per microbatch skip that pass.
+    Figures logged once per microbatch skip that pass.
     """
     return torch._C._current_graph_task_id() != -1

@@ -1,6 +1,6 @@
-"""Checks of arguments: shapes, dtypes and devices on the host, values without synchronisation.
+"""Argument checks: shapes, dtypes and devices on the host, values without synchronisation.
 
-Every public operation checks sizes; values are checked once, by the layout.
+Public operations check sizes; the layout checks values, once.
 """
 
 import math
@@ -10,10 +10,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Dtypes of attention; fp64 serves as a reference.
+#: Dtypes of attention; fp64 is for references.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-#: Longest message on the device; a longer one raises.
+#: Longest message on the device; longer ones raise.
 LONGEST_MESSAGE = 254
 
 
@@ -28,7 +28,7 @@ def require_tensor(
     """Raise a :class:`ConfigError` unless ``x`` is such a tensor on the device of ``like``.
 
     Args:
-        name: of the argument, for the message.
+        name: argument in messages.
         shape: sizes, and names of dims of any size.
         fix: for a wrong shape.
     """
@@ -86,7 +86,7 @@ def require_layout(
 ) -> None:
     """Raise a :class:`ConfigError` unless a layout fits tensors of query tokens and of keys.
 
-    ``queries`` and ``keys`` map names of arguments to tensors with one entry per token.
+    ``queries`` and ``keys`` map argument names to tensors with one entry per token.
     """
     roles = (("query", layout.num_queries, queries), ("key", layout.num_keys, keys))
     for role, count, tensors in roles:
@@ -104,9 +104,9 @@ def require_layout(
 
 
 def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
-    """Raise a :class:`ConfigError` on the CPU for the first of ``rules`` that does not hold.
+    """Raise a :class:`ConfigError` for the first of ``rules`` that does not hold.
 
-    ``rules``: message -> bool scalar on the device; otherwise as :func:`require_on_device`.
+    ``rules``: message -> bool scalar on the device; on a GPU see :func:`require_on_device`.
     """
     held = list(rules.values())
     holds = held[0] if len(held) == 1 else torch.stack(held).all()
@@ -116,9 +116,9 @@ def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
 
 
 def require_on_device(holds: torch.Tensor, summary: str, message: Callable[[], str]) -> None:
-    """Raise unless ``holds``, a bool scalar; nothing is checked on the meta device.
+    """Raise unless ``holds``, a bool scalar; not checked on the meta device.
 
-    On the CPU with ``message()`` at once; on a GPU with 254 characters of ``summary`` at its next
+    On the CPU with ``message()``; on a GPU with 254 characters of ``summary`` at its next
     synchronisation.
     """
     if holds.device.type == "cpu":

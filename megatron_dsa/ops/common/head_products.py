@@ -1,7 +1,7 @@
-"""Products of every head, or group of heads, with a weight per head.
+"""Products of heads, or groups of heads, with a weight per head.
 
-Results and gradients are written with the heads of a token side by side; a plain batched product
-leaves them transposed, and the next kernel would copy them.
+Results have the heads of a token contiguous; a plain batched product would be copied by the next
+kernel.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Gradients times a number on the device, in one pass and one launch.
 
-torch multiplies tensors of different dtypes element by element, at a sixth of the GPU's bandwidth.
+torch multiplies different dtypes element by element, at a sixth of the bandwidth.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements of a program.
+#: Elements per program.
 BLOCK = 4096
 
 
@@ -30,7 +30,7 @@ def _factor(number, times, over):
 @triton.jit
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     index = block * BLOCK + tl.arange(0, BLOCK)
-    if (block + 1) * BLOCK <= count:  # a mask of an unknown count splits accesses into elements
+    if (block + 1) * BLOCK <= count:  # masks split accesses into elements
         values = tl.load(x + index).to(tl.float32) * factor
         tl.store(out + index, values.to(out.dtype.element_ty))
     else:
@@ -45,7 +45,7 @@ def _scale(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = _factor(number, times, over).to(tl.float32)
-    # A count above 2^31 is int64, and both branches below must have one dtype.
+    # Counts above 2^31 are int64, and both branches need one dtype.
     block = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(count, BLOCK).to(tl.int64)
     if block < blocks:
@@ -90,5 +90,4 @@ def _add_scaled(sums, counts, value, number, times, over):
 
 
 def add_scaled(sums, counts, value, number: float, times, over) -> None:
-    """Add ``value * number * times / over`` to ``sums`` and 1 to ``counts``, fp32 scalars."""
     launch(_add_scaled, (1,), sums, counts, value, number, times, over, num_warps=1)

@@ -1,4 +1,4 @@
-"""Entries of some tokens, taken from several tensors at once."""
+"""Selection of tokens from several tensors at once."""
 
 from collections.abc import Sequence
 

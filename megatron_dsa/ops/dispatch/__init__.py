@@ -1,8 +1,7 @@
-"""Choice among the implementations of an operation, logged once, and counts of their calls.
+"""Choice among the implementations of an operation, logged once, with counts of calls.
 
-Nothing falls back in silence: a fallback is a warning, a strict policy raises instead, and an
-implementation that the user names runs or raises. The operations are declared in
-:mod:`megatron_dsa.ops`.
+A fallback is a warning, or an error under a strict policy; an implementation that the user names
+runs or raises.
 """
 
 from megatron_dsa.ops.dispatch.choice_log import (

@@ -1,6 +1,6 @@
-"""Optional kernel packages: usable versions, and the defects of the others.
+"""Optional kernel packages: usable versions, and the defects of others.
 
-Versions are compared, not probed: kernel packages change behaviour without changing a signature.
+Versions are compared, not probed: packages change behaviour under the same signature.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_dsa.versions import installed_version, is_before, module_exists, p
 
 
 class Reason(str):
-    """Why something cannot be used: ``short`` names the obstacle, the whole text also the fix."""
+    """Obstacle (``short``), followed by its fix in the whole text."""
 
     short: str
 
@@ -21,15 +21,15 @@ class Reason(str):
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package.
+    """Optional package.
 
     Attributes:
-        module: the module to import.
-        install: how to get it; ``{floor}`` stands for the lowest usable version.
+        module: name to import.
+        install: how to get it; ``{floor}`` is the lowest usable version.
         distribution: ``None`` if it has no versions to compare.
         minimum: lowest usable version.
         tested: newest version that was run.
-        fixes: pairs of a version and a defect that it repaired.
+        fixes: pairs of a version and the defect it repaired.
         needs: ``(since, distribution, minimum)`` from version ``since`` on; the last that applies
             counts.
     """
@@ -43,14 +43,12 @@ class Package:
     needs: tuple[tuple[str, str, str], ...] = ()
 
     def version(self) -> tuple[int, ...]:
-        """Return the installed version, ``()`` if there is none to compare."""
+        """Return the installed version, ``()`` if unknown."""
         return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
     def problem(self, minimum: str | None = None) -> Reason | None:
-        """Return why it cannot be used, with the fix, or ``None``.
-
-        Args:
-            minimum: least version of an operation that needs more than the package does.
+        """Return why it cannot be used, with the fix, or ``None``; ``minimum`` overrides the
+        package's.
         """
         floor, name = minimum or self.minimum, self.distribution
         install = f"; {self.install.format(floor=floor)}"
