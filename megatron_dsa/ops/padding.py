@@ -1,8 +1,8 @@
 """Padding of lists and heads for the kernels of other packages.
 
-cuDNN compiles its Hopper kernels per list width, heads and dims at the first call of a process.
-Widths are therefore rounded up to a few buckets, and every call passes a ``topk_length``: neither
-another ``K`` nor a first packed batch compiles again.
+cuDNN compiles its Hopper kernels per list width, heads and dims at first use. Widths are rounded up
+to a few buckets, and every call passes a ``topk_length``: no later compilation for another ``K`` or
+a packed batch.
 """
 
 import torch
@@ -19,10 +19,7 @@ def bucket(width: int) -> int:
 def masked_indices(
     indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask ``[Sq, K]`` of valid entries, and the indices, -1 at others, widened.
-
-    ``keys``: number of keys.
-    """
+    """Return the mask ``[Sq, K]`` of valid entries, and the indices, -1 at others, widened."""
     valid = valid_entries(indices, topk_length, keys)
     return valid, widened(torch.where(valid, indices, -1), -1)
 
@@ -33,7 +30,7 @@ def widened(lists: torch.Tensor, value) -> torch.Tensor:
 
 
 def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> torch.Tensor:
-    """Pad dimension ``dim`` (from the end, negative) of ``x`` to ``heads``; contiguous."""
+    """Pad dimension ``dim`` (negative) of ``x`` to ``heads``; contiguous."""
     missing = heads - x.shape[dim]
     if missing:  # pad would copy
         x = pad(x, (0, 0) * (-1 - dim) + (0, missing), value=value)

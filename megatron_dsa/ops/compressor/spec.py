@@ -1,4 +1,4 @@
-"""Pooling of DeepSeek-V4's compressor: inputs, implementations, fake and reference."""
+"""Compressor pooling: inputs, implementations, fake, reference."""
 
 from dataclasses import dataclass
 
@@ -40,11 +40,10 @@ COMPRESSOR = Operation(
 class CompressorInputs:
     """Inputs of one pooling; see :func:`.api.compress`.
 
-    Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, and with overlap,
-    if ``position[g] > 0``, the tokens ``first_row + (i - ratio) * row_step`` of the group before
-    it. Its tokens use the *last* ``d`` channels of ``values`` and of ``scores + ape[i]``, those of
-    the group before it the *first* ``d``. A channel whose scores are all ``-inf`` and a slot
-    without a group give 0. Tokens in no group are never read.
+    Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, in the *last*
+    ``d`` channels of ``values`` and of ``scores + ape[i]``, and with overlap, if ``position[g] >
+    0``, the tokens ``first_row + (i - ratio) * row_step`` in the *first* ``d``. Channels whose
+    scores are all ``-inf``, and empty slots, give 0. Tokens in no group are never read.
     """
 
     values: torch.Tensor
@@ -57,7 +56,7 @@ class CompressorInputs:
 
     @property
     def dim(self) -> int:
-        """Channels ``d`` of a pooled key."""
+        """Channels of a pooled key."""
         return self.values.shape[1] // (2 if self.overlap else 1)
 
     def check(self) -> None:

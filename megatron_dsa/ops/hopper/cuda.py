@@ -1,9 +1,9 @@
-"""Calls of CUDA functions from TileLang programs, and small shared functions."""
+"""Calls of CUDA functions in TileLang programs, and small shared functions."""
 
-# No postponed annotations here: TileLang reads the kernels' shapes from them.
+# No postponed annotations: TileLang reads shapes from them.
 from tilelang import language as T
 
-#: Fence: without it the compiler hoists all loads and runs out of registers.
+#: Fence against hoisting all loads, which exhausts the registers.
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
 """
@@ -18,7 +18,7 @@ __device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 
 
 def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
-    """Return a call of ``function``, a template with the constants ``of`` if there are any."""
+    """Return a call of ``function``, with the template constants ``of``, if any."""
     if of:
         constants = (str(x).lower() if isinstance(x, bool) else str(x) for x in of)
         function += f"<{', '.join(constants)}>"

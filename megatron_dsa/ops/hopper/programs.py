@@ -1,6 +1,6 @@
-"""Compile TileLang programs, once per arguments and for any target, without a GPU.
+"""Compilation of TileLang programs, cached by arguments, for any target and without a GPU.
 
-Files with programs postpone no annotations: TileLang reads the shapes of tensors from them.
+Files with programs postpone no annotations: TileLang reads shapes from them.
 """
 
 import functools
@@ -9,11 +9,10 @@ from collections.abc import Callable
 import tilelang
 
 _PASSES = tilelang.PassConfigKey
-#: Passes for programs with barriers of their own, without TileLang's: it sees one warpgroup at a
-#: time.
+#: For explicit barriers only: TileLang's see one warpgroup at a time.
 OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
-#: Passes for programs that also run on GPUs without wgmma.
+#: For programs that also run on GPUs without wgmma.
 PORTABLE = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_WGMMA: True}
 
 

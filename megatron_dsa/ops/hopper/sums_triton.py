@@ -1,4 +1,4 @@
-"""Columns of a gradient in order, in one launch."""
+"""Reordering of a gradient's columns in one launch."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements of a program.
+#: Elements per program.
 _BLOCK = 1024
 
 
@@ -35,7 +35,7 @@ def _reorder(
 
 
 def reorder(accumulator: torch.Tensor, v_dim: int, transposed: bool) -> torch.Tensor:
-    """Return :mod:`.sums`' orders of the contiguous ``accumulator [keys, dim]``."""
+    """Convert the contiguous ``accumulator [keys, dim]`` to column order (:mod:`.sums`)."""
     out, count = torch.empty_like(accumulator), accumulator.numel()
     if count > 0:
         launch(

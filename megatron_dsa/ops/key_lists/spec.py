@@ -1,4 +1,4 @@
-"""Key lists of V4's attention: inputs, candidates, fake and plain reference."""
+"""Key lists of V4's attention: inputs, candidates, fake, reference."""
 
 from dataclasses import dataclass
 
@@ -15,17 +15,16 @@ _HERE = __package__
 class ListInputs:
     """Ranges and selections of a block of query tokens; see :class:`.api.KeyLists`.
 
-    The list of a token has ``n`` compressed slots, then the last ``w = min(window, end - start)``
-    slots ``[start, end)`` in ascending order as rows of the key buffer, then -1. A list that is
-    longer than ``width`` loses compressed entries from behind. Implementations return ``indices``
-    int32 ``[tokens, width]`` and ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1)
-    of larger ones.
+    A list has ``n`` compressed slots, then the last ``w = min(window, end - start)`` of the slots
+    ``[start, end)``, ascending, as indices into the key buffer, then -1. Beyond ``width`` the last
+    compressed entries are dropped. Implementations return ``indices`` int32 ``[tokens, width]`` and
+    ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1).
 
     Attributes:
-        key_rows: int64 ``[slots]`` slot -> row behind ``offset``; ``None`` for the identity.
+        key_rows: int64 ``[slots]``, slot -> key index past ``offset``; ``None`` for the identity.
         selected_length: ``None``: the entries of ``selected`` that are not negative.
-        group_start, group_end: int32 ``[tokens]`` or ``None``, used if ``selected`` is ``None``:
-            all compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
+        group_start, group_end: int32 ``[tokens]`` or ``None``, used without ``selected``: all
+            compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
     """
 
     start: torch.Tensor

@@ -1,8 +1,7 @@
-"""Interleaved rope on the last dims of heads, with or without the norm of DeepSeek-V4's queries.
+"""Interleaved rope on the last dims of heads, with or without V4's query norm.
 
-Pair ``i`` is dims ``D - R + 2i`` and ``D - R + 2i + 1``; it is rotated by the angle whose cosine
-and sine are ``cos[token, i]`` and ``sin[token, i]``. The operations are bound by memory: every
-element is read once, written once and rounded once.
+Pair ``i``, dims ``D - R + 2i`` and ``D - R + 2i + 1``, is rotated by the angle of ``cos[token, i]``
+and ``sin[token, i]``. Memory-bound: elements are read, written and rounded once.
 """
 
 import torch
@@ -29,11 +28,10 @@ def norm_rope(
 
     Args:
         x: ``[tokens, H, D]``.
-        cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x); the last ``R`` dims are rotated in
-            neighbouring pairs, which stay in place.
+        cos, sin: ``[tokens, R / 2]`` fp32 (fp64), for neighbouring pairs of the last ``R`` dims.
         eps: added to the mean square.
-        inplace: the result may reuse the memory of x, which nothing else reads.
-        policy: which implementations may run.
+        inplace: may reuse the memory of x, if nothing else reads it.
+        policy: implementations that may run.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, differentiable in x.
@@ -77,20 +75,18 @@ def rotate_index(
 ) -> torch.Tensor:
     """Rotate some dims of index queries or keys, then apply the Walsh-Hadamard transform.
 
-    The transform is orthogonal, so it changes no product of queries and keys; it spreads large
-    values over all dims.
+    The transform is orthogonal: it changes no product, but spreads large values over all dims.
 
     Args:
         x: ``[tokens, H, D]``.
-        cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x).
-        first: rotate the first ``R`` dims and leave pair ``i`` in dims ``i`` and ``R / 2 + i``, as
-            Megatron's rope of MLA does; otherwise the last ``R`` dims, whose pairs stay in place.
-        neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
-            ``R / 2 + i`` of those that are rotated.
+        cos, sin: ``[tokens, R / 2]`` fp32 (fp64).
+        first: rotate the first ``R`` dims and move pair ``i`` to dims ``i`` and ``R / 2 + i``, as
+            Megatron's MLA does; otherwise the last ``R`` dims, in place.
+        neighbours: pairs are neighbouring dims, otherwise dims ``i`` and ``R / 2 + i``.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
         rounded: also round to x's dtype before the transform, as inference engines do.
-        transposed: apply the transpose: from the gradient of the result to the gradient of x.
-        policy: which implementations may run.
+        transposed: apply the transpose, to gradients.
+        policy: implementations that may run.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, rounded once (``rounded``: twice), differentiable in x
@@ -107,7 +103,7 @@ def rotate_index(
     )
     steps = [(cos, sin, transform)]
     if rounded and transform and cos.shape[1]:
-        # Without columns in the tables nothing is turned.
+        # Tables without columns rotate nothing.
         steps = [(cos, sin, False), (cos[:, :0], sin[:, :0], True)]
     for cos, sin, transform in reversed(steps) if transposed else steps:
         x = INDEX_ROTATION.run(

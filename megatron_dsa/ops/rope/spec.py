@@ -1,4 +1,4 @@
-"""Norm and rope: operations, implementations, fakes and references."""
+"""Norm and rope: operations, implementations, fakes, references."""
 
 from typing import Any
 
@@ -45,10 +45,10 @@ INDEX_ROTATION = _operation(
 def fake_norm_rope(
     candidate: Candidate, x, cos, sin, _eps, inplace, workspace_bytes: int
 ) -> torch.Tensor:
-    """Return and keep what the implementations do."""
+    """Return and keep the same tensors as the implementations."""
 
     def forward(x):
-        # torch's result has memory of its own.
+        # Torch allocates its result.
         y = x.detach() if inplace and candidate.fused else torch.empty_like(x)
         rstd = empty_sums(x, *x.shape[:2])
         return (y, rstd), (y, rstd, cos, sin)
@@ -61,7 +61,6 @@ def fake_norm_rope(
 
 
 def fake_rotate(candidate: Candidate, x, cos, sin, _inverse, workspace_bytes: int) -> torch.Tensor:
-    """Return and keep what the implementations do."""
     shape, dtype = x.shape, x.dtype
 
     def forward(x):
@@ -78,7 +77,6 @@ def fake_rotate_index(
     candidate: Candidate, x, cos, sin, _first, _neighbours, _transform, workspace_bytes: int,
     transposed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Return and keep what the implementations do."""
     x = x.detach() if transposed else x
     return fake_rotate(candidate, x, cos, sin, False, workspace_bytes)
 
@@ -97,8 +95,8 @@ def reference_norm_rope(x, cos, sin, eps) -> torch.Tensor:
 def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.Tensor:
     """Return ``x [tokens, H, D]`` with pairs of its first or last dims rotated, transformed.
 
-    Pairs of the first dims leave as halves, others stay in place. Entry ``i, j`` of the transform
-    is ``D^-1/2``, negative if ``i & j`` has an odd number of bits.
+    Pairs of the first dims leave as halves, others stay. Entry ``i, j`` of the transform is
+    ``D^-1/2``, negative if ``i & j`` has an odd number of bits.
     """
     dim, half = x.shape[-1], cos.shape[1]
     start = 0 if first else dim - 2 * half
@@ -120,7 +118,7 @@ def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.T
 def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the symmetric Walsh-Hadamard matrix ``[size, size]`` of 1 and -1.
 
-    Its product with itself is ``size`` times the identity; ``size`` is a power of two.
+    ``size``, a power of two, times the identity is its square.
     """
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:

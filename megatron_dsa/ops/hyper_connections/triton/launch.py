@@ -1,7 +1,7 @@
 """Launches and autograd of hyper-connections in Triton.
 
-Forward and backward read the streams three times each: for projection, mix with norm, and write; for
-the write, for the mix, and for the gradients of projection and streams, which share a kernel.
+Forward and backward read the streams three times each: for projection, mix with norm, and write;
+for the write, the mix, and in one kernel for the gradients of projection and streams.
 
 The backward keeps streams, output, and per token the projection, the weights and the factors of
 both norms in fp32. Partial sums over tokens are added in a fixed order.
