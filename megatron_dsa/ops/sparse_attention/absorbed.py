@@ -1,11 +1,10 @@
-"""MLA sparse attention with absorbed up projections, in blocks of tokens.
+"""MLA sparse attention with absorbed up projections.
 
-``W_uk`` is multiplied into the queries and ``W_uv`` into the output, so all heads share one key,
-the latent. Absorbed queries and outputs are 3-4 times wider: they exist for one block of tokens and
-are recomputed in the backward.
+``W_uk`` is multiplied into the queries and ``W_uv`` into the output: all heads share one key, the
+latent. These wide tensors exist for one block of tokens at a time and are recomputed in the
+backward.
 
-With ``group`` the weights of all ranks are gathered in each pass (kept, they would take 34 MB per
-layer of DeepSeek-V3.2) and their gradient is summed in fp32.
+With ``group``, weights are gathered in each pass (34 MB per layer of DeepSeek-V3.2 if kept).
 """
 
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ AbsorbedAttentionOutput = SparseAttentionOutput
 class _Plan:
     attention: Settings
     blocks: tuple[slice, ...]
-    kernel_heads: int  # the forward kernel's, padding included
+    kernel_heads: int  # includes padding
     keeps_latents: bool
     group: Any
 
@@ -74,7 +73,7 @@ class _Blocks:
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
         self.rank = weights.shape[2]
-        self.nope = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
+        self.nope = q.shape[2] - (kv.shape[1] - self.rank)
         self.w_uk, self.w_uv = weights[:, : self.nope], weights[:, self.nope :]
         self.absorbed = self.buffer(heads, kv.shape[1])
         if heads > q.shape[1]:
@@ -84,7 +83,7 @@ class _Blocks:
         return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return a block's inputs; its absorbed queries live until the next call."""
+        """Return a block's inputs; the next call overwrites absorbed queries."""
         length = None if self.length is None else self.length[tokens]
         return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
 
@@ -102,8 +101,6 @@ class _Blocks:
 
 
 class _AbsorbedAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, weights, ..., indexer tensors -> out, lse, p_sum``."""
-
     @staticmethod
     def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
@@ -120,14 +117,14 @@ class _AbsorbedAttention(torch.autograd.Function):
             write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
             lses.append(lse)
             if p.keeps_latents:
-                latents.append(latent.contiguous())  # a view would keep its padding
-            del inputs, latent, p_sum  # free before the next block allocates
+                latents.append(latent.contiguous())  # drop padding
+            del inputs, latent, p_sum  # frees memory
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # lse and p_sum have none
+        ctx.set_materialize_grads(False)
         return out, lse, p_sum
 
     @staticmethod
@@ -137,9 +134,8 @@ class _AbsorbedAttention(torch.autograd.Function):
         q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
-        # The backward kernels take queries without padding.
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
-        if dout is None:  # unused output, but other ranks take part
+        if dout is None:  # other ranks take part
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
@@ -173,7 +169,7 @@ class _Backward:
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
-        # Not a bound method: the cycle would keep all buffers until garbage collection.
+        # A bound method would be a cycle, which keeps buffers until garbage collection.
         rows = blocks.q.shape[:2].numel()
         self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
@@ -182,9 +178,7 @@ class _Backward:
         self.dweights: torch.Tensor | None = None
 
     def teachers(self) -> Iterator[TeacherPart]:
-        """Run all blocks; yield teachers in large parts: the loss allocates a gradient of all index
-        keys for each.
-        """
+        """Yield teachers in large parts: the loss allocates a key gradient for each."""
         blocks, indices, length = self.plan.blocks, self.blocks.indices, self.blocks.length
         workspace = self.plan.attention.policy.workspace_bytes // 8
         per_block = self.blocks.longest * indices.shape[1] * 4
@@ -194,10 +188,9 @@ class _Backward:
             teacher = _joined([self.run(block, teaches=True) for block in part])
             of_part = None if length is None else length[tokens]
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
-            del teacher  # free before the next part allocates
+            del teacher  # frees memory
 
     def sampled(self, sample: QuerySample, head_group: Any) -> Iterator[TeacherPart]:
-        """Yield teachers of sampled tokens; with head parts, exchange them in ``head_group``."""
         group = head_group if sample.parts > 1 else None
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts, indices, length = sample.parts // ranks, self.blocks.indices, self.blocks.length
@@ -225,10 +218,9 @@ class _Backward:
                 teacher = attention.run(PROBABILITIES, inputs, lse[:, heads])
                 taken = slice(first + some.start, first + some.stop)
                 yield TeacherPart(taken, indices, length, teacher)
-                del q, lse, inputs, teacher  # free before the next block allocates
+                del q, lse, inputs, teacher  # frees memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
-        """Add the gradients of a block; return its teacher ``[tokens, K]`` if ``teaches``."""
         blocks, attention = self.blocks, self.plan.attention
         inputs, dout = blocks.inputs(tokens), self.dout[tokens]
         latent = self.latents.get(tokens.start)
@@ -304,27 +296,21 @@ def absorbed_attention(
 ) -> AbsorbedAttentionOutput:
     """Attend from each query to its own list of latents: plain MLA over the listed keys.
 
-    Computes ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T`` per head.
-    Other arguments and results: see
+    Other arguments, results and errors: see
     :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
 
     Args:
-        q: ``[Sq, H, A + P]``, bf16, fp16, fp32 or fp64; the ``P`` rope dims last.
-        kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key shared by all heads.
+        q: ``[Sq, H, A + P]``; the ``P`` rope dims last.
+        kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key of all heads.
         weights: ``[H, A + V, R]``, same dtype: up projection per head, ``W_uk`` then ``W_uv``. With
-            ``group`` only this rank's heads, in the order of ranks.
+            ``group`` this rank's heads only, in the order of ranks.
         kv_grad: fp32 ``[Skv, R + P]``.
-        group: process group of ranks that share the heads and hold different tokens. Collective in
+        group: process group of ranks that share the heads and hold different tokens; collective in
             forward and backward.
-        recompute: rerun the forward kernel in the backward instead of saving the latent output
-            ``[Sq, H, R]``.
-        policy: its workspace bounds the blocks.
+        recompute: rerun the forward kernel in the backward instead of saving ``[Sq, H, R]``.
 
     Returns:
         ``out [Sq, H, V]``, ``lse``, ``p_sum``; ``out`` is differentiable in q, kv and weights.
-
-    Raises:
-        ConfigError: for shapes or dtypes outside of the above.
     """
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
     require_tensor("q", q, ("Sq", "H", "A + P"), FLOATS, fix=fix)
@@ -360,7 +346,7 @@ def absorbed_attention(
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )
-    if topk_length is not None:  # once for all blocks and both passes
+    if topk_length is not None:  # once for all blocks and passes
         topk_length = lengths(indices, topk_length)
     attention = Settings(
         rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order,

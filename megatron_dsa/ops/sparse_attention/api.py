@@ -1,8 +1,7 @@
 """Differentiable sparse attention.
 
-The backward saves no scores or gathered keys. With
-:class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4) both passes run in blocks of tokens, whose
-lists the backward writes again.
+With :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4), both passes run in blocks of tokens,
+whose lists the backward writes again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,12 +49,11 @@ from megatron_dsa.ops.sparse_attention.spec import (
 class SparseAttentionOutput(NamedTuple):
     """Results of :func:`sparse_attention`."""
 
-    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for tokens that select nothing.
+    #: ``[Sq, H, v_dim]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
+    #: ``[Sq, H]`` fp32, natural log over the selected keys, without sink; ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[Sq, K]`` fp32, probabilities summed over the local heads, 0 at invalid entries; ``None``
-    #: without ``want_p_sum``.
+    #: ``[Sq, K]`` fp32, probabilities summed over local heads, 0 at invalid entries, or ``None``.
     p_sum: torch.Tensor | None
 
 
@@ -66,16 +64,14 @@ def _teaching(call: OpCall) -> OpCall:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments without gradient; no tensor that autograd saves, since these live as long as the
-    graph.
-    """
+    """Non-tensor arguments: they live as long as the graph."""
 
     v_dim: int
     softmax_scale: float
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: Taught | None  # without tensors
+    indexer: Taught | None
     lists: KeyLists | None = None
     in_order: bool = False
     length_in_range: bool = False
@@ -96,7 +92,6 @@ class Settings:
         )
 
     def run(self, operation: Operation, *args, teacher: bool = False) -> Any:
-        """Run an operation; ``teacher`` requests the head sum along with it."""
         call = _teaching(self.call) if teacher else self.call
         return operation.run(call, self.policy, *args)
 
@@ -109,9 +104,7 @@ class Settings:
             yield from lists.blocks(self.policy)
 
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
-        """Yield ``some, indices, length`` of the tokens ``taken`` within an eighth of the
-        workspace.
-        """
+        """Yield ``some, indices, length`` of ``taken`` in parts of an eighth of the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
         for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
             of_some = None if length is None else part_of(length, some)
@@ -133,12 +126,12 @@ class Settings:
 
 
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
-    """Write ``part`` to ``tokens`` of ``whole``; return a part of all tokens itself.
+    """Write ``part`` to ``tokens`` of ``whole``, or return a part of all tokens.
 
     ``len`` would make torch.compile build a graph per size.
     """
     if part is None or part.shape[0] == total:
-        # A view would keep its padding alive.
+        # Drop padding.
         return None if part is None else part.contiguous()
     if whole is None:
         whole = part.new_empty(total, *part.shape[1:])
@@ -147,8 +140,6 @@ def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, t
 
 
 class _SparseAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, sink, ..., indexer tensors -> out, lse, p_sum``."""
-
     @staticmethod
     def forward(ctx, q, kv, kv_grad, sink, indices, length, s: Settings, *index_tensors):
         out: Any = None
@@ -169,13 +160,13 @@ class _SparseAttention(torch.autograd.Function):
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # lse and p_sum have none
+        ctx.set_materialize_grads(False)
         return out, lse, p_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum) -> tuple[torch.Tensor | None, ...]:
-        """Return all gradients; the sparse indexer loss runs only here."""
+        """Return all gradients; run the sparse indexer loss."""
         s: Settings = ctx.settings
         q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
         dout = (torch.zeros_like(out) if dout is None else dout).contiguous()
@@ -216,7 +207,7 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def _teacher_among(s: Settings, sample: QuerySample | None, q, kv, indices, length) -> TeacherPart:
-    """Return the head sum of a softmax over selected keys, without window and sink."""
+    """Return the head sum of a softmax without window and sink."""
     if sample is not None:
         q, indices, length = select_tokens(sample.tokens, q, indices, length)
     call = replace(s.call, topk=indices.shape[1], sink=False)
@@ -261,15 +252,14 @@ def sparse_attention(
         indices: int32 ``[Sq, K]``, unique key indices per query, the only mask; entries ``< 0`` or
             ``>= Skv`` select nothing. Or :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
         softmax_scale: factor on ``q . kv``.
-        v_dim: dims of the value.
         topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
-        attn_sink: ``[H]``, logits in the denominator without a value (DeepSeek-V4): ``out =
-            out_keys * sigmoid(lse - sink)``.
+        attn_sink: ``[H]``, logits without a value (DeepSeek-V4): ``out = out_keys * sigmoid(lse -
+            sink)``.
         kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient of ``kv`` in its stead (see
             ``layers/parallel/gather.py``).
-        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        in_order: all lists follow one order of the keys, as from ``indexer_topk`` and ``KeyLists``:
-            spares the backward a sort.
+        want_p_sum: also return the head sum of the probabilities.
+        in_order: lists follow one order of keys, as from ``indexer_topk`` and ``KeyLists``: spares
+            the backward a sort.
         indexer: trained in the backward on these probabilities.
         policy: implementations that may run.
 
@@ -277,7 +267,7 @@ def sparse_attention(
         :class:`SparseAttentionOutput`; ``out`` is differentiable in q, kv and attn_sink.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, v_dim, attn_sink)
@@ -343,7 +333,7 @@ def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
 
 def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
     first = lists.offset
-    # kv holds only part of all ranks' keys if held is given.
+    # kv holds part of all ranks' keys.
     keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}
     require_layout(lists.layout, {"q": q}, keys)
     require(topk_length is None, "topk_length must be None: lists have their own lengths")
@@ -352,7 +342,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
     if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
-        # A larger slot would select a key of the window's part of the buffer.
+        # A larger slot would select a key of a position.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
         require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)

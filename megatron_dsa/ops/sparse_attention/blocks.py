@@ -8,12 +8,12 @@ from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
-#: Most query tokens times heads, and most tokens, of a kernel's thread block.
+#: Most query heads, and most tokens, of a thread block.
 _ROWS, _TOGETHER = 64, 8
 #: Fewest waves of thread blocks (the last leaves SMs idle) and tokens (weight gradients are updated
 #: once per block).
 _WAVES, _TOKENS = 8, 1024
-#: The same for thread blocks of several tokens, whose waves are long and take much memory.
+#: The same for thread blocks of several tokens: long waves that take much memory.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
 #: Most blocks if each backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16
@@ -30,14 +30,9 @@ def token_blocks(
 ) -> tuple[slice, ...]:
     """Split tokens into equal slices of whole waves of thread blocks.
 
-    The wide tensors of a slice fit the workspace, unless kernels would not fill the GPU.
-
-    Args:
-        call: sparse attention with the dims of latents.
-        backward: a backward follows.
-        kernel_heads: heads of the forward kernel, if more than the call's.
+    A slice's wide tensors fit the workspace, unless the GPU would not be full. ``call`` has the
+    dims of latents; ``kernel_heads``: the forward kernel's, if more than the call's.
     """
-    # Forward: queries and outputs; backward: also their gradients.
     per_token = max(2 * call.heads, kernel_heads)
     per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
     wave, fewest = _wave(call.heads, device), 1
@@ -52,7 +47,7 @@ def token_blocks(
             fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))
     wave = wave or 1
     most = max(fewest, policy.workspace_bytes // per_token // wave * wave)
-    # At most 1.5 times the wanted tokens, at least 2/3.
+    # Within 2/3 and 3/2 of the wanted tokens.
     count = max(1, min(-(-tokens // most), round(tokens / fewest)))
     size = tokens if count == 1 else _up(-(-tokens // count), wave)
     return tuple(slices(tokens, size)) if tokens else (slice(0, 0),)

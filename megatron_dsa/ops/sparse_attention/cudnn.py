@@ -1,8 +1,7 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
 Bridged: required sink (``-inf`` for none), ``+inf`` as lse without keys, bucketed list widths,
-sorted lists where that keeps the key gradient in cache. On Hopper the fp32 key gradient is read
-from the workspace, before cuDNN rounds it, to be summed over ranks first.
+sorted lists. On Hopper the unrounded fp32 key gradient is read from the workspace.
 """
 
 import logging
@@ -18,7 +17,7 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 logger = logging.getLogger(__name__)
 
-#: First version with the workspace layout that :func:`_accumulator` reads.
+#: First version whose workspace :func:`_accumulator` can read.
 _WORKSPACE_SINCE = (1, 32)
 _TILE = 64
 _accumulator_fits: bool | None = None
@@ -28,7 +27,7 @@ _workspace_bytes: dict[tuple, int] = {}
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dq``, ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
+    """Return ``dq, dkv, dsink`` and ``None``."""
     from cudnn import DSA
 
     q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
@@ -58,7 +57,6 @@ def backward(
 
 
 def _workspace(DSA, arguments, length) -> torch.Tensor | None:
-    """Allocate the workspace if the fp32 key gradient can be read from it."""
     q = arguments[0]
     hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
     if not hopper or CUDNN.version() < _WORKSPACE_SINCE or _accumulator_fits is False:
@@ -79,7 +77,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         return dkv.float()
     wide = _accumulator(workspace, *dkv.shape)
     if _accumulator_fits is None:
-        # Once per process: the rounded accumulator must equal the returned gradient.
+        # Once per process: verify the layout.
         _accumulator_fits = torch.equal(wide.to(dkv.dtype), dkv)
         if not _accumulator_fits:
             logger.warning(
@@ -92,7 +90,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 gradient at the end of the workspace, padded there to whole tiles."""
+    """Return the fp32 gradient at the end of the workspace, padded to tiles there."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)
@@ -102,8 +100,8 @@ def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     """Return ``p_sum [Sq, K]`` fp32.
 
-    cuDNN normalises each query's sums to 1; multiply the mass back (1 per head, or ``exp(lse -
-    total)`` with a sink), so that tensor-parallel ranks can add theirs.
+    Undo cuDNN's normalisation per query (sums of 1 per head, or ``exp(lse - total)`` with a sink),
+    so that ranks can add theirs.
     """
     from cudnn import DSA
 
@@ -114,7 +112,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
-    # Queries without keys and padding heads get weight exp(x - inf) = 0.
+    # Weight exp(x - inf) = 0 without keys and for padding heads.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
         with_heads(inputs.q, heads, -2)[None],

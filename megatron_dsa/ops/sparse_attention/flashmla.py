@@ -19,18 +19,16 @@ from megatron_dsa.ops.dispatch.packages import FLASH_MLA
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.padding import padded_heads, with_heads
 
-if TYPE_CHECKING:  # spec.py reads HEADS and probe
+if TYPE_CHECKING:
     from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 #: List widths are multiples of this.
 WIDTH = 128
-#: Supported numbers of heads.
 HEADS = (64, 128)
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 
 
 def probe(call: OpCall) -> str | None:
-    """Return why the installed FlashMLA cannot run, or ``None``."""
     import flash_mla
 
     function = getattr(flash_mla, "flash_mla_sparse_fwd", None)
@@ -61,7 +59,7 @@ def _signature_complaint(function) -> str | None:
 
 @lru_cache(maxsize=4)
 def _lse_complaint(function) -> str | None:
-    """Check for a natural lse: copies from before 2026 return base 2, which corrupts gradients."""
+    """Reject copies from before 2026, whose base-2 lse corrupts gradients."""
     q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device="cuda")
     kv = torch.zeros(WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
     indices = torch.arange(WIDTH, dtype=torch.int32, device="cuda").view(1, 1, -1)
@@ -86,7 +84,7 @@ def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return ``out`` as a view of q's heads, before the padding heads."""
+    """Return ``out`` as a view, without padding heads."""
     from flash_mla import flash_mla_sparse_fwd
 
     heads, sink, length = inputs.q.shape[1], inputs.sink, inputs.topk_length

@@ -11,7 +11,6 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def sorting_pays(inputs: SparseAttentionInputs) -> bool:
-    """Return whether lists are unsorted and the fp32 key gradient exceeds half of L2."""
     if inputs.in_order:
         return False
     cache = torch.cuda.get_device_properties(inputs.kv.device).L2_cache_size
@@ -27,7 +26,7 @@ def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Ten
 def ascending_lists(
     inputs: SparseAttentionInputs, places: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return :func:`caller_lists`, sorted, without invalid entries.
+    """Return sorted lists without invalid entries.
 
     ``places`` (int32, like the indices) receives the new index of each original entry.
     """
@@ -35,7 +34,7 @@ def ascending_lists(
     queries, width = indices.shape
     keys = inputs.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
-    # Bytes per entry: validity, masked copy, sorted copy and its int64 order.
+    # Bytes: validity, masked copy, sorted copy and its int64 order.
     step = rows_in_budget(inputs.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)

@@ -56,7 +56,6 @@ def probabilities(candidate: Candidate, inputs: SparseAttentionInputs, lse) -> t
         p_sum = empty_sums(inputs.q, *inputs.indices.shape)
         del denominator
         return p_sum
-    # Copied when cuDNN's normalisation is undone.
     masked, target = torch.empty_like(inputs.indices), empty_sums(inputs.q, *inputs.indices.shape)
     result = target.clone()
     del masked
@@ -72,5 +71,5 @@ class NoOpKernels(Kernels):
 
 
 def _no_op_kernels() -> NoOpKernels:
-    found = kernels_for(torch.device("cuda"))  # the planned GPU
+    found = kernels_for(torch.device("cuda"))
     return NoOpKernels(found.target, found.tiles)

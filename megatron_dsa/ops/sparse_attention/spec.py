@@ -16,12 +16,11 @@ from megatron_dsa.ops.sparse_attention import flashmla
 class KeyGradientAccumulator:
     """Sum of the key gradient over backward calls for parts of the queries.
 
-    Backwards that use atomics add to :meth:`buffer`; callers pass the ``dkv`` of others to
-    :meth:`add`.
+    Backwards that use atomics add to :meth:`buffer`; callers pass others' ``dkv`` to :meth:`add`.
 
     Args:
         rows: query tokens times heads of all calls.
-        bounds: returns upper bounds of ``|q|`` and ``|dout|`` over all calls, fp32 scalars, for
+        bounds: returns upper bounds of ``|q|`` and ``|dout|`` of all calls (fp32 scalars), for
             fixed-point sums.
     """
 
@@ -32,7 +31,7 @@ class KeyGradientAccumulator:
         self._sum: torch.Tensor | None = None
 
     def buffer(self, make: Callable[[], Any], finish: Callable[[Any], torch.Tensor]) -> Any:
-        """Return ``make()`` of the first call; ``finish`` converts it to fp32 ``[Skv, D]``."""
+        """Return the first call's ``make()``; ``finish`` converts it to fp32 ``[Skv, D]``."""
         if self._finish is None:
             self._buffer, self._finish = make(), finish
         return self._buffer
@@ -54,11 +53,11 @@ class SparseAttentionInputs:
     """Inputs of every implementation; see ``api.py``.
 
     Attributes:
-        want_p_sum: return the head sum of the probabilities if it costs nothing.
+        want_p_sum: return ``p_sum`` if it costs nothing.
         length_in_range: ``topk_length`` is within ``[0, K]``.
-        key_sum: accumulator; a backward that adds to it returns ``None`` as ``dkv``.
-        padded_q: contiguous ``[Sq, more than H, D]``, the first H heads being ``q``, the others
-            finite. Spares a copy where head counts are fixed (``Support.head_sizes``).
+        key_sum: accumulator of backwards that return ``None`` as ``dkv``.
+        padded_q: contiguous ``[Sq, more than H, D]``: ``q``, then finite padding heads
+            (``Support.head_sizes``).
     """
 
     q: torch.Tensor
@@ -77,9 +76,9 @@ class SparseAttentionInputs:
 
 
 _HERE = __package__
-#: Absorbed MLA of V3.2 (512 latent + 64 rope dims), and DeepSeek-V4.
+#: Absorbed MLA of V3.2 (512 + 64 dims), and DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
-#: TileLang fills a tile with several queries.
+#: Tiles hold several queries.
 _FEW_HEADS = First("tilelang", heads=(1, 32))
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
@@ -200,9 +199,9 @@ PROBABILITIES = Operation(
 
 
 def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
-    """Return whether the operation also returns the teacher (else ``PROBABILITIES`` does)."""
+    """Return whether the operation also returns the teacher."""
     choice = operation.choose(call, policy)
-    if call.deterministic and choice.never_run:  # such tilings omit it
+    if call.deterministic and choice.never_run:
         return False
     return choice.candidate.support.gives_teacher
 
@@ -210,7 +209,7 @@ def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
 def reference(
     q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``out``, ``lse`` and ``p_sum``; differentiable, unbounded memory."""
+    """Return ``out``, ``lse`` and ``p_sum``; differentiable."""
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
@@ -220,7 +219,7 @@ def reference(
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
-    # Without keys probabilities are 0, not 0/0.
+    # 0, not 0/0, without keys.
     safe = torch.where(total == float("-inf"), 0.0, total)
     p = torch.exp(logits - safe[..., None])
     return torch.einsum("qhk,qkd->qhd", p, keys[..., :v_dim]), lse, p.sum(1)

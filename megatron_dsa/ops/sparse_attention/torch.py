@@ -1,4 +1,4 @@
-"""Sparse attention in torch: any device and dims, in chunks bounded by a memory budget."""
+"""Sparse attention in torch: any device and dims, in bounded memory."""
 
 import math
 
@@ -23,7 +23,6 @@ def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores
 
 
 def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
-    """Append a zero key, the target of invalid indices."""
     return torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
 
 
@@ -36,7 +35,6 @@ def _selected(inputs: SparseAttentionInputs, tokens: slice) -> tuple[torch.Tenso
 
 
 def _scores(inputs: SparseAttentionInputs, tokens: slice, keys: torch.Tensor, valid: torch.Tensor):
-    """Return scaled logits ``[r, H, K]`` in the accumulation dtype, ``-inf`` at invalid entries."""
     scores = bmm(inputs.q[tokens], keys.transpose(1, 2)).mul_(inputs.softmax_scale)
     return scores.masked_fill_(~valid[:, None], float("-inf"))
 
@@ -44,7 +42,6 @@ def _scores(inputs: SparseAttentionInputs, tokens: slice, keys: torch.Tensor, va
 def forward(
     inputs: SparseAttentionInputs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return ``out``, ``lse``, and ``p_sum`` if wanted."""
     q, v_dim = inputs.q, inputs.v_dim
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
@@ -76,14 +73,13 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
 
 
 def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the log of the softmax denominator, sink included; 0 for tokens without mass."""
+    """Return the log of the softmax denominator; 0 for tokens without mass."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return replace_negative_infinity(lse, 0.0)
 
 
 def replace_negative_infinity(x: torch.Tensor, value: float) -> torch.Tensor:
-    """Replace ``-inf`` in one launch."""
     return torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=value)
 
 
@@ -92,14 +88,14 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``.
 
-    With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and ``dS = P * (dP - rowsum(dO *
-    O))``; ``d sink = -sum_t p_sink * rowsum(dO * O)``.
+    ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - rowsum(dO * O))``, ``d sink = -sum_t p_sink *
+    rowsum(dO * O)``.
     """
     q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)
     table = _with_zero_row(kv)
-    # The extra entry collects the zero gradients of invalid indices.
+    # The extra entry collects invalid indices.
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None

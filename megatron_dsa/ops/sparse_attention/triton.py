@@ -14,7 +14,7 @@ from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
-#: Entries of a thread block, dims per step, least and most heads of a product.
+#: Entries, dims per step, least and most heads of a thread block's product.
 ENTRIES, DIMS, LEAST_HEADS, MOST_HEADS = 64, 64, 16, 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -25,7 +25,6 @@ def head_sums(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum probabilities of ``BLOCK_K`` entries over heads; padding heads have lse ``inf``."""
     query = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     held = place < width
@@ -46,7 +45,7 @@ def head_sums(
                 q + query * q_row + head[:, None] * q_head + dim[None, :],
                 mask=real[:, None] & inside, other=0.0,
             )  # fmt: skip
-            # Unselected keys may be NaN: not read.
+            # Unselected keys may be NaN.
             at = row[:, None] + dim[None, :]
             chosen = tl.load(kv + at, mask=selects[:, None] & inside, other=0.0)
             scores = tl.dot(queries, tl.trans(chosen), scores, input_precision="ieee")

@@ -1,13 +1,14 @@
-"""Key gradients summed in 64-bit integers, so that they do not depend on the order of atomics.
+"""Key gradients summed in 64-bit integers, independent of the order of atomics.
 
-Each contribution, a fp32 number, is multiplied by ``units``, a power of two, rounded and added.
-Overflow is impossible: from query head r, key k gets ``dS Q_r + P dO_r`` with ``|dS| = scale P
-|dO_r . (V_k - O_r)|`` and P summing to 1 over keys, so no element of the sum exceeds
+Contributions are multiplied by ``units``, a power of two, and rounded. From query head r, key k
+gets ``dS Q_r + P dO_r`` with ``|dS| = scale P |dO_r . (V_k - O_r)|`` and P summing to 1 over keys,
+so no element exceeds
 
     rows * (scale * v_dim * max|dO| * (max|V| + max|O|) * max|Q| + max|dO|)
 
-and ``units`` puts twice that (for bf16 roundings) below 2^62. n contributions have a rounding error
-of about ``sqrt(n / 12) / units``: with 2^18 query heads below 1e-6 (relative norm), as in fp32.
+and ``units`` puts twice that (for bf16 roundings) below 2^62. The rounding error of n
+contributions, about ``sqrt(n / 12) / units``, is below 1e-6 of the norm for 2^18 query heads, as in
+fp32.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ def units_per_one(
 ) -> torch.Tensor:
     """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
 
-    NaN or 0, as all gradients then, if an input is not finite. Non-finite keys do not count: they
-    show in the outputs. With ``inputs.key_sum`` it holds for all its calls, and ``out`` is not
-    read.
+    NaN or 0 if an input is not finite, except keys, which show in the outputs. With
+    ``inputs.key_sum`` it holds for all its calls, and ``out`` is not read.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
@@ -40,9 +40,9 @@ def units_per_one(
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Convert ``[rows, dim]`` of Hopper's one-kernel backward to fp32 in column order.
+    """Convert the one-kernel backward's ``[keys, dim]`` to fp32 in column order.
 
-    The kernel stores 16 columns as ``[2 halves, 2, 4 threads]`` for ``[2 halves, 4 threads, 2]``.
+    16 columns are stored as ``[2 halves, 2, 4 threads]`` for ``[2 halves, 4 threads, 2]``.
     """
     rows, dim = fixed.shape
     ordered = torch.empty(rows, dim, dtype=torch.float32, device=fixed.device)

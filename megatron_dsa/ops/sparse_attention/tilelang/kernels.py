@@ -8,31 +8,24 @@ from enum import Enum
 
 import torch
 
-#: Compute capability -> TileLang target.
 TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
 
 
 class Way(Enum):
-    """Kernels of a backward, which determine the column order of the key gradient's buffer."""
+    """Kernels of a backward; each has its column order of the key gradient."""
 
-    #: Columns in order.
+    #: In order.
     PORTABLE = "portable"
-    #: One Hopper kernel; columns in the order of fragments.
+    #: One Hopper kernel; order of fragments.
     ONE = "one kernel"
-    #: Hopper's query_gradient, then key_gradient, which adds to dKV once instead of once per tile
-    #: of heads. Columns in the order of transposed fragments; integers in order, for coalesced
-    #: atomics.
+    #: Hopper's query_gradient and key_gradient, which adds to dKV once for all tiles of heads;
+    #: order of transposed fragments, integers in order, for coalesced atomics.
     TWO = "two kernels"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for one GPU, compiled at first use.
-
-    Attributes:
-        target: for the compiler.
-        tiles: target whose tiling the portable kernels use; ``None``: Hopper's kernels.
-    """
+    """Kernels for one GPU; ``tiles`` is the tiling of portable ones, ``None`` for Hopper's."""
 
     target: str
     tiles: str | None
@@ -60,14 +53,11 @@ class Kernels:
 
 
 def _module(name: str):
-    """Import on demand: needs TileLang."""
     return importlib.import_module(f"{__package__}.{name}")
 
 
 def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
-    """Return the kernels for ``device``; with ``tiles`` portable ones with that GPU's tiling
-    (tests).
-    """
+    """Return the kernels for ``device``, or portable ones with the tiling ``tiles`` (tests)."""
     target = "sm_90a"
     if device.type == "cuda":
         target = TARGETS[torch.cuda.get_device_capability(device)]

@@ -1,8 +1,7 @@
-"""Sparse attention through our TileLang kernels (bf16).
+"""Sparse attention through our TileLang kernels (bf16), without padding.
 
-Needs no padding; compiled per head count and dim at the first call. Up to 32 heads, a tile holds
-several adjacent queries and reads the union of their lists: a non-finite key then spoils all of
-them.
+Compiled per head count and dim. Up to 32 heads, adjacent queries share a tile and the union of
+their lists: a non-finite key spoils all of them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from megatron_dsa.ops.sparse_attention.torch import replace_negative_infinity
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
-    """Return ``out``, ``lse`` fp32 and ``None``; tests pass other ``kernels``."""
+    """Return ``out``, ``lse`` fp32 and ``None``."""
     from megatron_dsa.ops.hopper.tiles import queries_per_tile
 
     q, kv, sink = inputs.q.contiguous(), inputs.kv.contiguous(), inputs.sink
@@ -58,7 +57,7 @@ def backward(
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     heads, tile = q.shape[1], kernels.rows("backward")
     way, group = kernels.way(heads, fixed), queries_per_tile(heads, tile)
-    # The fp32 sum of up to two tiles does not depend on their order.
+    # fp32 sums of up to two tiles do not depend on their order.
     sums_heads = inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
     total = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
     total = total.contiguous()
@@ -80,10 +79,10 @@ def backward(
                 p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
                 len(kv), inputs.workspace_bytes,
             )  # fmt: skip
-        del sums  # free before the next part allocates
+        del sums  # frees memory
     dsink = None
     if sink is not None:
-        # Probability 0, not NaN, for a head without keys and a sink of -inf.
+        # 0, not NaN, without keys and with a sink of -inf.
         total = replace_negative_infinity(total, float("inf"))
         dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
     return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum
@@ -95,9 +94,8 @@ class _KeySum:
     fixed: bool
     v_dim: int
     dkv: torch.Tensor
-    #: fixed-point scale.
     units: torch.Tensor
-    #: NaN once a later call has a non-finite output, else 0.
+    #: NaN once an output was not finite.
     poison: torch.Tensor | float = 0.0
 
     def result(self) -> torch.Tensor:
@@ -141,7 +139,6 @@ def _launch_one(inputs, kernels: Kernels, group: int, per_query, kv, keys: _KeyS
 
 
 def _launch_two(inputs, kernels: Kernels, _group: int, per_query, kv, keys: _KeySum, lists, sums):
-    """Run as many queries at a time as their P and dS fit the workspace."""
     from megatron_dsa.ops.hopper.tiles import TILE, head_tiles
 
     heads, dim = per_query[0].shape[1:]
@@ -167,7 +164,7 @@ def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query:
     queries = inputs.indices.shape[0]
     step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
     if step < queries:
-        # Whole waves of thread blocks.
+        # Whole waves.
         wave = max(1, processors(inputs.q.device) // tiles)
         step = step // wave * wave or step
     return min(step, queries)
@@ -180,12 +177,11 @@ def key_lists(
     with_places: bool = False,
     kernels: Kernels | None = None,
 ):
-    """Yield slices of the queries, with the key lists that the kernels read.
+    """Yield slices of the queries, with the key lists that kernels read.
 
-    A list is: ids int32 ``[lists, W]``, members uint8 alike (:mod:`.hopper.unions`), length int32
-    ``[lists]``. Unions, ascending, for groups of several queries; two parts fit
-    ``inputs.workspace_bytes``. With ``with_places`` the third result is int32 ``[queries, K]``: the
-    index in its list of each valid entry, ``None`` if unchanged.
+    Lists are ids int32 ``[lists, W]``, members uint8 alike (:mod:`.hopper.unions`), length int32
+    ``[lists]``; unions for groups of several queries. With ``with_places`` the third result is
+    int32 ``[queries, K]``: each valid entry's index in its list, ``None`` if unchanged.
     """
     queries, width = inputs.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=inputs.indices.device)
@@ -204,7 +200,7 @@ def key_lists(
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
         groups //= 2  # the caller still holds the previous part
-        # Whole waves of thread blocks.
+        # Whole waves.
         wave = 1 if indices.device.type == "cpu" else max(1, processors(indices.device))
         groups = groups // wave * wave or groups
     step = max(1, groups) * group

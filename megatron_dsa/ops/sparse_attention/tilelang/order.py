@@ -26,10 +26,9 @@ def to_callers_lists(
         out: fp32 ``[Sq, K]``, contiguous.
         sums: fp32 ``[at least Sq, W]``, contiguous, in the kernel's order.
         places: int32 ``[Sq, K]``: index in ``sums`` of each valid entry; ``None``: unchanged.
-        workspace_bytes: budget for temporary memory; unused on a GPU.
     """
     queries, width = indices.shape
-    if out.is_meta:  # no temporaries on a GPU
+    if out.is_meta:
         return
     if out.is_cuda and has_triton():
         if out.numel():
@@ -41,7 +40,7 @@ def to_callers_lists(
                 BLOCK=block,
             )  # fmt: skip
         return
-    # Bytes per entry: validity, masked and int64 indices, the result twice.
+    # Bytes: validity, masked and int64 indices, the result twice.
     step = rows_in_budget(workspace_bytes, width * 24)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
@@ -52,7 +51,7 @@ def to_callers_lists(
         out[rows] = torch.where(valid, found, 0.0)
 
 
-# Sizes and alignments vary with the batch and must not cause a new compilation.
+# Vary with the batch: must not cause a new compilation.
 @triton.jit(do_not_specialize=[
     "out", "sums", "places", "indices", "length", "keys", "width", "stride",
 ])  # fmt: skip

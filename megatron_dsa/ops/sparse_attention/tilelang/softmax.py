@@ -1,19 +1,19 @@
-"""Softmax steps shared by Hopper's and the portable kernels.
+"""Softmax steps of Hopper's and the portable kernels.
 
-Scores are in base 2; ``top`` is their maximum per query head, ``total`` the sum of P.
+In base 2; ``top`` is the maximum per query head, ``total`` the sum of P.
 """
 
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.tiles import LN_2, LOG2_E
 
-#: Initial maximum: finite, so that exponents of masked scores are -inf.
+#: Finite, so that exponents of masked scores are -inf.
 LOWEST = -1e30
 
 
 @T.macro
 def raise_top(peak, top, decay, scale):
-    """Raise ``top`` to the maxima ``peak`` of new scores; earlier sums of P shrink by ``decay``."""
+    """Raise ``top`` to ``peak``; earlier sums of P shrink by ``decay``."""
     for r in T.Parallel(top.shape[0]):
         peak[r] = T.max(peak[r] * (scale * LOG2_E), top[r])
         decay[r] = T.exp2(top[r] - peak[r])
@@ -33,7 +33,6 @@ def divisors(factor, Sink, top, total, at, shape):
 
 @T.macro
 def write_lse(Lse, top, total, at, shape):
-    """Write the natural lse; ``-inf`` without keys."""
     for r in T.Parallel(shape.tile):
         if r < at.rows:
             Lse[at.first + r] = T.if_then_else(
@@ -43,7 +42,6 @@ def write_lse(Lse, top, total, at, shape):
 
 @T.macro
 def read_lse(Lse, m, at, tile, thread):
-    """Read lse into shared memory, in base 2."""
     if thread < tile:
         # P = exp2(S - inf) = 0 without keys and for padding heads.
         m.lse[thread] = T.infinity("float32")

@@ -1,15 +1,13 @@
-"""CUDA for the backwards: delta, and P and dS from accumulators to shared memory.
+"""CUDA of the backwards: delta, and P and dS from accumulators to shared memory.
 
-Addresses in shared memory are plain integers: given a pointer in a loop, TileLang puts a memory
-barrier before each product.
-
-P is stored in bf16 for dKV, and in fp16, in units of :data:`P_UNIT`, for dS, where bf16 would
-double the rounding error.
+Addresses in shared memory are integers: given a pointer in a loop, TileLang puts a memory barrier
+before each product. For dS, P is in fp16, in units of :data:`P_UNIT`: bf16 would double the
+rounding error.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 
-#: P <= 2 fits fp16; below 2^-28 it loses digits.
+#: P <= 2 fits fp16.
 P_UNIT = 2.0**-14
 
 SOURCE = (

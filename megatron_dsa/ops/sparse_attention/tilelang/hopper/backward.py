@@ -1,15 +1,13 @@
 """Backward of sparse attention, 64 query heads per thread block (sm_90a).
 
-Per block of 64 keys: ``S = K Q^T``, ``dP = V dO^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``,
-``dQ += dS^T K``, ``dKV = dS Q + P dO`` (FlashAttention-2, algorithm 2, over gathered keys). Four
+``S = K Q^T``, ``dP = V dO^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS^T K``,
+``dKV = dS Q + P dO`` per block of 64 gathered keys, all that shared memory holds, in four
 warpgroups:
 
 * ``S``: scores, P, and the left half of dQ's columns;
 * ``DP``: dP, dS, and the rest of dQ;
 * ``KV``: dKV, 64 columns at a time, added to global memory from registers;
-* ``GATHER``: fetches keys into each half of the buffer once dQ has read it.
-
-Shared memory is full with one block of keys.
+* ``GATHER``: keys, as soon as dQ has read half of the buffer.
 """
 
 from types import SimpleNamespace
@@ -40,9 +38,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 
-# In the macros: `at` is the thread block's work, `m` its shared memory, `done` its barriers.
-
-
 @T.macro
 def gather(KV, Ids, Members, m, done, at, shape, thread):
     ids = T.alloc_local([TILE // ROWS], "int32")
@@ -54,7 +49,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
         for side in (0, 1):
             T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
             if side == 0:
-                # KV has read the ids of block i - 2: its P was overwritten since.
+                # KV has read the ids of block i - 2: its P was overwritten.
                 queries.next_ids(lists, m, at, i, thread)
             columns = ((0, HALF), (HALF, shape.dim))[side]
             queries.fetch_part(lists, m, done, side, columns, thread)
@@ -62,7 +57,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def key_gradient(dKV, Units, m, done, at, thread):
-    """KV: ``dKV += dS Q + P dO``, a slab of columns at a time; fixed point if ``Units``."""
+    """KV: ``dKV += dS Q + P dO`` by slabs of columns, in fixed point if ``Units``."""
     dkv = T.alloc_fragment([TILE, SLAB], "float32")
     target = T.alloc_local([2], "int64")
     units = T.alloc_local([1], "float32")
@@ -105,8 +100,8 @@ def exponentials(s, m, i, members, shape, scale):
     T.wait_wgmma(0)
     for part in tuple(range(0, TILE, 16)):
         for k, h in T.Parallel(TILE, 16):
-            # Any finite P will do for invalid entries: their zero key cancels dS in dQ, and dKV
-            # skips them.
+            # Invalid entries may have any finite P: their zero key cancels dS in dQ, and dKV skips
+            # them.
             s[k, part + h] = T.exp2(T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0))
             if shape.group > 1:
                 member = members[k] >> T.cast((part + h) // shape.heads, "uint8") & 1
@@ -132,7 +127,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
-        # The old dS was read by KV, and by DP before the keys came.
+        # KV and DP have read the old dS.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         T.copy(s, m.p)
         for side in (0, 1):
@@ -143,7 +138,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[0])
-    # Only this warpgroup still used the left columns of the keys.
+    # Only this warpgroup still used these columns of the keys.
     queries.write_columns(dQ, m, dq, at, 9)
 
 
@@ -168,7 +163,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # A product also reads the stores of the other warps.
+        # The product also reads other warps' stores.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -181,14 +176,13 @@ def build(
 ):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
-    A thread block has 64 heads of one query (``group`` 1), or all heads of ``group`` adjacent
-    queries over the union of their lists (:mod:`.unions`).
+    A thread block has 64 heads of one query, or all heads of ``group`` adjacent queries over the
+    union of their lists (:mod:`.unions`).
 
-    Arguments are contiguous. Lse: natural, ``-inf`` without keys. Ids: a list per group. Members:
-    bit ``g`` if query ``g`` selected the key (``group`` > 1 only). Length: within ``[0, W]``. dKV:
-    zeroed, columns in accumulator order. Units: fixed-point scale (``fixed_point`` only). Delta:
-    ``rowsum(dO * O)``. PSum: zeroed, head sums of P, undefined for invalid entries (``p_sum``
-    only).
+    Contiguous arguments. Lse: natural, ``-inf`` without keys. Members: bit ``g`` if query ``g``
+    selected the key (``group`` > 1). Length: within ``[0, W]``. dKV: zeroed, in accumulator order.
+    Units: fixed-point scale (``fixed_point``). Delta: ``rowsum(dO * O)``. PSum: zeroed, undefined
+    at invalid entries (``p_sum``).
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
@@ -215,7 +209,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Keys: left and other columns; both the copies and the threads arrive.
+            # Copies and threads arrive for left and other columns of the keys.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

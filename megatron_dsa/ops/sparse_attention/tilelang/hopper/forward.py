@@ -1,17 +1,14 @@
 """Forward of sparse attention, 64 query heads per thread block (sm_90a).
 
-Two warpgroups share a pair of blocks of 64 keys. Each computes the scores and P of one block,
-multiplies its P (registers), then the other's (shared memory), with its half of the value columns:
+Two warpgroups share a pair of blocks of 64 keys. Each multiplies the P of one block (registers),
+then the other's (shared memory), with half of the value columns:
 
 * ``EVEN``: ``S0 = Q K0^T``, its maximum, P0, ``O_L += P0 V0_L``, then ``O_L += P1 V1_L``;
 * ``ODD``: ``S1 = Q K1^T``, the maximum of both, P1, ``O_R += P1 V1_R``, then ``O_R += P0 V0_R``;
-* ``GATHER``: fetches keys into each half of both buffers once it is free.
+* ``GATHER``: keys, as soon as half of a buffer is free.
 
 One computes exponentials while the other keeps the tensor cores busy. EVEN uses the maximum of its
-own block and corrects P0 and O_L once ODD has the joint one. EVEN has an unpaired last block; ODD
-then only multiplies P0.
-
-Shared data is synchronised by the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
+block, and corrects P0 and O_L once ODD has the joint one. An unpaired last block is EVEN's.
 """
 
 from types import SimpleNamespace
@@ -44,7 +41,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
 
 #: Registers per thread of EVEN, ODD and GATHER, of 504.
 REGISTERS = (216, 216, 72)
-#: Halves of a buffer; (buffer, half) in the order in which they become free and are needed.
+#: Halves of a buffer; (buffer, half) in the order of use.
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
 #: Keys of a pair.
@@ -72,9 +69,6 @@ __device__ __forceinline__ void dsa_select(float* score, const void* first, cons
 )
 
 
-# In the macros: `at` is the thread block's work, `m` its shared memory, `done` its barriers.
-
-
 @T.macro
 def start(Q, m, done, at, dim, tx):
     fetch_tile([(m.q, Q, (0, dim))], at, TILE, 2 * GROUP, tx)
@@ -90,7 +84,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     lists = Lists(KV, Ids, Members, shape.group, ahead, members)
     list_ahead(lists, at, 0, PAIR, thread)
     for i in T.serial(at.blocks(PAIR)):
-        # Words and ids of pair i - 2 are unused since its buffers were freed.
+        # Pair i - 2 is done: its buffers were freed.
         ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
         m.ids[i % 2, thread] = ahead[0]
         note_members(lists, m, i, word, thread)
@@ -113,7 +107,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def note_members(lists, m, i, word, thread):
-    """Write a bit per key and query: whether the query selected it."""
+    """Write a bit per key and query that selected it."""
     for g in tuple(range(lists.group)):
         selected = lists.ahead[0] >= 0
         if lists.group > 1:
@@ -138,7 +132,7 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
     """Divide by the sum of P; write half of O, and lse (ODD)."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
-    # Both have multiplied: the buffers of keys are free.
+    # Both have multiplied: the keys' buffers are free.
     T.sync_threads(9, 2 * GROUP)
     for r in T.Parallel(TILE):
         total[r] = m.tops[0, r] + m.tops[1, r]
@@ -154,7 +148,7 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
 
 
 def fragments():
-    """Allocate registers of EVEN or ODD: scores, P, half of O, and four numbers per query head."""
+    """Allocate registers of EVEN or ODD: scores, P, half of O, and four numbers per head."""
     matrices = ((TILE, "float32"), (TILE, "bfloat16"), (HALF, "float32"))
     numbers = (T.alloc_fragment([TILE], "float32") for _ in range(4))
     return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
@@ -176,7 +170,6 @@ def begin(o, top, total, done):
 
 @T.macro
 def exponentials(s, p, o, top, decay, scale):
-    """Compute P from the scores; rescale O."""
     for r, k in T.Parallel(TILE, TILE):
         s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
     T.copy(s, p)
@@ -192,7 +185,7 @@ def add_up(s, peak, decay, total):
 
 @T.macro
 def even_scores(s, m, done, i, multiplying):
-    """Compute ``S0 = Q K0^T``; free V1_L if it was still being multiplied."""
+    """Compute ``S0 = Q K0^T``; free V1_L after its product."""
     T.barrier_wait(done.keys[LEFT], i & 1)
     T.wgmma_gemm(m.q[:, :HALF], m.k[0][:, :HALF], s, transpose_B=True, clear_accum=True)
     if multiplying:
@@ -282,11 +275,10 @@ def odd(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
 def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = False):
     """Return the TileLang program, with arguments as in :func:`.backward.build`.
 
-    Ids outside of KV select nothing; Sink is read only if ``with_sink``; Lse excludes it; scale is
-    positive.
+    Ids outside of KV select nothing; Lse excludes Sink; scale is positive.
     """
     shape = Shape(heads, dim, v_dim, group)
-    # P0 overwrites K0's columns past the values, if any: only S0 needs them.
+    # P0 overwrites K0's columns past the values: only S0 needs them.
     slots = 1 if shape.tail else 2
     needed = 2 * TILE * (3 * dim + slots * TILE) + 4 * (4 * TILE + 2 * TILE + 8 * group) + 1024
     if needed > SHARED:
@@ -318,8 +310,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Keys: halves of the first, then the second buffer; both copies and threads arrive.
-            # tops, p: by EVEN, by ODD.
+            # Copies and threads arrive for halves of both buffers; tops, p: EVEN, ODD.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

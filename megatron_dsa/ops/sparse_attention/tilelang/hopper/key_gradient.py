@@ -1,14 +1,13 @@
 """Second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
 
-Per block of 64 keys of a list, ``dKV = dS Q + P dO`` over all heads (one or two tiles of 64). Bound
-by the atomics; all else overlaps with them.
+``dKV = dS Q + P dO`` per block of 64 keys, over one or two tiles of 64 heads; bound by the atomics.
 
-A warpgroup computes 256 value columns and half of the keys of the columns past them in one go, in
-144 registers (512: 128). The product is transposed, so that a warp adds 128 contiguous bytes (fixed
-point: 64) to each of 4 keys.
+A warpgroup computes 256 value columns, and the columns past them for half of the keys, in 144
+registers (512: 128), transposed, so that a warp adds 128 contiguous bytes (fixed point: 64) to each
+of 4 keys.
 
-* One tile: one thread block per list; its two consumers split the columns.
-* Two tiles: two thread blocks per list split the columns; consumers take even and odd blocks.
+* One tile: two consumers of a thread block split the columns.
+* Two tiles: two thread blocks split the columns; consumers take even and odd blocks.
 * A producer fetches ids, P and dS, laid out as in shared memory.
 
 Consumers alternate: one runs wgmma while the other does atomic adds.
@@ -22,13 +21,12 @@ from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, Place, Shape, fetch
 
-#: Registers per thread of the consumers and the producer, of 504.
+#: Registers per thread of consumers and producer, of 504.
 REGISTERS = (216, 216, 72)
 #: Value columns of an accumulator; a consumer has two.
 COLUMNS = 128
 #: Tiles -> blocks of P and dS in shared memory.
 STAGES = {1: 4, 2: 2}
-#: A tile of P and one of dS.
 TILE_BYTES = 2 * TILE * TILE * 2
 TRANSPOSED = {"transpose_A": True, "transpose_B": True}
 
@@ -113,12 +111,8 @@ __device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, l
 """
 
 
-# In the macros: `at` is the thread block's work, `m` its shared memory, `done` its barriers.
-
-
 @T.macro
 def start(Q, dO, m, at, shape, tx):
-    """Fetch a thread block's columns of Q and dO (consumers)."""
     owned, tail = V_DIM // shape.tiles, shape.tail
     for t, r in tuple((t, r) for t in range(shape.tiles) for r in range(2)):
         row = r * 32 + tx // 8
@@ -137,7 +131,7 @@ def start(Q, dO, m, at, shape, tx):
 
 @T.macro
 def produce(Ids, PdS, m, done, at, keys, tiles, thread):
-    """Fetch blocks of P, dS and ids (-1 for invalid entries)."""
+    """Fetch P, dS and ids (-1 for invalid entries)."""
     ahead = T.alloc_local([1], "int32")
     here = T.alloc_local([2], "int32")
     here[0] = shared_address(m.pds[0, 0, 0])
@@ -171,7 +165,7 @@ def produce(Ids, PdS, m, done, at, keys, tiles, thread):
 @T.macro
 def consume(dKV, Units, m, done, at, tiles, wg, thread):
     """Multiply, give P and dS back, and add."""
-    part = at.rank if tiles == 2 else wg  # of the columns, and of the tail's keys
+    part = at.rank if tiles == 2 else wg  # columns, and keys of the tail
     first = 0 if tiles == 2 else wg * HALF  # column in shared memory
     owned, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
     tail = dim - V_DIM
@@ -226,11 +220,10 @@ def consume(dKV, Units, m, done, at, tiles, wg, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+    """Return the TileLang program; arguments as in :func:`.query_gradient.build`.
 
-    Arguments as in :func:`.query_gradient.build`; dKV: zeroed, transposed
-    (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`), integers in column order;
-    Units: fixed-point scale (``fixed_point`` only).
+    dKV: zeroed, transposed (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`),
+    integers in column order. Units: fixed-point scale.
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles
@@ -262,7 +255,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
                 ids=T.alloc_shared([stages, TILE], int32),
             )
             done = SimpleNamespace(
-                # The threads that write ids, and the one that expects bytes.
+                # Threads that write ids, and the one that expects bytes.
                 full=T.alloc_barrier(arrive_count=[TILE + 1] * stages),
                 free=T.alloc_barrier(arrive_count=[GROUP * (3 - tiles)] * stages),
                 turn=T.alloc_barrier(arrive_count=[GROUP, GROUP]),

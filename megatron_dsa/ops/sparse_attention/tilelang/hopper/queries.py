@@ -1,8 +1,4 @@
-"""Parts of the Hopper backwards: queries, dO, lse and delta; blocks of keys; dQ.
-
-In the macros: ``at`` is the thread block's work, ``m`` its shared memory (:func:`tile_memory`),
-``done`` its barriers.
-"""
+"""Parts of the Hopper backwards: queries, dO, lse and delta; blocks of keys; dQ."""
 
 from types import SimpleNamespace
 
@@ -25,7 +21,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 
 def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
-    """Allocate shared memory for a tile of queries and a block of keys, ids, P and dS."""
     bf16, fp32 = "bfloat16", "float32"
     return SimpleNamespace(
         q=T.alloc_shared([TILE, dim], bf16),
@@ -44,7 +39,7 @@ def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
 def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
     """Fetch Q and dO, compute delta (256 threads).
 
-    In shared memory lse is in base 2, and delta includes scale and the unit of P.
+    In shared memory lse is in base 2, delta includes scale and P's unit.
     """
     if tx < 2 * GROUP:
         copies = ((m.q, Q, (0, dim)), (m.do, dO, (0, V_DIM)))
@@ -68,7 +63,7 @@ def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
 
 @T.macro
 def next_ids(lists, m, at, i, thread):
-    """Write the ids of block ``i`` (-1: no key) to shared memory; prefetch the next."""
+    """Write block ``i``'s ids (-1: no key) to shared memory; prefetch the next."""
     if thread < TILE:
         m.ids[i % 2, thread] = T.if_then_else(
             lists.ahead[0] < lists.KV.shape[0], lists.ahead[0], -1
@@ -83,7 +78,6 @@ def next_ids(lists, m, at, i, thread):
 
 @T.macro
 def fetch_part(lists, m, done, part, columns, thread):
-    """Fetch ``columns`` of a block of keys; signal the barrier of their part."""
     for r in tuple(range(TILE // ROWS)):
         row = r * ROWS + thread // 8
         from_row = T.max(lists.ids[r], 0)
@@ -97,7 +91,7 @@ def fetch_part(lists, m, done, part, columns, thread):
 def left_columns():
     """Return zeroed accumulators of dQ's left half, with their columns.
 
-    In quarters: an instruction must not need more registers than a thread starts with.
+    Quarters: an instruction must not need more registers than a thread starts with.
     """
     dq_0 = T.alloc_fragment([TILE, QUARTER], "float32")
     dq_1 = T.alloc_fragment([TILE, QUARTER], "float32")
@@ -108,7 +102,6 @@ def left_columns():
 
 @T.macro
 def right_columns(dim):
-    """Return the same for the other columns of dQ."""
     dq_2 = T.alloc_fragment([TILE, QUARTER], "float32")
     dq_3 = T.alloc_fragment([TILE, QUARTER], "float32")
     T.clear(dq_2)
@@ -123,14 +116,13 @@ def right_columns(dim):
 
 @T.macro
 def add_keys(m, dq):
-    """Start ``dQ += dS^T K`` for the columns ``dq``."""
     for part in dq:
         T.wgmma_gemm(m.ds, m.k[:, part[1]], part[0], transpose_A=True)
 
 
 @T.macro
 def write_columns(dQ, m, dq, at, barrier):
-    """Write the columns ``dq`` of a warpgroup through the keys' buffer."""
+    """Write the columns ``dq`` through the keys' buffer."""
     for part in dq:
         T.copy(part[0], m.k[:, part[1]])
     T.sync_threads(barrier, GROUP)

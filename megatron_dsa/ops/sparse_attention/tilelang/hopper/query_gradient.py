@@ -1,11 +1,10 @@
 """First half of the backward for many heads: P, dS and dQ of 64 query heads (sm_90a).
 
-The formulas of :mod:`.backward`; P and dS go to global memory for :mod:`.key_gradient`. Three
-warpgroups:
+Like :mod:`.backward`, with P and dS in global memory for :mod:`.key_gradient`, in three warpgroups:
 
 * ``S``: scores, P, and the left half of dQ's columns;
 * ``DP``: dP, dS, and the rest of dQ;
-* ``GATHER``: fetches keys into each of four column parts of the buffer once dQ has read it.
+* ``GATHER``: keys, as soon as dQ has read a quarter of the buffer.
 """
 
 from types import SimpleNamespace
@@ -34,7 +33,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE a
 
 #: Registers per thread of S, DP and GATHER, of 504.
 REGISTERS = {576: (208, 232, 64), 512: (208, 224, 72)}
-#: A tile of P or dS.
 BYTES = TILE * TILE * 2
 
 SOURCE = r"""
@@ -61,11 +59,8 @@ __device__ __forceinline__ long long dsa_global(const void* what) {
 """
 
 
-# In the macros: `at` is the thread block's work, `m` its shared memory, `done` its barriers.
-
-
 def key_parts(dim: int) -> tuple[tuple[int, int], ...]:
-    """Return the keys' column parts in the order in which dQ frees them."""
+    """Return column parts of the keys in the order in which dQ frees them."""
     return (HALF, HALF + QUARTER), (0, QUARTER), (HALF + QUARTER, dim), (QUARTER, HALF)
 
 
@@ -85,7 +80,6 @@ def gather(KV, Ids, m, done, at, dim, thread):
 
 @T.macro
 def store(i, barrier, target, tile, thread):
-    """Copy a complete tile of P or dS to global memory."""
     if thread < 32:
         T.barrier_wait(barrier, i & 1)
         if thread == 0:
@@ -110,14 +104,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
     for i in T.serial(at.blocks()):
         for n, (left, right) in enumerate(key_parts(shape.dim)):
             T.barrier_wait(done.keys[n], i & 1)
-            # Threads wrote the copies; products read through the async proxy.
+            # Products read through the async proxy.
             T.fence_proxy_async()
             T.wgmma_gemm(
                 m.k[:, left:right], m.q[:, left:right], s, transpose_B=True, clear_accum=n == 0
             )
         T.barrier_arrive(done.s_issued)
         T.wait_wgmma(0)
-        # The copy has read the old P; DP had read the old dS before it freed the keys.
+        # The copy has read the old P, DP the old dS.
         if thread == 0:
             call("dsa_tile_is_read")
         T.sync_threads(9, GROUP)
@@ -126,7 +120,7 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
             call("dsa_store_half", s.data, here[1], of=(side,))
             call("dsa_store_p", s.data, here[2], of=(side,))
             T.barrier_arrive(done.p[side])
-        # The copy to global memory reads through the async proxy; DP does not.
+        # The copy reads through the async proxy.
         T.fence_proxy_async()
         T.barrier_arrive(done.p_stored)
         store(i, done.p_stored, target[0], here[0], thread)
@@ -134,14 +128,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
         T.barrier_wait(done.ds, i & 1)
-        # One part after the other frees the first early.
+        # Separately, to free the first early.
         T.barrier_wait(done.keys_free[0], i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(1)
         T.barrier_arrive(done.keys_free[1])
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[3])
-    # Only this warpgroup still used the left columns of the keys.
+    # Only this warpgroup still used these columns of the keys.
     T.sync_threads(9, GROUP)
     queries.write_columns(dQ, m, dq, at, 9)
     call("dsa_tiles_are_stored")
@@ -162,7 +156,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         for n, (left, right) in enumerate(key_parts(V_DIM)):
             T.barrier_wait(done.keys[n], i & 1)
             if n == 3:
-                # The products of S go first.
+                # After the products of S.
                 T.barrier_wait(done.s_issued, i & 1)
             T.fence_proxy_async()
             T.wgmma_gemm(
@@ -175,7 +169,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # A product also reads the stores of the other warps.
+        # The product also reads other warps' stores.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -193,11 +187,12 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
-    """Return the TileLang program, with the arguments of :func:`.backward.build` for ``group`` 1.
+    """Return the TileLang program; arguments as in :func:`.backward.build`, without Members, dKV,
+    Units.
 
-    Without Members, dKV and Units. PdS: bf16 ``[lists, ceil(W / 64), tiles, 2, 64 keys, 64
-    heads]``, P and dS, written for blocks within Length, laid out as in shared memory: 16-byte
-    chunk ``c`` of key ``k`` is at ``c ^ k % 8``. Finite if the inputs are.
+    PdS: bf16 ``[lists, ceil(W / 64), tiles, 2, 64 keys, 64 heads]``, P and dS of blocks within
+    Length, finite if the inputs are, as in shared memory: 16-byte chunk ``c`` of key ``k`` is at
+    ``c ^ k % 8``.
     """
     shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]
@@ -227,7 +222,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),
                 keys_free=T.alloc_barrier(arrive_count=[GROUP] * 4),
                 p=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
-                # p_stored: P is visible to copies; s_issued: all products of S are under way.
+                # p_stored: P is visible to copies; s_issued: products of S are in flight.
                 p_stored=T.alloc_barrier(arrive_count=GROUP),
                 s_issued=T.alloc_barrier(arrive_count=GROUP),
                 ds=T.alloc_barrier(arrive_count=GROUP),

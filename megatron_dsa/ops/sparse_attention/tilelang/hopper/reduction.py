@@ -1,10 +1,9 @@
 """CUDA that TileLang lacks: atomic adds of wgmma accumulators.
 
-Of each 16 columns, a thread (``t``: lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it
-adds them as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffling them first costs more
-than a pass over the result. In fixed point it adds them one by one, stored as ``[2 halves, 2, 4
-threads]``, so that four threads add to neighbours. :mod:`megatron_dsa.ops.hopper.sums` and
-:mod:`~.sparse_attention.fixed_point` restore the order.
+Of 16 columns, a thread (``t``: lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
+them as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffling costs more than a pass over
+the result (:mod:`megatron_dsa.ops.hopper.sums`). In fixed point it adds single numbers, stored as
+``[2 halves, 2, 4 threads]``: four threads add to neighbours.
 """
 
 SOURCE = r"""

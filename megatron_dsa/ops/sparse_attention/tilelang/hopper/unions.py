@@ -1,11 +1,10 @@
 """Unions of the key lists of adjacent queries, with a membership bit per query.
 
-With few heads, a tile holds several adjacent queries, which select nearly the same keys: it reads
-the union of their lists, never longer than the lists together. Unions are ascending, so that
-concurrent thread blocks add to the same, cached part of the key gradient.
+With few heads, a tile holds several adjacent queries, which select nearly the same keys. Unions are
+ascending: concurrent thread blocks add to the same, cached part of the key gradient.
 
-A thread block marks the keys of its queries in bitmaps in shared memory, :data:`RANGE` keys at a
-time. Keys that a query lists twice (top-k never does) repeat behind the union.
+A thread block marks keys in bitmaps in shared memory, :data:`RANGE` at a time. Keys that a query
+lists twice (top-k never does) repeat at the end.
 """
 
 from tilelang import language as T
@@ -13,7 +12,7 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper import prefix_sums
 from megatron_dsa.ops.hopper.programs import compiler
 
-#: Keys whose bitmaps fit shared memory: 8 KiB per query of a group.
+#: Keys whose bitmaps fit shared memory: 8 KiB per query.
 RANGE = 65536
 THREADS = 256
 
@@ -114,9 +113,8 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
 def build(group: int, with_places: bool = False):
     """Return the TileLang program for unions of ``group`` adjacent queries' lists.
 
-    Arguments are contiguous. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and
-    Members are undefined from Count on; Places (``with_places``): the index in the union of each
-    valid entry, unwritten for others.
+    Contiguous arguments. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and Members
+    end at Count; Places (``with_places``): the index in the union of each valid entry.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 

@@ -1,4 +1,4 @@
-"""TileLang kernels for every GPU with ``mma.sync`` and ``cp.async`` (sm_80 and newer).
+"""TileLang kernels for GPUs with ``mma.sync`` and ``cp.async`` (sm_80 and newer).
 
-``docs/kernels/sparse_attention.md`` lists what was run where.
+See ``docs/kernels/sparse_attention.md`` for GPUs that they ran on.
 """

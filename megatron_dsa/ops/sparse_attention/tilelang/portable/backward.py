@@ -1,11 +1,11 @@
 """Backward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-Each thread block keeps a tile of queries, dO and dQ and loops over blocks of gathered keys
-(FlashAttention-2, algorithm 2): ``S = Q K^T``, ``dP = dO V^T``, ``P = exp(S - lse)``, ``dS = P (dP
-- delta)``, ``dQ += dS K``, ``dKV^T = Q^T dS + dO^T P``.
+A thread block keeps a tile of queries, dO and dQ and loops over blocks of gathered keys: ``S = Q
+K^T``, ``dP = dO V^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS K``, ``dKV^T = Q^T
+dS + dO^T P``.
 
-dKV is transposed because vector atomics need sm_90: eight threads then hold eight neighbouring
-columns of a key, a whole memory sector per scalar instruction, in natural order.
+dKV is transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring
+columns of a key, a whole memory sector.
 """
 
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 FULL_ROW, FULL_COL = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Columns of dKV per product.
 CHUNK = 128
 
 SOURCE = r"""
@@ -39,12 +38,8 @@ __device__ __forceinline__ long long dsa_fixed(float value, float units) {
 """
 
 
-# In the macros: `at` is the thread block's work, `m` its shared memory.
-
-
 @T.macro
 def row_factors(O, Lse, Delta, m, at, tile, thread):  # noqa: E741
-    """Compute ``delta = rowsum(dO * O)``; read lse in base 2."""
     o = T.alloc_fragment([tile, SLAB], "bfloat16")
     products = T.alloc_fragment([tile, SLAB], "float32")
     delta = T.alloc_fragment([tile], "float32")
@@ -66,7 +61,6 @@ def row_factors(O, Lse, Delta, m, at, tile, thread):  # noqa: E741
 
 @T.macro
 def probabilities(s, dp, m, at_key, shape, scale):
-    """Compute P from scores ``s``, dS from ``dp``."""
     for r, k in T.Parallel(s.shape[0], s.shape[1]):
         query = T.cast(T.min(r // shape.heads, shape.group - 1), "uint8")
         s[r, k] = T.if_then_else(
@@ -101,7 +95,6 @@ def head_sums(PSum, s, m, at, i, shape, thread):
 
 @T.macro
 def key_gradient(dKV, m, at_key, columns, units):
-    """Add columns of ``dKV += (Q^T dS + dO^T P)^T``, in fixed point if ``units``."""
     first, count, block_keys = columns.start, columns.stop - columns.start, m.p.shape[1]
     dkv = T.alloc_fragment([count, block_keys], "float32")
     ids = T.alloc_fragment([block_keys], "int32")
@@ -127,9 +120,10 @@ def build(
     p_sum: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program, with the arguments of :func:`..hopper.backward.build`'s.
+    """Return the TileLang program; arguments as in :func:`..hopper.backward.build`, dKV in column
+    order.
 
-    dKV is in column order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` applies.
+    ``tiles`` names the target whose :data:`.tiles.BACKWARD` applies.
     """
     tiling = tiling_of(BACKWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
@@ -217,7 +211,7 @@ def build(
                 T.gemm(m.ds, m.k[block_of_keys, :v_dim], dq, policy=FULL_COL)
                 if tail:
                     T.gemm(m.ds, m.k[block_of_keys, v_dim:], dq_tail, policy=FULL_COL)
-            # Without keys nothing has synchronised since the queries' copies.
+            # Nothing has synchronised without keys.
             T.sync_threads()
             T.copy(dq, m.q[:, :v_dim])
             if tail:

@@ -1,8 +1,8 @@
 """Forward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-Each thread block keeps a tile of queries and loops over blocks of gathered keys, prefetched by
-``cp.async`` (FlashAttention-2, algorithm 1). Warps divide the query heads for S and the value
-columns for O, so that each value is read once; P and the factors cross through shared memory.
+A thread block keeps a tile of queries and loops over blocks of gathered keys, prefetched by
+``cp.async``. Warps divide the query heads for S and the value columns for O, so that each value is
+read once; P and factors cross through shared memory.
 """
 
 from types import SimpleNamespace
@@ -26,12 +26,9 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     write_lse,
 )
 
-# In the macros: `at` is the thread block's work, `m` its shared memory.
-
 
 @T.macro
 def probabilities(s, m, at_key, top, sums, peak, factor, shape, scale):
-    """Compute P by an online softmax."""
     for r, k in T.Parallel(s.shape[0], s.shape[1]):
         query = T.min(r // shape.heads, shape.group - 1)
         member = m.members[at_key + k] >> T.cast(query, "uint8")
@@ -54,9 +51,8 @@ def scale_rows(o, m):
 
 @T.macro
 def finish(O, Lse, Sink, o, top, total, factor, m, at, shape):  # noqa: E741
-    """Divide by the sum of P; write O and lse."""
     divisors(factor, Sink, top, total, at, shape)
-    # Without keys the queries may still be arriving in the buffer reused for O.
+    # Without keys, queries may still arrive in the buffer reused for O.
     T.ptx_wait_group(0)
     T.sync_threads()
     T.copy(factor, m.factor)
@@ -78,7 +74,7 @@ def build(
     with_sink: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program, with the arguments of :func:`..hopper.forward.build`'s.
+    """Return the TileLang program; arguments as in :func:`..hopper.forward.build`.
 
     ``tiles`` names the target whose :data:`.tiles.FORWARD` applies.
     """
@@ -116,7 +112,7 @@ def build(
             peak = T.alloc_fragment([tile], fp32)
             top = T.alloc_fragment([tile], fp32)
             factor = T.alloc_fragment([tile], fp32)
-            # Per thread and column: one reduction over threads at the end.
+            # Per thread: one reduction at the end.
             sums = T.alloc_fragment([tile, block_keys], fp32)
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)

@@ -13,7 +13,6 @@ class Tiling:
 
     Attributes:
         rows: heads of one query, or of several.
-        keys: keys per block.
         stages: buffers for blocks of keys; one means no overlap with the gather.
     """
 
@@ -28,7 +27,7 @@ class Tiling:
         return self.threads // COPIERS
 
 
-#: Shared memory of a thread block, bytes.
+#: Bytes per thread block.
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 _LARGE_FORWARD, _LARGE_BACKWARD = Tiling(64, 64, 2, 256), Tiling(64, 32, 2, 256)
 FORWARD = {
@@ -63,13 +62,11 @@ def check_memory(needed: int, target: str) -> None:
 
 
 def key_memory(tiling: Tiling, dim: int) -> int:
-    """Return the bytes that :func:`gather` fills: keys (bf16), ids, members."""
     return tiling.stages * tiling.keys * (2 * dim + 4 + 1)
 
 
 @T.macro
 def look_ahead(lists, at, i, tiling, thread):
-    """Prefetch a thread's ids and members of block ``i``; -1 past the end."""
     for r in T.unroll(tiling.keys // tiling.copied):
         lists.ahead[r] = -1
         lists.members[r] = T.cast(1, "uint8")
@@ -82,7 +79,7 @@ def look_ahead(lists, at, i, tiling, thread):
 
 @T.macro
 def gather(lists, m, at, i, tiling, thread):
-    """Fetch the keys of block ``i`` (zeros for none), their ids (-1 for none) and members."""
+    """Fetch the keys of block ``i`` (zeros for none), ids (-1 for none) and members."""
     first = i % tiling.stages * tiling.keys
     for r in T.unroll(tiling.keys // tiling.copied):
         row = first + r * tiling.copied + thread // COPIERS
@@ -97,7 +94,6 @@ def gather(lists, m, at, i, tiling, thread):
 
 @T.macro
 def gather_first(lists, m, at, tiling, thread):
-    """Start fetching all but one stage."""
     look_ahead(lists, at, 0, tiling, thread)
     for i in tuple(range(tiling.stages - 1)):
         gather_next(lists, m, at, i, tiling, thread)
