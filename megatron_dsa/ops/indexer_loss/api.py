@@ -49,8 +49,8 @@ def selected_keys_loss(
 ) -> IndexerLoss:
     """Return :func:`sparse_indexer_loss` and its gradients, without autograd.
 
-    Overwrites ``teacher``, the head sum over local heads. ``dq`` receives the gradient of q, fp32
-    for fp16 inputs.
+    Overwrites ``teacher``, summed over local heads. ``dq`` receives the gradient of q, fp32 for
+    fp16 inputs.
     """
     inputs = _without_fp16(inputs)
     if head_group is not None:
@@ -63,9 +63,7 @@ def selected_keys_loss(
 
 
 def _differentiable(inputs: IndexerInputs, run: Callable[[bool], IndexerLoss]) -> torch.Tensor:
-    """Return a loss, differentiable if the indexer's tensors require grad; ``run(True)`` adds
-    gradients.
-    """
+    """Return a loss with a backward, if the indexer's tensors require grad."""
     tensors = inputs.tensors()
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _WithBackward.apply(*tensors, run)
@@ -95,20 +93,16 @@ def _without_fp16(inputs: IndexerInputs) -> IndexerInputs:
 
 
 def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of query gradients before loss scaling: fp16 would underflow."""
+    """Return the dtype of unscaled query gradients: fp16 would underflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a checked copy of a caller's teacher in ``dtype``, without synchronisation.
-
-    Raises:
-        ConfigError: an entry is negative, NaN or infinite; on a GPU a device assert.
-    """
+    """Return a checked copy of a caller's teacher in ``dtype``, without synchronisation."""
     teacher = teacher.detach().to(dtype, copy=True)
     if on_meta() or teacher.numel() == 0:
         return teacher
-    least, most = teacher.aminmax()  # NaN if any entry is
+    least, most = teacher.aminmax()
     rule = "teacher must have no entry that is negative, NaN or infinite"
     fix = "pass p_sum of the attention, with 0 where nothing is selected"
     require_on_device(
@@ -134,7 +128,7 @@ def sparse_indexer_loss(
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         indices: int32 ``[Sq, K]``, indices into ``inputs.k``, as from :func:`indexer_topk`.
         teacher: ``[Sq, K]``, ``p_sum`` of :func:`sparse_attention`: finite and not negative, also
-            at invalid entries. Normalised here, without gradient.
+            at invalid entries; normalised here, without gradient.
         layout: layout of the selection.
         topk_length: int32 ``[Sq]`` or ``None``.
         head_group: process group that shares the heads; the teacher is summed over it.
@@ -144,8 +138,8 @@ def sparse_indexer_loss(
         fp32 scalar, to be divided by the number of real tokens.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or an
-            invalid teacher (on a GPU a device assert).
+        ConfigError: shapes, dtypes or the layout do not fit, or the teacher is invalid (on a GPU a
+            device assert).
     """
     check_indexer(inputs, layout)
     require_lists(indices, inputs.q, topk_length)
@@ -175,28 +169,23 @@ def dense_indexer_loss(
 ) -> torch.Tensor:
     """Sum ``KL(teacher || student)`` over query tokens, over all visible keys.
 
+    Other arguments and results: see :func:`sparse_indexer_loss`.
+
     Args:
-        inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         q: ``[Sq, H, D]``, queries of the teacher's attention, absorbed or plain MLA.
         k: its keys ``[Skv, 1 or H, D]``, :class:`LatentKeys`, expanded piece by piece, or
             :class:`ExpandedKeys`.
-        layout: visible keys of each query.
         softmax_scale: factor on ``q . k``, positive.
         other_lse: ``[Sq, H]``, log of the teacher's mass outside these keys (V4's window and sink),
             ``-inf`` for none.
-        lse: ``[Sq, H]``, natural log-sum-exp of the scaled scores over the visible keys; ``None``
-            costs a pass over the teacher.
-        head_group: process group that shares the heads; the teacher is summed over it.
+        lse: ``[Sq, H]``, natural, of the scaled scores over the visible keys; ``None`` costs a pass
+            over the teacher.
         sample: query tokens for an unbiased estimate, from
             :func:`~megatron_dsa.ops.indexer_loss.sample.draw_sample`; ``None``: all.
-        policy: implementations that may run.
-
-    Returns:
-        fp32 scalar, to be divided by the number of real tokens.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
-            that are not finite (on a GPU a device assert).
+        ConfigError: shapes, dtypes or the layout do not fit, or scores are not finite (on a GPU a
+            device assert).
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, inputs.q, "flatten sequence and batch")
     check_indexer(inputs, layout, q=q)
@@ -208,7 +197,6 @@ def dense_indexer_loss(
             require_tensor(name, value, tuple(q.shape[:2]), FLOATS, q, fix)
     inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
     call = describe_index_call(inputs, layout, None)
-    # The teacher's queries may be wider.
     dtype = torch.promote_types(call.dtype, q.dtype)
     call = replace(call, dtype=dtype, teacher_dim=q.shape[2])
     inputs = _without_fp16(inputs)
@@ -255,7 +243,6 @@ def _check_sample(sample: QuerySample, q: torch.Tensor, head_group: Any) -> None
 
 
 def _of_part(x: DenseLossInputs, part: QuerySample, heads: slice) -> DenseLossInputs:
-    """Return the inputs of a part's queries, with the heads that teach them."""
     taken, indexer = part.tokens, x.indexer
     some = IndexerInputs(
         indexer.q.index_select(0, taken), indexer.k, indexer.weights.index_select(0, taken),

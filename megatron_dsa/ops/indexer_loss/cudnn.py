@@ -1,8 +1,7 @@
 """Sparse indexer loss with gradients through cuDNN's front end (Hopper, bf16).
 
 Bridged: bucketed list widths; 64 index heads for the gradient, which overwrites the teacher,
-divides by the number of tokens, and ignores entries whose student underflowed, which need it most:
-the student stays above the smallest normal number.
+divides by the number of tokens, and ignores entries whose student underflowed, which need it most.
 """
 
 import torch
@@ -43,7 +42,7 @@ def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) 
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
-    # cuDNN leaves invalid entries, and tokens without keys, undefined.
+    # cuDNN leaves invalid entries undefined.
     student.masked_fill_(~(valid & has_mass), 0.0)
     log_ratio = torch.log(teacher.clamp_min(_TINY)) - torch.log(student.clamp_min(_TINY))
     return (teacher * log_ratio).sum()
@@ -56,7 +55,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
     rows, heads = x.q.shape[:2]
     padded = padded_heads(heads, (64,))
     valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
-    # Tokens without a teacher keep a student of 0: no gradient.
+    # A student of 0: no gradient without a teacher.
     trained = valid & (inputs.teacher.sum(-1, keepdim=True) > 0)
     result = DSA.indexer_backward_wrapper(
         with_heads(x.q, padded, -2)[None],

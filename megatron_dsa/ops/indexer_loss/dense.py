@@ -1,7 +1,7 @@
 """Dense indexer loss in two streaming passes over tiles of (query tokens x slots).
 
-The first pass computes log-sum-exps of the student, and of the teacher unless given; the second,
-teacher, student, loss and gradients. Memory is linear in the number of tokens.
+The first computes log-sum-exps, of the teacher unless given; the second teacher, student, loss and
+gradients. Memory is linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 class TileFunctions(Protocol):
     """Functions of an implementation for a tile of ``r`` query tokens and ``w`` slots.
 
-    ``x`` has the tile's index queries, weights and keys; ``seen`` counts columns of the tile.
-    Scores, log-sum-exps and gradients are fp32 (fp64). The layout of teachers and score gradients
-    is up to the implementation; ranks add teachers elementwise.
+    ``x`` has the tile's index queries, weights and keys; ``seen`` counts its columns. Results are
+    fp32 (fp64), in any layout for teachers and score gradients; ranks add teachers elementwise.
     """
 
     #: Most query tokens and slots of a tile.
@@ -46,18 +45,12 @@ class TileFunctions(Protocol):
         """Return the log-sum-exp ``[H, r]`` of the scaled attention scores."""
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 where not seen.
-
-        ``lse [H, r]`` is undefined for tokens that see nothing.
-        """
+        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 where not seen."""
 
     def loss(
         self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the KL sum (scalar) and optionally the gradient of the scores.
-
-        ``lse [r]`` is the student's. The teacher may be overwritten.
-        """
+        """Return the KL sum and optionally the score gradients; may overwrite the teacher."""
 
     def backward(
         self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
@@ -65,18 +58,17 @@ class TileFunctions(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """Return the gradient ``[w, DI]`` of the keys; add to the tokens' gradients.
 
-        ``dq [r, HI, DI]`` lacks the factor of the head weights, constant over keys. ``dweights [r,
-        HI]`` may be left to :meth:`finish`.
+        ``dq [r, HI, DI]`` lacks the head weights. ``dweights [r, HI]`` may be left to
+        :meth:`finish`.
         """
 
     def finish(
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write ``dq`` of a block, times its factor, to ``out``; also ``dweights`` if
-        :meth:`backward` has not.
+        """Write ``dq`` of a block, times its factor, to ``out``, and missing ``dweights``.
 
-        ``x`` has all keys; ``seen`` counts slots. ``dq`` may be overwritten.
+        ``x`` has all keys; ``seen`` counts slots. May overwrite ``dq``.
         """
 
 
@@ -94,8 +86,6 @@ def dense_loss(inputs: DenseLossInputs, functions: TileFunctions) -> IndexerLoss
 
 @dataclass(frozen=True)
 class _BlockLoss:
-    """Loss of a block of query tokens, with tiles that cover what they see."""
-
     inputs: DenseLossInputs
     functions: TileFunctions
     tokens: slice
@@ -108,7 +98,7 @@ class _BlockLoss:
         student_lse, lse = self._log_sum_exps(seen)
         other = None if inputs.other_lse is None else inputs.other_lse[tokens].t().to(lse.dtype)
         lse, has_mass = normalised_lse(lse, other, inputs.head_group)
-        # A token without a teacher has neither loss nor gradient.
+        # No teacher: no loss and no gradient.
         seen = Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
         dq = None
         if grads is not None:
@@ -150,13 +140,11 @@ class _BlockLoss:
                 keys = take(inputs.k, inputs.layout, tile.slots)
                 part = self.functions.teacher_lse(q[tile.tokens], keys, here)
                 _join(teacher[:, tile.inside], part)
-                del keys, part  # free before the next tile allocates
+                del keys, part  # frees memory
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:
-        """Yield tiles with visibility and normalised teacher; all-reduce one while computing the
-        next.
-        """
+        """Yield tiles and normalised teachers; all-reduce one while computing the next."""
         inputs, group, last = self.inputs, self.inputs.head_group, None
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
@@ -191,7 +179,7 @@ def take(keys, layout: Layout, slots: slice) -> Any:
         return replace(keys, latents=take(keys.latents, layout, slots))
     if isinstance(keys, ExpandedKeys):
         if layout.key_rows is not None:
-            keys = replace(keys, kv=keys.nope, v_dim=0)  # leave values out of the copy
+            keys = replace(keys, kv=keys.nope, v_dim=0)  # no copies of values
         kv, k_pe = (take(x, layout, slots) for x in (keys.kv, keys.k_pe))
         return replace(keys, kv=kv, k_pe=k_pe)
     if layout.key_rows is None:
@@ -206,15 +194,12 @@ def _join(lse: torch.Tensor, part: torch.Tensor) -> None:
 def normalised_lse(
     lse: torch.Tensor, other_lse: torch.Tensor | None, group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``lse`` that normalises a token's teacher, summed over heads and ranks, to 1.
+    """Return the ``lse [H, r]`` that normalises teachers to 1, and bool ``[r]``: tokens with mass.
 
     Args:
         lse: ``[H, r]``, over the visible keys.
         other_lse: ``[H, r]``, rest of the denominator, or ``None``.
         group: process group over which heads are sharded, or ``None``.
-
-    Returns:
-        ``[H, r]``, and bool ``[r]``: tokens with mass on visible keys, for which it is defined.
     """
     total = lse if other_lse is None else torch.logaddexp(lse, other_lse)
     # -inf - -inf would be NaN.
@@ -228,14 +213,12 @@ def normalised_lse(
 @dataclass(frozen=True)
 class Tile:
     tokens: slice
-    inside: slice  # relative to their query block
+    inside: slice  # in their query block
     slots: slice  # in slot order
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries ``[begin, end)`` of a query range."""
-
     query_range: QueryRange
     begin: int
     end: int
@@ -271,7 +254,7 @@ def query_blocks(layout: Layout, longest: int) -> Iterator[QueryBlock]:
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Temporary bytes of the loss, per pair of a tile, per query token, per slot, and fixed."""
+    """Temporary bytes per pair of a tile, per query token, per slot, and fixed."""
 
     pair: int
     token: int
@@ -282,10 +265,10 @@ class TileBytes:
         return tokens * width * self.pair + tokens * self.token + width * self.slot + self.fixed
 
     def fitting_shape(self, budget: int, longest: int, shortest: int = 1) -> tuple[int, int]:
-        """Return the numbers of query tokens and slots of a tile that fit the workspace.
+        """Return the query tokens and slots of a tile that fits the workspace.
 
-        Shrink slots first, to a quarter of the tokens: a tile's keys are expanded once for all its
-        tokens, which is cheap from several hundred tokens on.
+        Shrink slots first, to a quarter of the tokens: expanded keys, once per tile, are cheap from
+        several hundred tokens on.
         """
         tokens = width = longest
         while self(tokens, width) > budget and (tokens, width) != (shortest, shortest):
@@ -299,6 +282,5 @@ class TileBytes:
 
 
 def gathered_bytes(k: ExpandedKeys) -> int:
-    """Return the bytes of a copy of one token's keys, without values (:func:`.dense.take`)."""
     heads, nope = k.nope.shape[1:]
     return (heads * nope + k.k_pe.shape[1]) * k.kv.element_size()

@@ -1,12 +1,10 @@
 """Random sample of query tokens for unbiased estimates of the indexer's loss.
 
-Query tokens are cut into equal stretches; each gives a tile of neighbours at the same random
-offset. All tokens are equally likely, so the scaled sum over the sample is unbiased, as are its
-gradients. Shapes are fixed.
+Each of equal stretches of query tokens gives a tile of neighbours at the same random offset: all
+tokens are equally likely, and shapes are fixed.
 
-With ``parts``, a group of heads teaches each token, by its position in the tile; on average all
-groups teach it. The gradient, linear in the teacher, stays unbiased; the value, convex in it,
-grows.
+With ``parts``, a group of heads teaches each token, by its position in the tile. The gradient,
+linear in the teacher, stays unbiased; the value, convex in it, grows.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: Neighbours sampled together: kernels share the keys of a tile of queries.
+#: Neighbours sampled together: kernels share keys in a tile of queries.
 TILE = 64
-#: Sampled tokens per query range of the host.
+#: Sampled tokens per query range.
 _RANGE = 32 * TILE
 
 
@@ -35,7 +33,7 @@ class QuerySample:
 
     Attributes:
         tokens: int64 ``[n]``, unique, in ``parts`` equal parts, each with the same positions of
-            every tile. Tiles ascend; the last may wrap around.
+            every ascending tile; the last may wrap around.
         total: number of all query tokens.
         parts: groups of heads; each teaches a part.
         neighbours: tokens of a tile in a part.
@@ -58,7 +56,7 @@ class QuerySample:
     def spread(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return ``[total, ...]`` with ``x [n, ...]`` of each tensor at its tokens, else 0."""
         if all(_takes_kernel(x) for x in tensors):
-            from megatron_dsa.ops.indexer_loss.triton.sample import spread  # needs Triton
+            from megatron_dsa.ops.indexer_loss.triton.sample import spread
 
             return spread(self.tokens, self.total, TILE, self.parts, tensors)
         return [
@@ -66,10 +64,7 @@ class QuerySample:
         ]
 
     def layout(self, whole: Layout) -> Layout:
-        """Return the layout of these queries, with all keys of ``whole``.
-
-        The host only has common bounds of many tokens: positions are on the device.
-        """
+        """Return the layout of these queries, with all keys of ``whole``."""
         tokens = self.tokens
         start, end, position = select_tokens(tokens, whole.start, whole.end, whole.position)
         return Layout(
@@ -99,7 +94,6 @@ class QuerySample:
 
 
 def _seen(layout: Layout, first: int, end: int) -> tuple[int, int]:
-    """Return slots that cover those visible to query tokens ``[first, end)``."""
     low, high = layout.num_keys, 0
     for query_range in layout.query_ranges:
         start, step = query_range.tokens.start, query_range.tokens.step
@@ -116,7 +110,6 @@ def _takes_kernel(x: torch.Tensor) -> bool:
 
 
 def sample_size(total: int, share: float) -> int | None:
-    """Return the size of the sample, ``None`` for all tokens."""
     if share >= 1 or total <= TILE:
         return None
     return min(max(1, round(share * total / TILE)), (total - 1) // TILE) * TILE
@@ -133,7 +126,7 @@ def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) 
     if TILE % parts:
         raise ValueError(f"parts must divide the {TILE} tokens of a tile, got {parts}")
     if _takes_kernel(offset):
-        from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles  # needs Triton
+        from megatron_dsa.ops.indexer_loss.triton.sample import place_tiles
 
         tokens = place_tiles(offset, total, size, TILE, parts)
     else:
@@ -159,8 +152,7 @@ def draw_number(
 
     Args:
         total: number of query tokens.
-        share: sampled share, rounded to whole tiles, at least one.
-        device: device of the tokens.
+        share: sampled share, rounded to whole tiles.
         group: process group of ranks with the same sample, or ``None``.
     """
     if sample_size(total, share) is None:

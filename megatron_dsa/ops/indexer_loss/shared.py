@@ -1,11 +1,8 @@
 """Indexer loss on the mean teacher of all layers that share a selection.
 
 The selection travels between layers as a float tensor with the bits of its integers; the layers'
-head sums are its gradient. Autograd adds them, per group of layers and microbatch, also under
-recomputation, and runs the loss after the attention backward of all layers.
-
-Layers have equally many heads and the loss normalises the teacher: the sum of head sums is the mean
-distribution.
+head sums are its gradient. Autograd adds them per microbatch, also under recomputation, and runs
+the loss after the attention backward of all layers. The loss normalises the sum.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from megatron_dsa.ops.indexer_loss.training import (
     TeacherPart,
 )
 
-#: Integers as wide as the floats.
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -98,7 +94,7 @@ class HeadSums:
         policy: Policy,
         sample: QuerySample | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the packed selection: the head sums, 0 for other tokens."""
+        """Return the gradient of the packed selection: head sums, 0 for other tokens."""
         (packed,) = tensors
         width = packed.shape[1] - 2
         found = torch.empty_like(packed) if sample is None else torch.zeros_like(packed)
@@ -107,7 +103,7 @@ class HeadSums:
         for part in parts:
             taken = part.tokens if sample is None else sample.tokens[part.tokens]
             columns[taken] = part.teacher.to(found.dtype)
-            del part  # free before the next part allocates
+            del part  # frees memory
         return (found,)
 
 
@@ -128,9 +124,8 @@ def train_on_selection(
     Args:
         selection: for the query tokens of ``training.layout``.
         dtype: fp32, or fp64 for fp64 inputs.
-        training: the indexer's, ``None`` in passes without gradients.
-        policy: implementations that may run.
-        ascending: head sums are in ascending order of the keys, whatever the order of the lists.
+        training: ``None`` in passes without gradients.
+        ascending: head sums are in ascending order of the keys.
 
     Returns:
         ``[tokens, K + 2]``, for :meth:`HeadSums.of` in every layer.
@@ -143,14 +138,13 @@ def train_on_selection(
 
 @dataclass(frozen=True)
 class _Settings:
-    training: IndexerTraining  # without tensors
+    training: IndexerTraining
     policy: Policy
     ascending: bool
 
     def parts(
         self, selection: SharedSelection, head_sums: torch.Tensor, sample: QuerySample | None
     ) -> Iterator[TeacherPart]:
-        """Yield the teacher in parts of an eighth of the workspace."""
         total, width = len(head_sums) if sample is None else len(sample.tokens), head_sums.shape[1]
         longest = rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)
         for some in slices(total, longest) if total else [slice(0, 0)]:
@@ -163,12 +157,10 @@ class _Settings:
             # The loss overwrites its teacher.
             teacher = teacher.clone(memory_format=torch.contiguous_format)
             yield TeacherPart(some, indices.contiguous(), length.contiguous(), teacher)
-            del indices, length, teacher  # free before the next part allocates
+            del indices, length, teacher  # frees memory
 
 
 class _SelectionLoss(torch.autograd.Function):
-    """``indices, length, drawn, ..., indexer tensors -> packed selection``."""
-
     @staticmethod
     def forward(ctx, indices, length, drawn, dtype, s: _Settings, *tensors):
         packed = SharedSelection(indices, length, drawn).pack(dtype)
@@ -180,7 +172,7 @@ class _SelectionLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, head_sums):
-        if head_sums is None:  # no layer has a gradient
+        if head_sums is None:
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
         packed, *tensors = ctx.saved_tensors

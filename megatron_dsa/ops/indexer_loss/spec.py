@@ -1,7 +1,7 @@
 """Indexer losses: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 4, 5).
 
-Both return the *sum* over query tokens of ``KL(teacher || student)`` with its gradients: the
-gradient of the scores is ``student - teacher``.
+Both are *sums* over query tokens of ``KL(teacher || student)``; the gradient of the scores is
+``student - teacher``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 class IndexerGradients(NamedTuple):
     q: torch.Tensor  # [Sq, HI, DI], dtype of q
-    k: torch.Tensor  # [Skv, DI], fp32 (fp64 for fp64 inputs)
+    k: torch.Tensor  # [Skv, DI], fp32 (fp64)
     weights: torch.Tensor  # [Sq, HI], fp32 (fp64) or the dtype of the weights
 
 
 class IndexerLoss(NamedTuple):
-    value: torch.Tensor  # scalar
+    value: torch.Tensor
     gradients: IndexerGradients | None  # None unless requested
 
 
@@ -38,12 +38,9 @@ class SparseLossInputs:
     Attributes:
         indices: int32 ``[Sq, K]``, indices into ``indexer.k``; out of range selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
-        teacher: ``[Sq, K]``, probabilities summed over the heads of all tensor-parallel ranks, not
-            normalised, undefined at invalid entries. Tokens that sum to 0 contribute nothing.
-            **Overwritten**.
-        workspace_bytes: budget for temporary memory.
-        dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``, for the gradient of q;
-            ``None``: allocate.
+        teacher: ``[Sq, K]``, summed over the heads of all ranks, not normalised, undefined at
+            invalid entries. Tokens that sum to 0 contribute nothing. **Overwritten**.
+        dq: ``[Sq, HI, DI]``, contiguous, for the gradient of q; ``None``: allocate.
     """
 
     indexer: IndexerInputs
@@ -62,7 +59,7 @@ class LatentKeys:
     Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``.
 
     Attributes:
-        latents: ``[Skv, R + P]``: latent, then the rotated dims that all heads share.
+        latents: ``[Skv, R + P]``: latent, then the rotated dims of all heads.
         w_uk: ``[H, D - P, R]``, same dtype.
     """
 
@@ -85,12 +82,11 @@ class LatentKeys:
 class ExpandedKeys:
     """Keys as returned by MLA's up projection, and the shared rope key.
 
-    Head ``h`` has the keys ``[kv[:, h, :Dn], k_pe]``. Masked dense attention reads the same
-    tensors.
+    Head ``h`` has the keys ``[kv[:, h, :Dn], k_pe]``.
 
     Attributes:
         kv: ``[Skv, H, Dn + Dv]``, per head the key without rope, then the value.
-        k_pe: ``[Skv, P]``, rotated, shared by all heads; same dtype.
+        k_pe: ``[Skv, P]``, rotated, same dtype.
         v_dim: ``Dv``.
     """
 
@@ -107,12 +103,10 @@ class ExpandedKeys:
         return ExpandedKeys(self.kv.detach(), self.k_pe.detach(), self.v_dim)
 
     def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
-        """Return a copy of the keys ``[Skv, h, D]`` of some heads."""
         nope = self.nope[:, heads]
         return torch.cat([nope, self.k_pe[:, None].expand(-1, nope.shape[1], -1)], dim=-1)
 
 
-#: Keys of the dense loss's teacher: ``[Skv, 1 or H, D]``, or their source.
 TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
 
 
@@ -120,7 +114,7 @@ TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
 class DenseLossInputs:
     """Inputs of the loss over all visible keys: see :func:`.api.dense_indexer_loss`.
 
-    No gradient flows to q and k. ``lse`` is undefined for tokens that see nothing.
+    ``lse`` is undefined for tokens that see nothing.
     """
 
     indexer: IndexerInputs
@@ -237,13 +231,10 @@ def _empty_loss(
     return IndexerLoss(empty_sums(x.q), gradients)
 
 
-# Reference: differentiable, materialises everything.
-
-
 def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
     """Sum ``KL(teacher / sum(teacher) || softmax(student_scores))`` over ``mask``.
 
-    All arguments are ``[tokens, keys]``. Tokens without teacher mass contribute 0.
+    All are ``[tokens, keys]``. Tokens without teacher mass contribute 0.
     """
     teacher = teacher.masked_fill(~mask, 0.0).detach()
     mass = teacher.sum(-1, keepdim=True)

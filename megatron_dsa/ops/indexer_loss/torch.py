@@ -17,13 +17,13 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Gradients:
-    """Accumulators of dq, dk and dweights: fp32 (fp64), dq in q's dtype."""
+    """Accumulators: fp32 (fp64), dq in q's dtype."""
 
     def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
-        # Each query is written once: no wider accumulator.
+        # Each query is written once.
         self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
-        # The spare key takes the gradients of invalid indices.
+        # The spare key collects invalid indices.
         self.k_with_spare = inputs.k.new_zeros(len(inputs.k) + 1, inputs.k.shape[1], dtype=acc)
         self.k = self.k_with_spare[:-1]
         self.weights = torch.zeros_like(inputs.weights, dtype=acc)
@@ -53,10 +53,9 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-    """Return the KL sum of a block and the student (its softmax).
+    """Return the KL sum and the student; normalise ``teacher`` in place.
 
-    Normalises ``teacher`` in place. Tokens without teacher mass contribute 0 and have a student of
-    0.
+    Tokens without teacher mass contribute 0 and have a student of 0.
     """
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)
@@ -75,14 +74,12 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
 
 @dataclasses.dataclass
 class _SparseChunk:
-    """Some query tokens with gathered keys and head products."""
-
     inputs: IndexerInputs
     rows: slice
-    index: torch.Tensor  # [r, K] int64, invalid entries -> the spare key
+    index: torch.Tensor  # [r, K] int64, invalid -> the spare key
     mask: torch.Tensor  # [r, K]
     keys: torch.Tensor  # [r, K, DI]
-    products: torch.Tensor  # [r, HI, K], after the relu, if any
+    products: torch.Tensor  # [r, HI, K], after the relu
 
     def weights(self) -> torch.Tensor:
         return self.inputs.weights[self.rows].to(self.products.dtype)
@@ -119,6 +116,5 @@ def _sparse_chunks(inputs: SparseLossInputs) -> Iterator[_SparseChunk]:
 
 
 def _through_relu(products, dlogits, weights, relu: bool) -> torch.Tensor:
-    """Return the gradient of the head products ``[r, h, w]``: ``w_h * dI``, 0 where the relu is."""
     grad = dlogits[:, None] * weights[..., None]
     return grad.masked_fill_(products <= 0, 0.0) if relu else grad

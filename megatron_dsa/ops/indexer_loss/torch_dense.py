@@ -1,4 +1,4 @@
-"""Dense indexer loss in torch, for any device."""
+"""Dense indexer loss in torch."""
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_dsa.ops.layout.layout import Layout, Seen
 
 #: Heads at a time: fewer need less memory, more are faster.
 HEADS_AT_ONCE = 8
-#: Longest edge of a tile: longer ones gain nothing and waste work on the diagonal.
+#: Longest edge of a tile: longer ones waste work on the diagonal.
 LONGEST_EDGE = 1024
 _ALL = slice(None)
 
@@ -27,8 +27,6 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class TorchTiles:
-    """:class:`~.dense.TileFunctions` in torch; teachers and gradients are ``[r, w]``."""
-
     def __init__(self, inputs: DenseLossInputs):
         self.shape = tile_shape(inputs)
         self._keys, self._scale = inputs.indexer.k, inputs.softmax_scale
@@ -70,7 +68,7 @@ class TorchTiles:
             dq[:, heads].add_(mm(flat, x.k).view_as(dq[:, heads]))
             weighted = x.q[:, heads] * x.weights[:, heads, None]
             part = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
-            del flat  # free before the next heads' products
+            del flat  # frees memory
             dk = part if dk is None else dk.add_(part)
         assert dk is not None
         return dk
@@ -83,9 +81,7 @@ class TorchTiles:
 
 
 def _through_heads(x: IndexerInputs, heads: slice, dscores, narrow):
-    """Return the gradient of some heads' weights ``[r, h]`` and, in the queries' dtype without the
-    factor of the weights, that for their products ``[r * h, w]``.
-    """
+    """Return gradients of weights ``[r, h]``, and of products ``[r * h, w]`` without them."""
     products = head_products(x, _ALL, x.k, heads)
     dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
     dproducts = narrow[:, None].expand_as(products)
@@ -108,9 +104,7 @@ def _width(keys: TeacherKeys) -> int:
 def teacher_tile(
     q: torch.Tensor, keys: TeacherKeys, lse: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, fp32 (fp64).
-
-    Not masked: pairs that are not visible may hold anything, even inf.
+    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, unmasked, fp32 (fp64).
 
     Args:
         q: ``[r, H, D]``.
@@ -132,9 +126,7 @@ def teacher_lse(
     hidden: torch.Tensor,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Return the log-sum-exp ``[H, r]`` of the teacher's scores, except ``hidden`` pairs, bool
-    ``[r, w]``.
-    """
+    """Return the lse ``[H, r]`` of the teacher's scores except ``hidden``, bool ``[r, w]``."""
     parts = (
         log_sum_exp(_head_scores(q, keys, heads), hidden, softmax_scale)
         for heads in slices(q.shape[1], HEADS_AT_ONCE)
@@ -155,7 +147,6 @@ def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) 
 
 
 def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tensor:
-    """Return ``q . k`` of some heads ``[h, r, w]``, unscaled."""
     q = q[:, heads].transpose(0, 1)
     if not isinstance(keys, torch.Tensor):
         return bmm(q, keys.expanded(heads).permute(1, 2, 0))
@@ -166,7 +157,6 @@ def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tens
 
 
 def _add_scaled(shift: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
-    """Overwrite ``scores`` with ``shift + scale * scores`` in one pass."""
     return torch.add(shift, scores, alpha=scale, out=scores)
 
 
@@ -175,7 +165,6 @@ def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
 
 
 def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
-    """Count the buffers that are alive at the same time."""
     x, q, k = inputs.indexer, inputs.q, inputs.k
     gathers = inputs.layout.key_rows is not None
     (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]
@@ -185,8 +174,8 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     acc, index_copy = _accumulator(x.q)
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
-    # Products of some heads: the teacher's; the student's, twice, as one is computed before the
-    # last is dropped; or the student's with a mask and gradient.
+    # The teacher's products; or the student's, twice, as one is computed before the last is
+    # dropped; or the student's with a mask and gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,

@@ -29,7 +29,6 @@ class LatentQueries:
     Attributes:
         latent: ``[Sq, L]``, without gradient.
         weight: ``[HI * DI, L]``, same dtype.
-        heads: ``HI``.
         cos, sin, neighbours, transform, rounded: see
             :func:`~megatron_dsa.ops.rope.api.rotate_index`.
     """
@@ -50,7 +49,7 @@ class LatentQueries:
 
     @torch.no_grad()
     def compute(self, tokens: slice = slice(None)) -> torch.Tensor:
-        """Return the queries ``[tokens, HI, DI]``, bitwise repeatable, without gradient."""
+        """Return the queries ``[tokens, HI, DI]``, bitwise repeatable."""
         product = torch.nn.functional.linear(part_of(self.latent, tokens), self.weight)
         return self._rotated(product.view(product.shape[0], self.heads, self.dim), tokens)
 
@@ -70,8 +69,7 @@ class LatentQueries:
 class LatentIndexerInputs:
     """:class:`IndexerInputs` with queries recomputed from latents in the loss's backward.
 
-    Saves 16 KiB per token with DeepSeek-V3.2's 64 index heads, which tensor parallelism does not
-    divide.
+    Saves 16 KiB per token with DeepSeek-V3.2's 64 index heads, which no rank shares.
     """
 
     queries: LatentQueries
@@ -82,14 +80,12 @@ class LatentIndexerInputs:
 
     @torch.no_grad()
     def with_queries(self) -> IndexerInputs:
-        """Return the inputs of a selection, without gradient."""
         return IndexerInputs(
             self.queries.compute(), self.k.detach(), self.weights.detach(), self.relu,
             fp32_weights=self.fp32_weights,
         )  # fmt: skip
 
     def check(self, layout: Layout, **queries: torch.Tensor) -> None:
-        """Like :func:`check_indexer`, also for latents and weight."""
         x = self.queries
         fix = "flatten sequence and batch to tokens"
         require_tensor("inputs.latent", x.latent, ("Sq", "L"), FLOATS, fix=fix)
@@ -116,7 +112,7 @@ TrainedIndexer = IndexerInputs | LatentIndexerInputs
 
 
 class TeacherPart(NamedTuple):
-    """Teacher of some query tokens; see :class:`SparseLossInputs`, local heads only."""
+    """Teacher of some query tokens, from local heads; see :class:`SparseLossInputs`."""
 
     tokens: slice  # of the sample, if any
     indices: torch.Tensor
@@ -124,7 +120,6 @@ class TeacherPart(NamedTuple):
     teacher: torch.Tensor
 
     def blocks(self, longest: int) -> Iterator[TeacherPart]:
-        """Cut into about equal parts of at most ``longest`` tokens."""
         total = self.teacher.shape[0]
         count = max(1, -(-total // longest))
         if count == 1:
@@ -137,7 +132,6 @@ class TeacherPart(NamedTuple):
             yield TeacherPart(part, self.indices[some], length, self.teacher[some])
 
     def of_pools(self, pools: KeyPools, sample: QuerySample | None) -> TeacherPart:
-        """Sum the teacher over the tokens of each pool."""
         tokens = self.tokens if sample is None else sample.tokens[self.tokens]
         found = pools.of_lists(self.indices, self.topk_length, self.teacher, tokens)
         return TeacherPart(self.tokens, *found)
@@ -169,25 +163,22 @@ class Taught(Protocol):
 class IndexerTraining:
     """Sparse loss that runs in the backward of :func:`megatron_dsa.dsa_kernels.sparse_attention`.
 
-    The teacher is the head sum of the attention probabilities, which the backward recomputes; the
-    forward computes nothing for the loss.
+    The teacher is the head sum of the attention probabilities, which the backward recomputes.
 
     Attributes:
         inputs: the indexer's tensors; gradients flow to q (or the weight of
             :class:`LatentIndexerInputs`), k and weights.
         layout: layout of the selection.
-        weight: called in the backward; returns the factor on the gradient of the KL *sum* over
-            query tokens: a number, a scalar tensor on the device, or a :class:`Factor`.
+        weight: called in the backward; returns the factor on the gradient of the KL *sum*: a
+            number, a scalar tensor on the device, or a :class:`Factor`.
         record: called in the backward with the KL sum (detached scalar).
         head_group: process group over which heads are sharded; the teacher is summed over it.
-        selected_only: the teacher is a softmax over the selected keys only, without V4's window and
-            sink.
+        selected_only: the teacher is a softmax without V4's window and sink.
         share: share of the query tokens in the loss, drawn in every backward
             (:mod:`megatron_dsa.ops.indexer_loss.sample`).
-        head_parts: groups of heads, a multiple of the ranks that share them. Each sampled query
-            token is taught by one group: ranks exchange no head sums.
-        pools: the keys of ``inputs`` are pools; the teacher, of lists of tokens, is summed per
-            pool.
+        head_parts: groups of heads, a multiple of the ranks that share them. Each sampled token is
+            taught by one group: ranks exchange no head sums.
+        pools: the keys of ``inputs`` are pools, for which the teacher is summed.
     """
 
     inputs: TrainedIndexer
@@ -210,7 +201,6 @@ class IndexerTraining:
         )
 
     def separate(self, **queries: torch.Tensor) -> tuple[IndexerTraining, tuple[torch.Tensor, ...]]:
-        """See :func:`separate_tensors`."""
         inputs, tensors = self.inputs, self.inputs.tensors()
         if isinstance(inputs, LatentIndexerInputs):
             inputs.check(self.layout, **queries)
@@ -220,7 +210,6 @@ class IndexerTraining:
         return replace(self, inputs=inputs), tensors
 
     def sample(self, total: int, device: torch.device) -> QuerySample | None:
-        """Draw the query tokens of a loss out of ``total``, ``None`` for all."""
         return draw_sample(total, self.share, device, self.head_group, self.head_parts)
 
     def gradients(
@@ -234,8 +223,7 @@ class IndexerTraining:
 
         Args:
             tensors: from :func:`separate_tensors`; the first three get gradients.
-            parts: the teacher, in parts that are computed after the loss of the previous one.
-            policy: implementations that may run.
+            parts: the teacher; each part is computed after the previous one's loss.
             sample: the query tokens of ``parts``, if not all.
         """
         inputs, factor = self.inputs.with_tensors(tensors), Factor.of(self.weight())
@@ -265,7 +253,7 @@ class IndexerTraining:
                 value = kl_sum if value is None else value + kl_sum
                 dweights.append(gradients.weights)
                 dk = gradients.k if dk is None else dk.add_(gradients.k)
-                del q, block, gradients, indices, length, teacher  # free before more is allocated
+                del q, block, gradients, indices, length, teacher  # frees memory
                 queries.add(tokens, dq)
                 del dq
             del part
@@ -293,9 +281,7 @@ def separate_tensors(
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Return ``taught`` without its tensors, and these, for autograd to save.
 
-    Args:
-        taught: of a call, or ``None``, without tensors.
-        queries: tensors with one entry per query token, by argument name.
+    ``queries``: tensors with one entry per query token, by argument name.
 
     Raises:
         ConfigError: the tensors, the layout and ``queries`` do not fit.
@@ -314,8 +300,6 @@ def _of_tokens(inputs: TrainedIndexer, tokens: torch.Tensor) -> TrainedIndexer:
 
 
 class _KeptQueries:
-    """Queries kept by the forward, and their gradient."""
-
     def __init__(self, q: torch.Tensor):
         self._q = q
         self._dq = q.new_empty(*q.shape, dtype=query_gradient_dtype(q.dtype))
@@ -355,7 +339,7 @@ class _RecomputedQueries:
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         x = self._queries
-        if dq.dtype != x.weight.dtype:  # it could underflow unscaled
+        if dq.dtype != x.weight.dtype:  # may underflow unscaled
             dq = scaled(dq, self._factor, x.weight.dtype)
         dq = x.product_gradient(dq, tokens)
         self._dweight = sum_mm(self._dweight, dq.t(), part_of(x.latent, tokens))

@@ -1,7 +1,7 @@
 """Differentiable masked dense attention, and its key bits.
 
-The backward recomputes probabilities and the lists of keys for the indexer's loss. Ranks that share
-tokens keep the bits of their tokens and gather them again.
+The backward recomputes probabilities and lists of keys. Ranks that share tokens keep the bits of
+their tokens and gather them again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     groups,
 )
 
-#: Most keys whose visible bits the layers of a microbatch share: 128 MiB.
+#: Most keys with cached visible bits: 128 MiB.
 MOST_KEPT = 32 * 1024
 
 
@@ -61,13 +61,12 @@ def key_bits(
         indices: int32 ``[Sq, K]``, in any order; entries ``< 0`` or ``>= num_keys`` select nothing.
         topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
         num_keys: ``Skv``, at least 0.
-        policy: implementations that may run.
 
     Returns:
         int32 ``[Sq, ceil(Skv / 128), 4]`` (:mod:`megatron_dsa.ops.masked_attention.spec`).
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     check_lists(indices, topk_length, num_keys)
     call = describe_visible_call(indices.device, indices.shape[1])
@@ -78,8 +77,8 @@ def key_bits(
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
     """Return the bits of each query's visible keys, in the order of the buffer.
 
-    ``num_queries * num_keys / 8`` bytes: 8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for 128k. Up
-    to :data:`MOST_KEPT` keys they are cached for the last two layouts, else computed in every call.
+    8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for 128k; cached for the last two layouts up to
+    :data:`MOST_KEPT` keys.
 
     Returns:
         int32 ``[num_queries, ceil(num_keys / 128), 4]``, 0 for padding queries.
@@ -98,19 +97,18 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
 
 
 def describe_visible_call(device: torch.device | str, topk: int | None = None) -> OpCall:
-    """Describe ``visible_bits`` or ``key_bits``, which have no heads or dims."""
     return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0, topk=topk)
 
 
 class MaskedAttentionOutput(NamedTuple):
     """Results of :func:`masked_attention`."""
 
-    #: ``[Sq, H, Dv]`` in q's dtype; 0 for tokens that select nothing.
+    #: ``[Sq, H, Dv]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32 (fp64 for fp64), natural log over the selected keys, ``-inf`` if none.
+    #: ``[Sq, H]`` fp32 (fp64), natural log over the selected keys, ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[tokens of bits, topk]``, dtype of ``lse``: probabilities of the selected keys, summed over
-    #: the heads of all ranks, ascending by key, then 0; ``None`` without ``want_p_sum``.
+    #: ``[tokens of bits, topk]``, dtype of ``lse``: probabilities summed over all ranks' heads,
+    #: ascending by key, then 0, or ``None``.
     p_sum: torch.Tensor | None
 
 
@@ -120,7 +118,7 @@ class _Settings:
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: Taught | None  # without tensors
+    indexer: Taught | None
     group: Any
 
     def inputs(self, q, kv, k_pe, bits) -> MaskedAttentionInputs:
@@ -129,7 +127,6 @@ class _Settings:
         return MaskedAttentionInputs(q, kv, k_pe, bits, v_dim, self.softmax_scale, workspace)
 
     def listed(self, inputs: MaskedAttentionInputs, lse, tokens: slice) -> ListedProbabilities:
-        """Return head sums and keys of some of this rank's ``tokens``."""
         width = self.call.topk
         assert width is not None
         if self.group is None:
@@ -144,10 +141,10 @@ class _Settings:
     def listed_sample(
         self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, local: int, head_group: Any
     ) -> ListedProbabilities:
-        """Return head sums and keys of sampled tokens among this rank's ``local`` ones."""
+        """Return head sums and keys of sampled tokens of this rank's ``local`` ones."""
         assert self.call.topk is not None
         tokens, some = sample.tokens, slice(0, len(sample.tokens))
-        if self.group is not None:  # ranks select for different tokens and have heads for all
+        if self.group is not None:  # ranks select for different tokens
             rank = self.group.rank()
             tokens = gather_tokens(tokens + rank * local, self.group)
             some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))
@@ -161,7 +158,6 @@ class _Settings:
     def _listed_parts(
         self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, tokens, head_group: Any
     ) -> ListedProbabilities:
-        """Do the same with parts: each has a group of heads of one rank."""
         group, width = self.group or head_group, self.call.topk
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts = sample.parts // ranks
@@ -178,9 +174,9 @@ class _Settings:
         return ListedProbabilities(*exchange_parts(found, len(tokens), parts, group))
 
     def part_size(self, tokens: int) -> int:
-        """Return the tokens of a part of the teacher.
+        """Return the tokens of a part of the teacher, within an eighth of the workspace.
 
-        An eighth of the workspace, or a quarter if that suffices for half of the tokens.
+        A quarter, if that suffices for half of the tokens.
         """
         if self.group is not None or self.call.topk is None:
             return tokens
@@ -194,12 +190,10 @@ class _Settings:
         for some in slices(tokens, self.part_size(tokens)) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
-            del found  # free before the next part allocates
+            del found  # frees memory
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """``q, kv, k_pe, ..., indexer tensors -> out, lse, p_sum``."""
-
     @staticmethod
     def forward(ctx, q, kv, k_pe, k_pe_grad, bits, s, *index_tensors):
         inputs = s.inputs(q, kv, k_pe, bits)
@@ -211,13 +205,13 @@ class _MaskedAttention(torch.autograd.Function):
         ctx.settings = s
         ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # lse has none
+        ctx.set_materialize_grads(False)
         return out, lse, p_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
-        """Return all gradients; the sparse indexer loss runs only here."""
+        """Return all gradients; run the sparse indexer loss."""
         if dout is None:  # unused output
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
@@ -270,29 +264,27 @@ def masked_attention(
 
     Args:
         q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the ``R`` rope dims last.
-        kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value, from
-            MLA's up projection. Finite, also where not selected.
+        kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value.
+            Finite, also where not selected.
         k_pe: ``[Skv, R]``, same dtype: rope key of all heads; also finite.
         bits: int32 ``[Sq, ceil(Skv / 128), 4]`` from :func:`key_bits`, the only mask; with
-            ``group`` ``[Sq / ranks, ...]``, for this rank's part of the tokens, in the order of
-            ranks.
+            ``group`` of this rank's part of the tokens, in the order of ranks.
         softmax_scale: factor on ``q . k``.
         topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
         k_pe_grad: fp32 ``[Skv, R]``: receives the unrounded gradient of ``k_pe`` in its stead (see
             ``layers/parallel/gather.py``).
-        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        indexer: trained in the backward on these probabilities, for the query tokens of ``bits``.
-        group: process group of ranks that share the tokens and have different heads. Collective in
-            forward and backward, with the same ``topk``.
+        want_p_sum: also return the head sum of the probabilities.
+        indexer: trained in the backward on these probabilities, for the tokens of ``bits``.
+        group: process group of ranks that share the tokens and have different heads; collective in
+            forward and backward.
         policy: implementations that may run.
 
     Returns:
         :class:`MaskedAttentionOutput`; ``out`` is differentiable in q, kv and k_pe.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a missing ``topk``, one that is too
-            small (on a GPU an error of the launch), or ``indexer.head_group`` in addition to
-            ``group``.
+        ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small (on a GPU an
+            error of the launch); both ``indexer.head_group`` and ``group``.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)
@@ -362,7 +354,7 @@ def describe_attention(
 
 
 def _local_tokens(q: torch.Tensor, indexer: Taught | None, group: Any) -> int:
-    """Check ``group``; return the number of queries that this rank selects keys for."""
+    """Check ``group``; return the number of local query tokens."""
     if group is None:
         return len(q)
     local, rest = divmod(len(q), group.size())

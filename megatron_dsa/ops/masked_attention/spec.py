@@ -2,8 +2,7 @@
 
 *Key bits*: one bit per query and key, for all heads: int32 ``[Sq, G, 4]`` with ``G = ceil(Skv /
 128)``. Bit ``2 n + e`` of word ``l`` of group ``g`` is key ``128 g + 8 n + 2 l + e`` (``n`` =
-0..15, ``e`` = 0..1): the columns that a thread of a matrix unit holds. Keys from ``Skv`` on have 0.
-:mod:`.triton.tiles` transposes them.
+0..15, ``e`` = 0..1), a column that a thread of a matrix unit holds.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
-#: Keys (or queries) of a group, int32 words for them.
+#: Keys or queries of a group, int32 words for them.
 GROUP, WORDS = 128, 4
 
 
 def groups(count: int) -> int:
-    """Return the groups of ``count`` keys (or queries), the last possibly partial."""
     return -(-count // GROUP)
 
 
@@ -36,7 +34,7 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(mask, (0, count * GROUP - keys))
     # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)]
     flags = padded.view(queries, count, 16, WORDS, 2).transpose(2, 3).flatten(3)
-    # Disjoint bits: a sum that wraps to negative numbers sets bit 31.
+    # Disjoint bits: the sum may wrap to set bit 31.
     return (flags.int() << _positions(mask)).sum(-1, dtype=torch.int32)
 
 
@@ -65,7 +63,7 @@ class ListedProbabilities(NamedTuple):
 
     Attributes:
         p_sum: ``[Sq, K]`` fp32 (fp64), ascending by key, then 0.
-        indices: int32 ``[n, K]``, keys of ``n`` of the queries, ascending, then -1.
+        indices: int32 ``[n, K]`` of ``n`` queries, ascending, then -1.
         length: int32 ``[n]``.
     """
 
@@ -76,12 +74,7 @@ class ListedProbabilities(NamedTuple):
 
 @dataclass(frozen=True)
 class VisibleBitsInputs:
-    """Ranges of visible slots.
-
-    Attributes:
-        start, end: int32 ``[Sq]``; query ``i`` sees the slots ``[start[i], end[i])``.
-        slots: int32 ``[Skv]``, slot of each key; ``None``: in order.
-    """
+    """Visible slots ``[start[i], end[i])``, int32; ``slots [Skv]``: slot of each key."""
 
     start: torch.Tensor
     end: torch.Tensor
@@ -95,8 +88,8 @@ class MaskedAttentionInputs:
     """Inputs with the bits of all ``q``; see ``api.py``.
 
     Attributes:
-        part: queries per part, for head sums; part ``i`` has the ``i``-th ``q.shape[1]`` heads of
-            ``kv``. ``None``: all queries have all heads.
+        part: queries per part; part ``i`` has the ``i``-th ``q.shape[1]`` heads of ``kv``.
+            ``None``: all heads.
         kept: results for the next operation on the same inputs.
     """
 
@@ -132,7 +125,7 @@ class MaskedAttentionInputs:
 
 
 _HERE = __package__
-#: Plain MLA of V3.2 (128 dims without rope, 64 with, values of 128) and GLM-5 (192, 64, 256).
+#: V3.2 (128 dims without rope, 64 with, values of 128) and GLM-5 (192, 64, 256).
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
     "capabilities": (HOPPER,),
@@ -256,14 +249,12 @@ def _numbers(q: torch.Tensor) -> torch.Tensor:
 def reference(
     q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, mask: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``out``, ``lse`` and ``p_sum [Sq, Skv]`` for a bool ``mask [Sq, Skv]``;
-    differentiable.
-    """
+    """Return ``out``, ``lse`` and ``p_sum [Sq, Skv]`` for a bool ``mask [Sq, Skv]``."""
     nope = q.shape[2] - k_pe.shape[1]
     logits = torch.einsum("qhd,khd->qhk", q[..., :nope], kv[..., :nope])
     logits = logits + torch.einsum("qhr,kr->qhk", q[..., nope:], k_pe)
     logits = (logits * softmax_scale).masked_fill(~mask[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
-    # Without keys probabilities are 0, not 0/0.
+    # 0, not 0/0, without keys.
     p = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     return torch.einsum("qhk,khd->qhd", p, kv[..., nope:]), lse, p.sum(1)

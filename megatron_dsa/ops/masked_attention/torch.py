@@ -1,7 +1,6 @@
-"""Masked dense attention in torch: any device and dims, memory bounded by a budget.
+"""Masked dense attention in torch: any device and dims, in bounded memory.
 
-Works on blocks of queries and keys. The backward computes scores twice, for dq and for dkv, so that
-each is summed in one tensor and rounded once.
+The backward computes scores twice, for dq and for dkv, so that each is rounded once.
 """
 
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ def probabilities(
     """Return head sums of probabilities, and the keys of the queries ``listed``.
 
     Raises:
-        ConfigError: a query has more than ``width`` keys; on a GPU a device assert.
+        ConfigError: more than ``width`` keys; on a GPU a device assert.
     """
     queries = len(inputs.q)
     p_sum = inputs.q.new_zeros(queries, width, dtype=accumulation_dtype(inputs.q.dtype))
@@ -108,7 +107,6 @@ def probabilities(
 def _probabilities_of_block(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, tokens: slice, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return head sums, keys and numbers of keys of some queries."""
     # The last column collects unselected keys.
     sums = lse.new_zeros(len(lse[tokens]), width + 1, dtype=accumulation_dtype(inputs.q.dtype))
     listed = inputs.bits.new_full(sums.shape, -1)
@@ -140,7 +138,6 @@ def backward(
     dk_pe = torch.empty_like(inputs.k_pe, dtype=dtype)
 
     def differentiated(tokens: slice, keys: slice, key, value):
-        """Return probabilities, score gradients and ``dout``, heads first."""
         grad = dout[tokens].to(q.dtype).transpose(0, 1)
         delta = (grad.to(dtype) * out[tokens].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
         probs = _probabilities(inputs, tokens, keys, key, lse)
@@ -169,7 +166,6 @@ def backward(
 
 
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
-    """Return the keys, in whole groups, that take half of the workspace."""
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
     # Copies in the dtypes of inputs and sums, gradients and an addend.
@@ -213,5 +209,4 @@ def _probabilities(inputs, tokens: slice, keys: slice, key, lse: torch.Tensor) -
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return ``lse``, 0 for queries without keys, whose scores stay -inf."""
     return torch.where(lse == float("-inf"), 0.0, lse)

@@ -1,7 +1,4 @@
-"""Dense indexer loss with TileLang teachers for plain MLA (Hopper, bf16).
-
-The rest runs in :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
-"""
+"""Dense indexer loss with TileLang teachers for plain MLA (Hopper, bf16)."""
 
 from __future__ import annotations
 
@@ -29,15 +26,11 @@ DIMS = {128: 192, 192: 256}
 
 
 def dense(inputs: DenseLossInputs) -> IndexerLoss:
-    # bf16; index heads of 128 dims; deterministic.
     return dense_loss(inputs, HopperTiles(inputs))
 
 
 class HopperTiles(TritonTiles):
-    """:class:`~.triton.dense.TritonTiles` with another kernel for teachers of plain MLA.
-
-    Triton also serves keys shared by all heads, and other dims.
-    """
+    """:class:`~.triton.dense.TritonTiles` with another kernel for teachers of plain MLA."""
 
     copies = True
 
@@ -61,11 +54,7 @@ class HopperTiles(TritonTiles):
         return out
 
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Yield a first head, its and the following keys ``[w, h, nope + ...]``, and the shared
-        rope key.
-
-        Without a shared rope key, each head's follows its key.
-        """
+        """Yield a first head, keys from it on ``[w, h, nope + ...]``, and a shared rope key."""
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
         elif isinstance(keys, ExpandedKeys):
@@ -79,7 +68,6 @@ class HopperTiles(TritonTiles):
 
 
 def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
-    """Return the dims of a key without rope, ``None`` if unsupported."""
     if isinstance(keys, torch.Tensor):
         nope = q.shape[2] - ROPE if keys.shape[1] == q.shape[1] else 0
     else:

@@ -12,12 +12,7 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
 def sparse(inputs: SparseLossInputs) -> IndexerLoss:
-    """Run the kernel; bitwise repeatable in torch's deterministic mode.
-
-    Raises:
-        ValueError: index heads of other dims than 128; more than 64; more than 2048 entries per
-            list; no relu.
-    """
+    """Run the kernel; bitwise repeatable in torch's deterministic mode."""
     from megatron_dsa.ops.indexer_loss.tilelang.program import DIM, MOST, compiled
 
     x, wanted = inputs.indexer, inputs.want_gradients
@@ -56,7 +51,6 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
-    # The kernel clamps them.
     if inputs.topk_length is None:
         return lengths(inputs.indices, None)
     return inputs.topk_length.int().contiguous()
@@ -65,9 +59,8 @@ def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
     """Return the fixed-point scale of dk: fp32 ``[1]``, a power of two.
 
-    Overflow is impossible (see :mod:`.sparse_attention.fixed_point`): student and teacher sum to 1,
-    so a query adds at most ``2 sum_h |w_h| max|q|`` to an element; the total stays below 2^62, with
-    room for bf16 roundings.
+    Student and teacher sum to 1, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element
+    (see :mod:`.sparse_attention.fixed_point`).
     """
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:

@@ -2,15 +2,15 @@
 
 Per block of 64 selected keys, with index heads ``h``:
 
-1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``; keep the sign bits of S;
+1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``; keep the signs of S;
 2. after all blocks: softmax, KL, and ``D = student - teacher``;
-3. fetch keys again: ``G_h = sum_j D_j [S_hj > 0] k_j``, ``dq_h = w_h G_h``, ``dw_h = q_h . G_h``,
-  and ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both products use the masked
-  D in bf16.
+3. keys again: ``G_h = sum_j D_j [S_hj > 0] k_j``, ``dq_h = w_h G_h``, ``dw_h = q_h . G_h``, and
+  ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both products use the masked D in
+  bf16.
 
-The adds to dk dominate: 512 bytes per selected key. So two small thread blocks share an SM: one
-multiplies while the other adds. Each has a warpgroup that multiplies and adds, two warps that
-gather keys, and two that mask D (a fence in the adding warps would wait for their adds).
+The adds dominate: 512 bytes per selected key. So two small thread blocks share an SM. Each has a
+warpgroup that multiplies and adds, two warps that gather keys, and two that mask D (a fence in the
+adding warps would wait for their adds).
 """
 
 # No postponed annotations: TileLang reads shapes from them.
@@ -26,21 +26,19 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURC
 
 #: Dims of an index head, most entries of a list.
 DIM, MOST = 128, 2048
-#: Registers per thread of the warpgroup that multiplies and of the other, of 256.
+#: Registers per thread of both warpgroups, of 256.
 REGISTERS = (216, 40)
-#: Blocks of keys in shared memory.
 STAGES = 3
 #: Each copies 16 bytes of every eighth key.
 GATHERERS = 64
 
 
-# In the macros: `at` is the thread block's query, `m` its shared memory, `here` the addresses in
-# it, `done` its barriers.
+# `at`: query of the thread block, `m`: shared memory, `here`: addresses in it, `done`: barriers.
 
 
 @T.macro
 def gather(K, Ids, m, done, at, passes, thread):
-    """Fetch blocks of keys and ids (-1 for invalid entries), once per pass."""
+    """Fetch keys and ids (-1 for invalid entries), once per pass."""
     ahead = T.alloc_local([1], "int32")
     ids = T.alloc_local([8], "int32")
     ahead[0] = -1
@@ -72,7 +70,6 @@ def gather(K, Ids, m, done, at, passes, thread):
 
 @T.macro
 def mask(m, done, at, here, thread):
-    """Mask the differences of each block for the gradients."""
     T.barrier_wait(done.differences, 0)
     for i in T.serial(at.blocks()):
         T.barrier_wait(done.mask_free[i % 2], (i // 2 & 1) ^ 1)
@@ -102,7 +99,6 @@ def start(Q, Weights, m, at, heads, thread):
 
 @T.macro
 def scores(m, done, at, here, thread):
-    """Compute scores, and words of positive products."""
     s = T.alloc_fragment([TILE, TILE], "float32")
     weights = T.alloc_local([TILE // 4], "float32")
     call("dsa_read_weights", weights.data, here.weights, thread)
@@ -131,7 +127,6 @@ def differences(Ids, Teacher, Value, at, keys, gradients, here, thread):
 
 @T.macro
 def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
-    """Compute G and dK per block of keys, then the query's gradients."""
     dk = T.alloc_fragment([DIM, TILE], "float32")
     g = T.alloc_fragment([TILE, DIM], "float32")
     ids = T.alloc_local([TILE // 4], "int32")
@@ -163,7 +158,6 @@ def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
 
 @T.macro
 def addresses_of(m):
-    """Return the addresses of the buffers that CUDA functions use."""
     names = ("q", "mask", "scores", "words", "ids", "weights", "scratch")
     address = T.alloc_local([len(names)], "int32")
     for i, name in enumerate(names):
@@ -176,15 +170,10 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
 
     Arguments (contiguous, sizes dynamic):
         Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``
-        int32, indices into K, others skipped, ``W`` at most 2048; Length ``[Sq]`` int32, clamped to
-        ``[0, W]``; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL per query;
-        dQ like Q; dW like Weights; dK ``[Skv, 128]``, zeroed, fp32 in the order of
-        ``in_column_order_transposed`` of ``ops/hopper/sums.py``, or int64 in column order
-        (``fixed_point``); Units ``[1]`` fp32, fixed-point scale. dQ, dW and dK are untouched
-        without ``gradients``.
-
-    Raises:
-        ValueError: more heads than a tile has.
+        int32, indices into K, others skipped, ``W`` at most 2048; Length ``[Sq]`` int32, clamped;
+        Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL; dQ, dW like Q,
+        Weights; dK ``[Skv, 128]``, zeroed, fp32 in the order of ``in_column_order_transposed``, or
+        int64 in column order (``fixed_point``); Units ``[1]`` fp32, fixed-point scale.
     """
     if not 1 <= heads <= TILE:
         raise ValueError(f"heads must be 1 to {TILE}, got {heads}: a tile has {TILE} rows")
@@ -219,7 +208,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
                 scratch=T.alloc_shared([16], fp32),
             )
             done = SimpleNamespace(
-                # Both copies and threads arrive.
+                # Copies and threads arrive.
                 full=T.alloc_barrier(arrive_count=[2 * GATHERERS] * STAGES),
                 free=T.alloc_barrier(arrive_count=[GROUP] * STAGES),
                 differences=T.alloc_barrier(arrive_count=GROUP),

@@ -2,11 +2,11 @@
 
 In accumulators ``[64 keys, 64 index heads]``, thread ``(warp, line, t)`` (``line``: lane / 4,
 ``t``: lane % 4) holds keys ``16 warp + line + {0, 8}`` and heads ``8 j + 2 t + {0, 1}``, at ``4 j +
-2 (key bit) + (head bit)``. Its word for a block of 64 keys has bit ``2 j + (key bit) + 16 (head
-bit)`` set if that product is positive.
+2 (key bit) + (head bit)``. Its word of a block has bit ``2 j + (key bit) + 16 (head bit)`` set if
+that product is positive.
 
-Addresses in shared memory are plain integers: given a pointer in a loop, TileLang puts a memory
-barrier before each product.
+Addresses in shared memory are integers (see
+:mod:`~megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators`).
 """
 
 SOURCE = r"""

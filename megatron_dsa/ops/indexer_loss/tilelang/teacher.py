@@ -1,8 +1,4 @@
-"""Dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
-
-Sums come from :mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums`. Writes whole tiles, 0
-where a key is not seen.
-"""
+"""Dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a)."""
 
 # No postponed annotations: TileLang reads shapes from them.
 from types import SimpleNamespace
@@ -77,15 +73,14 @@ def consume(Start, End, Out, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, behind: int, rope_per_head: bool):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims.
 
-    A launch does the heads that K has, in Q and Lse from ``first`` on, and adds to ``Out`` unless
-    ``first`` is 0.
+    A launch does K's heads, in Q and Lse from ``first`` on; adds to ``Out`` unless ``first`` is 0.
 
     Arguments (contiguous, sizes dynamic):
         Q ``[r, H, nope + rope]``, K ``[w, heads, nope + behind]``, per head the key without rope,
-        then the value or, with ``rope_per_head``, the rope key; Kpe ``[w, rope]``, the shared rope
-        key (``[1, rope]``, unread, with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]`` in base 2,
-        ``N`` at least ``r`` and a multiple of 4; Start, End int32 ``[r]``, the columns that each
-        query sees; Out fp32 ``[r, w]`` in whole tiles, fully written; scale, positive.
+        then the value or, with ``rope_per_head``, the rope key; Kpe ``[w, rope]``, a shared rope
+        key, bf16; Lse fp32 ``[H, 1, N]`` in base 2, ``N`` at least ``r`` and a multiple of 4;
+        Start, End int32 ``[r]``, visible columns; Out fp32 ``[r, w]`` in whole tiles, 0 where not
+        visible; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.

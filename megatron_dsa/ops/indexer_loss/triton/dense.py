@@ -1,8 +1,7 @@
 """Dense indexer loss with Triton kernels: single heads' scores never leave the chip.
 
-Per tile, teachers are fp32 and score gradients bf16, in whole blocks of :data:`BLOCK` tokens and
-columns, 0 where nothing is seen. Keys are expanded from latents for as many heads at a time as fit
-the workspace.
+Teachers are fp32 and score gradients bf16, in whole blocks of :data:`BLOCK`, 0 where nothing is
+seen. Keys are expanded from latents for as many heads as fit the workspace.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from megatron_dsa.ops.indexer_topk.api import seen_slots
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
-#: Multiples of tokens and columns of teachers and score gradients.
 BLOCK = 128
 #: Longest edge of a tile, which shares expanded keys and queries.
 LONGEST_EDGE = 2048
@@ -35,13 +33,7 @@ FEWEST_HEADS = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of a kernel's programs.
-
-    Attributes:
-        rows, columns: tokens and keys, divisors of :data:`BLOCK` where pairs are written.
-        stages: buffers of operands in shared memory.
-        warps: per program.
-    """
+    """Shape of programs; it divides :data:`BLOCK` where pairs are written."""
 
     rows: int
     columns: int
@@ -95,12 +87,12 @@ def launches(device: torch.device) -> dict[str, Launch]:
 
 
 def dense(inputs: DenseLossInputs) -> IndexerLoss:
-    # bf16; index heads of any power of two dims, dispatched for 128; deterministic.
+    # Index heads of any power of two dims; deterministic.
     return dense_loss(inputs, TritonTiles(inputs))
 
 
 class TritonTiles:
-    #: The teacher needs contiguous operands.
+    #: Teachers with contiguous operands only.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):
@@ -211,10 +203,11 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield slices of heads with the tensors of their keys.
+        """Yield slices of heads, ``own [w, h or 1, OWN_DIM]`` and ``shared [w, DIM - OWN_DIM]``
+        keys.
 
-        ``own [w, h or 1, OWN_DIM]``; ``shared [w, DIM - OWN_DIM]`` (or ``own``, if there is none);
-        strides of own's keys and heads (0 for a single head) and of shared's keys.
+        ``shared`` is ``own`` if nothing is shared. Strides: own's keys and heads (0 for a single
+        head), shared's keys.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)
@@ -246,7 +239,7 @@ class TritonTiles:
 
 
 def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
-    """Return tokens and slots of a tile (at least a block) and the heads expanded at a time."""
+    """Return tokens and slots of a tile, and the heads expanded at a time."""
     heads, longest = inputs.q.shape[1], (LONGEST_EDGE, LONGEST_EDGE)
     costs = tile_bytes(inputs, heads, copies)
     while heads > FEWEST_HEADS and costs(*longest) > inputs.workspace_bytes:
@@ -256,7 +249,6 @@ def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int
 
 
 def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False) -> TileBytes:
-    """Count the buffers that are alive at the same time."""
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
     item, gathers = q.element_size(), inputs.layout.key_rows is not None
@@ -297,7 +289,6 @@ def whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) 
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Return whether each token's heads are contiguous."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

@@ -1,8 +1,7 @@
 """Triton kernels of the dense loss's gradients, from score gradients (``dS``, bf16).
 
-Head products are recomputed, never stored. Each program owns its sums, so results repeat bitwise:
-one head of 128 queries (:func:`query_gradient`), or the share of 128 queries in the gradient of 128
-keys (:func:`key_gradient`).
+Head products are recomputed. Each program owns its sums, which repeat bitwise: one head of 128
+queries, or the share of 128 queries in the gradient of 128 keys.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ def query_gradient(
 ):  # fmt: skip
     """``dq[t, h] += sum_s dS[t, s] 1[q[t, h] . k[s] > 0] k[s]``.
 
-    Args:
-        q: ``[rows, HEADS, DIM]``.
-        keys: ``[width, DIM]``, finite also where no query sees them.
-        dscores: 0 where not seen, in whole blocks, ``stride`` per query.
-        dq: fp32 ``[rows, HEADS, DIM]``, contiguous.
+    ``keys`` are finite also where no query sees them; ``dscores`` is in whole blocks, ``stride``
+    per query; ``dq`` is fp32, contiguous.
     """
     head = tl.program_id(0) % HEADS
     first_row = tl.program_id(0) // HEADS * BLOCK_M
@@ -62,9 +58,8 @@ def key_gradient(
 ):  # fmt: skip
     """``dk[s] = sum_{t, h} w[t, h] dS[t, s] 1[q[t, h] . k[s] > 0] q[t, h]`` per block of queries.
 
-    Args:
-        weights: fp32 ``[HEADS, weight_stride]``, 0 for queries that see nothing, in whole blocks.
-        dk: fp32 ``[cdiv(rows, BLOCK_M), width, DIM]``.
+    ``weights``: fp32 ``[HEADS, weight_stride]`` in whole blocks, 0 for queries that see nothing;
+    ``dk``: fp32 ``[blocks, width, DIM]``.
     """
     blocks = tl.cdiv(width, BLOCK_N)
     row_block = tl.program_id(0) // blocks
@@ -75,7 +70,7 @@ def key_gradient(
     column = first_column + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, DIM], tl.float32)
     if (low < first_column + BLOCK_N) & (high > first_column):
-        # Queries that see nothing may be NaN, which times 0 is NaN.
+        # Unseen queries may be NaN, which times 0 is NaN.
         real = begin < stop
         k_tile = tl.load(keys + tl.minimum(column, width - 1)[:, None] * DIM + dim[None, :])
         ds_at = dscores + row.to(tl.int64)[:, None] * stride + column[None, :]

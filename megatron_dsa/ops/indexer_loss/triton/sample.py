@@ -24,7 +24,6 @@ def _place_tiles(place, tokens, total, tiles, TILE: tl.constexpr, NEIGHBOURS: tl
 def place_tiles(
     place: torch.Tensor, total: int, size: int, tile: int, parts: int = 1
 ) -> torch.Tensor:
-    """Return the tokens of :func:`~megatron_dsa.ops.indexer_loss.sample.sampled_tokens`."""
     tokens = place.new_empty(size)
     launch(
         _place_tiles, (size // tile,), place, tokens, total, size // tile, TILE=tile,
@@ -50,8 +49,7 @@ def _spread(
     NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     target = tl.program_id(0).to(tl.int64)
-    # A tile begins in its stretch or, by rounding, a token before it, and ends there or in the
-    # next.
+    # A tile begins in its stretch or, by rounding, a token earlier, and ends there or in the next.
     stretch = (target * tiles + tiles - 1) // total
     source = target * 0 - 1
     for back in tl.static_range(2):
@@ -69,7 +67,6 @@ def _spread(
 def spread(
     tokens: torch.Tensor, total: int, tile: int, parts: int, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return :meth:`.sample.QuerySample.spread` of one or two contiguous tensors."""
     count = tokens.shape[0]
     results = [x.new_empty(total, *x.shape[1:]) for x in tensors]
     sizes = [x.numel() // count for x in tensors]

@@ -1,7 +1,6 @@
 """Triton kernels of the dense loss's student: index scores with log-sum-exp or loss.
 
-A program has 128 queries and 128 keys. Keys stay in shared memory while index heads pass; the
-weighted sum over heads stays in registers.
+A program has 128 queries and 128 keys, which stay in shared memory while index heads pass.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def student_loss(
         log_student = scores - tl.load(student_lse + safe_row)[:, None]
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         goal = tl.load(teacher + at)
-        # Only a true 0 is left out: NaN must show.
+        # NaN must show.
         log_goal = tl.log2(tl.where(goal == 0.0, 1.0, goal)) * _LN_2
         loss = tl.sum(tl.where(seen, goal * (log_goal - log_student), 0.0), 1)
         if dscores is not None:

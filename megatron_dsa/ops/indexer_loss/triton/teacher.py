@@ -1,8 +1,7 @@
 """Triton kernels of the dense loss's teacher: head sums of probabilities, and log-sum-exps.
 
 Scores of a head and a tile of 128 x 128 pairs stay in registers. One loop runs over (heads or
-blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap for any head dim. Keys have
-dims of one head, and dims shared by all heads.
+blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap for any head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
 
 @triton.jit
 def tile_rows(start, end, first, rows, BLOCK: tl.constexpr):
-    """Return indices of queries, the same clamped for loads, and visible ranges."""
+    """Return query indices, also clamped for loads, and visible ranges."""
     row = first + tl.arange(0, BLOCK)
     inside = row < rows
     begin = tl.load(start + row, mask=inside, other=0)
@@ -43,7 +42,6 @@ def _chunk_product(
     scores, q_row, own_row, shared_row, chunk,
     DIM: tl.constexpr, OWN_DIM: tl.constexpr, CHUNK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of a chunk of dims to ``scores``; pointers are to the first dim."""
     dim = chunk * CHUNK_D + tl.arange(0, CHUNK_D)
     if DIM == OWN_DIM:
         k_at = own_row[:, None] + dim[None, :]
@@ -66,10 +64,7 @@ def head_sums(
     FIRST: tl.constexpr, DIM: tl.constexpr, OWN_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 where not seen.
-
-    One program per block of ``out``, which is contiguous, in whole blocks.
-    """
+    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 where not seen."""
     blocks = out_stride // BLOCK_N
     first_row = tl.program_id(0) // blocks * BLOCK_M
     first_column = tl.program_id(0) % blocks * BLOCK_N
@@ -119,7 +114,7 @@ def head_lse(
 ):  # fmt: skip
     """``lse[h, t] = log sum_s exp(scale * q[t, h] . k[s, h])`` over the keys visible to ``t``.
 
-    A program has one head and a block of queries; neighbours share the keys of a head.
+    Neighbouring programs share the keys of a head.
     """
     blocks = tl.cdiv(rows, BLOCK_M)
     head = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,15 +1,12 @@
 """Backward of masked dense attention, 128 keys of one head per thread block (sm_90a).
 
 * ``CONSUME``: two warpgroups keep the gradients of 64 keys each in registers and loop over tiles of
-  64 queries. Products have keys as rows, so that P and dS are operands in registers. For dQ, each
-  warpgroup multiplies dS of both with half of the columns, one tile later, so that neither waits;
+  64 queries. Keys are the M dim of products, so that P and dS are operands in registers. For dQ,
+  each multiplies dS of both with half of the columns, one tile later, so that neither waits;
 * ``PRODUCE``: one warp fetches keys, then queries, dO, lse and delta.
 
-If dK and dV do not fit the registers together, :mod:`.value_gradient` computes dV, and only one
-tile of queries is in shared memory.
-
-dQ is summed in fp32. With ``ordered``, thread blocks add to a tile in descending order of keys:
-results repeat.
+If dK and dV do not fit the registers together, :mod:`.value_gradient` computes dV. With
+``ordered``, thread blocks add to dQ in descending order of keys: results repeat.
 """
 
 from types import SimpleNamespace
@@ -35,7 +32,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     place_of,
 )
 
-#: Queries of a tile: accumulators of more would not fit the registers.
+#: Queries of a tile: more would exceed the registers.
 QUERIES = 64
 #: Bytes of a tile's lse or delta.
 NUMBERS = 4 * QUERIES
@@ -167,7 +164,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         dv = T.alloc_fragment([KEYS, dims.v], "float32")
     dq = T.alloc_fragment([QUERIES, dims.qk], "float32")
     words = T.alloc_local([2], "uint32")
-    # Previous, current and next tile.
+    # Previous, current and next.
     tile = T.alloc_local([3], "int32")
     numbers = T.alloc_local([1], "int32")
     numbers[0] = shared_address(m.numbers[0, 0, 0])
@@ -211,7 +208,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     if at.n > 0:
         add_queries(dQ, Turns, Order, m, done, dq, tile[0], at.n - 1, at, dims, ordered, tx)
     call("dsa_times", dk.data, scale, of=(dims.qk // 8,))
-    # Both warpgroups have read the keys, which the gradients overwrite.
+    # The gradients overwrite the keys.
     T.sync_threads(3, 2 * GROUP)
     if dims.tiling.split:
         T.copy(dk, m.k)
@@ -231,7 +228,6 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
 
 @T.macro
 def write_columns(dKV, source, columns, offset, at, tx):
-    """Write ``columns`` of the keys to dKV from ``offset`` on."""
     for r in T.unroll(KEYS // 32):
         row = r * 32 + tx // 8
         if at.first + row < dKV.shape[0]:
@@ -244,7 +240,6 @@ def write_columns(dKV, source, columns, offset, at, tx):
 
 @T.macro
 def write_both(dKV, m, at, dims, tx):
-    """Write the gradients of keys without rope and of values, each of 128 dims."""
     for r in T.unroll(KEYS // 16):
         row = r * 16 + tx // 16
         if at.first + row < dKV.shape[0]:
@@ -259,14 +254,13 @@ def write_both(dKV, m, at, dims, tx):
 def build(nope: int, rope: int, v: int, ordered: bool = False):
     """Return the TileLang program for keys of ``nope`` and ``rope`` dims, values of ``v``.
 
-    A launch does the heads ``first`` to ``first + part``, where ``part`` is dQ's number of heads.
+    A launch does the heads ``first`` to ``first + part``; ``part``: heads of dQ.
 
-    Arguments are contiguous. Numbers: lse in base 2 (``inf`` for queries without keys and past the
-    end) and delta. BitsT: bits along queries. Tiles: each key group's tiles of queries; Count:
-    their number. With ``ordered``, Turns: zeros, Order: rank of this thread block among all of a
-    tile of queries. dQ: added to, unscaled, in the order of fragments
-    (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: without values if ``split``. scale:
-    positive. together: heads at a time.
+    Contiguous arguments. Numbers: lse in base 2 (``inf`` without keys and past the end) and delta.
+    BitsT: bits along queries. Tiles: each key group's tiles of queries. With ``ordered``, Turns:
+    zeros, Order: turn of this thread block at each tile. dQ: added to, unscaled, in the order of
+    fragments (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: without values if
+    ``split``. scale: positive.
     """
     dims = Dims(nope, rope, v)
     split, stages = dims.tiling.split, dims.tiling.stages
@@ -315,7 +309,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
                 formed=T.alloc_barrier(arrive_count=[2 * GROUP]) if split else None,
             )
             tx = T.get_thread_binding()
-            # The first keys usually have the most tiles; in order they wait for the others.
+            # The first keys usually have the most tiles; in order they come last.
             place = place_of(Count, number, part, together, KEYS, ordered)
             at = SimpleNamespace(
                 block=place.block, first=place.first, n=place.n, own=place.head,

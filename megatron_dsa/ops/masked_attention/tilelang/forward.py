@@ -1,10 +1,7 @@
 """Forward of masked dense attention, 128 queries of one head per thread block (sm_90a).
 
-* ``CONSUME``: two warpgroups of 64 queries each; ``O += P V`` of a tile of keys overlaps with P of
-  the next;
-* ``PRODUCE``: one warp fetches queries, keys and values.
-
-Visits only tiles with a selected key.
+* ``CONSUME``: two warpgroups of 64 queries each; ``O += P V`` overlaps with the next tile's P;
+* ``PRODUCE``: one warp fetches queries, keys and values of tiles with a selected key.
 """
 
 from types import SimpleNamespace
@@ -30,7 +27,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 )
 
 QUERIES = 128
-#: Initial maximum: finite, so that exponents of masked scores are -inf.
+#: Finite, so that exponents of masked scores are -inf.
 LOWEST = -1e30
 
 
@@ -69,7 +66,7 @@ def group_of(Tiles, at, i, keys):
 
 @T.macro
 def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
-    """Read the words of tile ``i``, and the group of the next tile."""
+    """Read the words of tile ``i``, and the next tile's group."""
     row = at.first + own_row(tx)
     for r in tuple(range(2)):
         words[r] = T.cast(0, "uint32")
@@ -147,7 +144,7 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
 
 @T.macro
 def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
-    # A warpgroup's output overwrites its queries.
+    # The output overwrites the queries.
     T.copy(o, m.q[0])
     T.sync_threads(1 + tx // GROUP, GROUP)
     across = dims.v // 8
@@ -169,8 +166,8 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program for keys of ``nope`` and ``rope`` dims, values of ``v``.
 
-    Arguments are contiguous. Bits: key bits. Tiles: groups of keys of each block of queries; Count:
-    their number. Lse: natural, ``-inf`` without keys. scale: positive. together: heads at a time.
+    Contiguous arguments. Tiles: groups of keys of each block of queries. Lse: natural, ``-inf``
+    without keys. scale: positive. together: heads at a time.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys

@@ -1,10 +1,8 @@
 """Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
 
-Used by :mod:`.probabilities` and :mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
-
 * ``CONSUME``: two warpgroups of 64 queries each sum over all heads;
 * ``PRODUCE``: one warp fetches queries, keys and lse per head, in slabs of 64 dims if two heads do
-  not fit shared memory. The rope key is shared or per head.
+  not fit shared memory.
 """
 
 from types import SimpleNamespace
@@ -38,7 +36,6 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 
 
 def shared(dims: Dims, rope_per_head: bool = False):
-    """Allocate shared memory; ``rope_per_head``: heads do not share a rope key."""
     bf16, fp32, slots = "bfloat16", "float32", dims.tiling.slots
     m = SimpleNamespace(rope_per_head=rope_per_head)
     if slots > 0:
@@ -105,10 +102,7 @@ def produce_slabs(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce(Q, K, Kpe, Lse, m, done, at, dims):
-    """Fetch a shared rope key, then queries, keys and lse of each head.
-
-    Heads are ``at.heads`` of K from ``at.key_head`` on, and of Q and Lse from ``at.head`` on.
-    """
+    """Fetch ``at.heads`` heads, of K from ``at.key_head`` on, of Q and Lse from ``at.head`` on."""
     if not m.rope_per_head:
         fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])
         T.barrier_arrive(done.k_rope[0])
@@ -144,7 +138,6 @@ def multiply_head(m, done, s, lse, h, tx):
 
 @T.macro
 def multiply_slabs(m, done, s, lse, h, dims, tx):
-    """``S = Q K^T`` of a head; frees a slab during the product of the next."""
     slots, slabs = dims.tiling.slots, dims.qk // SLAB
     for slab in tuple(range(slabs)):
         i = h * slabs + slab

@@ -1,7 +1,6 @@
 """Masked dense attention through our Hopper kernels (bf16; dims of V3.2 and GLM-5).
 
-Kernels visit tiles of 128 keys with a selected key. The backward takes as many heads at a time as
-their fp32 dq fits the workspace.
+The backward takes as many heads at a time as their fp32 dq fits the workspace.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def backward(
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         total = dk_rope.sum(1, dtype=torch.float32)
         dk_pe = total if dk_pe is None else dk_pe.add_(total)
-        del sums, dk_rope, total  # free before the next part allocates
+        del sums, dk_rope, total  # frees memory
     # The head sums need no bits along queries, as large as the key bits.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
     inputs.kept["numbers"] = lse, per_query
@@ -89,7 +88,7 @@ def backward(
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """A query with more than ``width`` keys ends the launch with an error."""
+    """More than ``width`` keys end the launch with an error."""
     queries, heads = inputs.q.shape[:2]
     p_sum = inputs.q.new_zeros(queries, width, dtype=torch.float32)
     bits = inputs.bits.contiguous()
@@ -98,7 +97,7 @@ def probabilities(
         part = inputs.part or queries
         if part % GROUP == 0 or part == queries:
             _add_probabilities(inputs, lse, before, p_sum, 0, part)
-        else:  # tiles of queries must not span parts
+        else:  # tiles must not span parts
             for i, some in enumerate(slices(queries, part)):
                 of_part = inputs.of_queries(some)
                 _add_probabilities(of_part, lse[some], before[some], p_sum[some], i * heads, part)
@@ -118,8 +117,6 @@ def _add_probabilities(inputs: MaskedAttentionInputs, lse, before, p_sum, key_he
 
 @dataclass(frozen=True)
 class _Call:
-    """Contiguous tensors and dims of a call."""
-
     q: torch.Tensor
     kv: torch.Tensor
     k_pe: torch.Tensor
@@ -136,7 +133,6 @@ class _Call:
 
 
 def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
-    """Return the tiles; the head sums reuse the backward's."""
     found = inputs.kept.get("tiles")
     if found is None or (with_queries and found.bits_t is None):
         found = inputs.kept["tiles"] = tiles_for(inputs.bits, len(inputs.kv), with_queries)
@@ -144,7 +140,6 @@ def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
 
 
 def _lse(inputs: MaskedAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the kernels' lse, from the preceding backward if there was one."""
     before, found = inputs.kept.pop("numbers", (None, None))
     return found if before is lse else numbers(lse, None, None)
 

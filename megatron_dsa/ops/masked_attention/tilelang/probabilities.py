@@ -1,7 +1,4 @@
-"""Head sums of probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a).
-
-Sums (:mod:`.head_sums`) of a query's selected keys are written contiguously.
-"""
+"""Head sums of probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a)."""
 
 from types import SimpleNamespace
 
@@ -76,10 +73,9 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program for keys of ``nope`` and ``rope`` dims, values of ``v``.
 
-    Arguments as in :func:`.forward.build`. Numbers: lse in base 2 (``inf`` for queries without keys
-    and past the end). Before: selected keys of earlier groups. PSum: only entries of selected keys
-    are written. Q has KV's heads from ``key_head`` on, and the next ones after every ``part``
-    queries, which are whole tiles.
+    Arguments as in :func:`.forward.build`. Numbers: lse in base 2 (``inf`` without keys and past
+    the end). Before: selected keys of earlier groups. PSum: written for selected keys. Q has KV's
+    heads from ``key_head`` on, and the next ones after every ``part`` queries (whole tiles).
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"

@@ -1,8 +1,4 @@
-"""CUDA of the forward's softmax, on a thread's registers.
-
-A thread holds two rows of an accumulator, ``[columns / 8][2 rows][2 neighbours]``. Bit ``2 n + e``
-of a row's word masks its column ``(n, e)``.
-"""
+"""CUDA of the forward's softmax, with the layout of :mod:`.gradients`."""
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 

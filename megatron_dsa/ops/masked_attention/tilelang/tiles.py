@@ -1,7 +1,7 @@
 """Tiles, dims and scheduling of the kernels.
 
-In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers,
-``tx`` the thread. Shared data is synchronised by explicit barriers only.
+Shared data is synchronised by explicit barriers only. In the macros, ``at`` is the thread block's
+work, ``m`` its shared memory, ``done`` its barriers, ``tx`` the thread.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,19 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS
 from megatron_dsa.ops.hopper.tiles import GROUP
 
-#: Keys of a tile: a group of key bits.
+#: A group of key bits.
 KEYS = 128
 #: Streamed tiles in shared memory.
 STAGES = 2
-#: Registers per thread of the consumers and the producer, of 504.
+#: Registers per thread of consumers and producer, of 504.
 REGISTERS = (240, 24)
 THREADS = 3 * GROUP
-#: No TileLang guards of out-of-range accesses: they cost registers.
+#: TileLang's guards of out-of-range accesses cost registers.
 PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
-#: Warpgroups share a product's rows, or its columns.
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Work of a thread block: block of queries or keys, head, number of tiles. ``together`` heads run
-#: at a time: L2 holds their keys.
+#: Thread block -> block of queries or keys, head, number of tiles. L2 holds the keys of
+#: ``together`` heads.
 PLACE = r"""
 __device__ __forceinline__ void dsa_place(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
@@ -46,10 +45,10 @@ class Tiling:
     """Division of the work for some dims, bounded by the registers.
 
     Attributes:
-        forward_keys: keys of a tile of the forward: a group of key bits, or half of one.
-        joined: all dims of a forward query are in one buffer, reused for its output.
+        forward_keys: keys of a forward tile: a group of key bits, or half of one.
+        joined: a forward query's dims are in one buffer, reused for its output.
         slots: slabs of 64 dims that the head sums stream; 0: whole heads.
-        split: a separate program computes the gradient of the values.
+        split: a separate program computes dV.
         stages: tiles of queries in the backward's shared memory.
     """
 
@@ -69,8 +68,6 @@ TILINGS = {
 
 @dataclass(frozen=True)
 class Dims:
-    """Dims of a key without rope, of its rope, and of a value."""
-
     nope: int
     rope: int
     v: int
@@ -105,7 +102,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class Place:
-    """Work of a thread block: ``n`` tiles for a block of queries or keys from ``first`` on."""
+    """Work of a thread block: ``n`` tiles for queries or keys from ``first`` on."""
 
     block: Any
     first: Any
@@ -115,7 +112,6 @@ class Place:
 
 @T.macro
 def place_of(Count, number, heads, together, size, last_first, parts=1):
-    """Return the :class:`Place` of thread block ``number``; a listed tile counts as ``parts``."""
     place = T.alloc_local([3], "int32")
     blocks = Count.shape[0]
     call(
@@ -130,5 +126,5 @@ def fetch(source, target, barrier):
 
 
 def own_row(tx):
-    """Return the first of a thread's two rows, 8 apart."""
+    """Return the first of a thread's two lines, 8 apart."""
     return tx // 32 * 16 + tx % 32 // 4

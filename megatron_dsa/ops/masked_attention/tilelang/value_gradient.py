@@ -2,8 +2,7 @@
 
 A thread block has 128 keys of one head.
 
-* ``CONSUME``: two warpgroups of 64 keys each; ``dV += P dO`` of a tile of 64 queries overlaps with
-  P of the next;
+* ``CONSUME``: two warpgroups of 64 keys each; ``dV += P dO`` overlaps with the next tile's P;
 * ``PRODUCE``: one warp fetches keys, then queries, lse and dO.
 """
 
@@ -107,9 +106,9 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program; arguments as in :func:`.backward.build`.
+    """Return the TileLang program, which writes only values in dKV.
 
-    Only the values' part of dKV is written.
+    Arguments as in :func:`.backward.build`.
     """
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:

@@ -24,7 +24,6 @@ _ENTRIES, _WORDS = 1024, 128
 def _set_bits(
     indices, length, bits, num_keys, topk, stride, words, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per query and ``BLOCK`` entries; ``words``: int32 words of a query."""
     query = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < topk
@@ -54,7 +53,6 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["num_keys", "words"])
 def _visible_bits(start, end, slots, bits, num_keys, words, BLOCK: tl.constexpr):
-    """One program per query and ``BLOCK`` words of its ``words``."""
     query = tl.program_id(0).to(tl.int64)
     first, last = tl.load(start + query), tl.load(end + query)
     word, bit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)

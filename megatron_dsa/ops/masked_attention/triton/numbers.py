@@ -12,15 +12,15 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, groups
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 64
-#: Groups of 128 keys per program that lists keys.
+#: Groups of 128 keys per program.
 _GROUPS = 8
 
 
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
     """Return fp32 ``[H, 2, N]``: ``lse [Sq, H]`` in base 2, and delta, ``(out * dout).sum(-1)``.
 
-    ``N`` is ``Sq`` in whole groups. The lse is ``inf`` for queries without keys and past the end:
-    probabilities are 0. Without ``out`` delta is not written.
+    ``N`` is ``Sq`` in whole groups. The lse is ``inf``, for probabilities of 0, without keys and
+    past the end. Without ``out`` delta is undefined.
     """
     queries, heads = lse.shape
     count = groups(queries) * GROUP
@@ -72,7 +72,7 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
         inside = group < key_groups
         at = (row + group)[:, None] * 4 + tl.arange(0, 4)[None, :]
         x = tl.load(bits + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
-        # Population count: sums of 2, 4 and 8 bits, then of bytes.
+        # Population count.
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -88,7 +88,7 @@ def listed_keys(
 ) -> torch.Tensor:
     """Return int32 ``[Sq, width]``: the first ``width`` selected keys, ascending, then -1.
 
-    ``before, length`` are the results of :func:`keys_before`.
+    ``before, length`` are from :func:`keys_before`.
     """
     queries, key_groups = bits.shape[:2]
     if key_groups == 0:
@@ -108,7 +108,7 @@ def listed_keys(
 def _list_keys(
     bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per query and ``GROUPS`` groups of keys; each also fills a share of the rest."""
+    """One program per query and ``GROUPS`` groups of keys, and a share of the rest."""
     query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     total = tl.load(length + query)
     share = tl.cdiv(width, tl.num_programs(1))
@@ -122,7 +122,7 @@ def _list_keys(
     end = total
     if first + GROUPS < key_groups:
         end = tl.load(at + GROUPS)
-    if found < end:  # false for most programs behind the diagonal
+    if found < end:  # rarely, behind the diagonal
         key = tl.arange(0, GROUPS * 128)
         word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2
         x = tl.load(bits + word, mask=first + key // 128 < key_groups, other=0)
@@ -135,7 +135,7 @@ def _list_keys(
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
     """Write ``sums * scale`` to the heads of ``dq`` from ``first`` on, in column order.
 
-    ``sums`` is fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
+    ``sums``: fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
     """
     queries, part, dims = sums.shape
     if sums.numel() > 0:

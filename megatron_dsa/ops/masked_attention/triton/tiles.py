@@ -1,7 +1,4 @@
-"""Lists of non-empty tiles of queries and keys, and the bits along queries.
-
-In the keys' gradient, the rows of accumulators are keys: it reads a key's bits for many queries.
-"""
+"""Lists of non-empty tiles of queries and keys, and the bits along queries for dkv."""
 
 from __future__ import annotations
 
@@ -20,16 +17,13 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 class Tiles:
     """Lists of non-empty tiles, undefined past their counts.
 
-    ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``. The last three are ``None`` unless a backward
-    needs them.
+    ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``. The last three are for backwards.
 
     Attributes:
-        key_groups: int32 ``[Gq, G]``, selected groups of 128 keys per group of 128 queries,
-            ascending.
+        key_groups: int32 ``[Gq, G]``, ascending groups of 128 keys per group of 128 queries.
         key_group_count: int32 ``[Gq]``.
         bits_t: int32 ``[128 G, Gq, 4]``, the bits along queries.
-        query_blocks: int32 ``[G, 2 Gq]``, selecting blocks of 64 queries per group of 128 keys,
-            ascending.
+        query_blocks: int32 ``[G, 2 Gq]``, ascending blocks of 64 queries per group of 128 keys.
         query_block_count: int32 ``[G]``.
     """
 
@@ -52,7 +46,7 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
     """Return ``bits_t`` int32 ``[128 G, Gq, 4]`` and ``flags`` uint8 ``[2 Gq, G]``.
 
     Bit ``2 n + e`` of a key's word ``l`` for group ``g`` is query ``128 g + 8 n + 2 l + e``.
-    ``flags[i, g]``: any of the queries ``64 i`` to ``64 i + 63`` selects any key of group ``g``.
+    ``flags[i, g]``: queries ``64 i`` to ``64 i + 63`` select a key of group ``g``.
     """
     bits = bits.contiguous()
     (queries, key_groups), query_groups = bits.shape[:2], groups(len(bits))
@@ -67,7 +61,6 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
 
 
 def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the lists of :class:`Tiles` from the flags of :func:`transpose`, in one launch."""
     blocks, key_groups = flags.shape
     query_groups = blocks // 2
     of_queries, of_keys = _lists(flags, query_groups, key_groups), _lists(flags, key_groups, blocks)
@@ -139,7 +132,7 @@ def _list_tiles(
     group = tl.program_id(0).to(tl.int64)
     found = 0
     if group < query_groups:
-        # Flags are per half of a group of queries.
+        # Flags are per half of a group.
         first_half = flags + 2 * group * key_groups
         for first in range(0, key_groups, BLOCK):
             column = first + tl.arange(0, BLOCK)
