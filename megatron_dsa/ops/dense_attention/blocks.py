@@ -22,7 +22,7 @@ BLOCK_KERNELS = {
 
 
 def choose(call: OpCall, name: str | None = None) -> BlockAttention:
-    """Return the kernel called ``name``, by default the one that dispatch chooses.
+    """Return the kernel called ``name``, by default dispatch's choice.
 
     Raises:
         ConfigError: there is no kernel of that name.
@@ -46,7 +46,6 @@ def _attend_with(name: str) -> Callable:
     return attend
 
 
-#: Functions of the candidates: run ``attention(..., block=kernel)``.
 with_torch_cudnn = _attend_with("torch-cudnn")
 with_flash2 = _attend_with("flash2")
 with_torch_flash = _attend_with("torch-flash")

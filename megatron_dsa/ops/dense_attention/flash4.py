@@ -1,7 +1,6 @@
 """FlashAttention 4 (package flash-attn-4): values may be narrower than keys.
 
-Calls private functions, because the backward takes ``out`` and ``lse`` of the whole attention;
-their arguments are checked at import.
+Private functions, because the backward takes ``out`` and ``lse`` of the whole attention.
 """
 
 import importlib
@@ -20,7 +19,7 @@ _SHARED = (
     *("q", "k", "v", "softmax_scale", "causal"),
     *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 )
-#: Functions of the interface -> arguments used.
+#: Functions -> arguments used.
 _CALLED = {
     "_flash_attn_fwd": (*_SHARED, "return_lse"),
     "_flash_attn_bwd": (*_SHARED, "out", "dout", "lse", "deterministic"),
@@ -40,7 +39,7 @@ def _import_problem() -> str | None:
     # Takes seconds: checked last.
     try:
         interface = importlib.import_module(_INTERFACE)
-    # The packages that compile kernels raise errors of all kinds.
+    # Kernel compilers raise errors of all kinds.
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         return f"broken: {_INTERFACE} cannot be imported: {type(error).__name__}: {first_line}"

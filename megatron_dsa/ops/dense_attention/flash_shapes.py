@@ -1,7 +1,7 @@
 """Shapes of flash-attention kernels, and padding of values.
 
-Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]`` with ``cu_seqlens``, and return the
-lse heads first.
+Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]`` with ``cu_seqlens``; lse has heads
+first.
 """
 
 from types import ModuleType
@@ -12,13 +12,10 @@ import torch
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.ops.dispatch import OpCall, Reason
 
-#: Largest head dim.
 LARGEST = 256
 
 
 class Lengths(NamedTuple):
-    """Cumulative lengths, ``None`` if not packed, and longest lengths."""
-
     cu_q: torch.Tensor | None
     cu_k: torch.Tensor | None
     max_q: int

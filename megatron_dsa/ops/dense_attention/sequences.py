@@ -1,8 +1,7 @@
 """Visible keys of a block's query tokens, in the terms of attention kernels.
 
-Packed batches are cut into segments: queries of segment ``i`` see its keys. Queries that see
-nothing, and unseen keys, are in segments whose other side is empty, so that the kernels'
-``cu_seqlens`` need no copies.
+Packed batches are cut into segments: queries of segment ``i`` see its keys. Blind queries and
+unseen keys are in segments whose other side is empty, so that ``cu_seqlens`` need no copies.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ class Packed:
     """Segments of packed tokens.
 
     Attributes:
-        cu_q, cu_k: int32 ``[segments + 1]`` on the device, from 0 to the number of query tokens and
-            of keys.
+        cu_q, cu_k: int32 ``[segments + 1]`` on the device, of all query tokens and keys.
         longest: host-side upper bound of a segment's tokens.
         reach: host-side upper bound of the distance of a query and its keys; ``None``: ``longest``.
     """
@@ -64,11 +62,8 @@ def covering(
 ) -> Packed:
     """Return segments with these ends, and blind segments for the tokens behind them.
 
-    Args:
-        ends: int ``[sequences]`` twice per segment: its end among the query tokens and among the
-            keys, ascending; the last ones end at the sequence's last token.
-        tokens: number of queries, and of keys.
-        longest, reach: see :class:`Packed`.
+    ``ends``: int ``[sequences]`` twice per segment, among query tokens and keys, ascending; the
+    last ones are the sequence's end.
     """
     longest = max(1, min(longest, tokens))
     last = ends[-1][0][-1]

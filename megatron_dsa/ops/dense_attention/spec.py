@@ -77,9 +77,9 @@ DENSE_ATTENTION = Operation(
 class BlockAttention:
     """Attention to one block of keys and values by the candidate ``name``.
 
-    ``forward(q, k, v, causal, scale, sequences) -> out, lse``, and ``backward(dout, q, k, v, out,
-    lse, causal, scale, sequences) -> dq, dk, dv`` with ``out`` and ``lse`` of the whole attention.
-    Queries without keys give 0 and ``-inf``; gradients are 0 where nothing is visible.
+    ``forward(q, k, v, causal, scale, sequences) -> out, lse``, ``backward(dout, q, k, v, out, lse,
+    causal, scale, sequences) -> dq, dk, dv`` with ``out`` and ``lse`` of the whole attention.
+    Queries without keys give 0 and ``-inf``.
     """
 
     name: str
@@ -88,7 +88,6 @@ class BlockAttention:
 
 
 def fake(candidate: Candidate, attention: Callable, workspace_bytes: int, *args, **options):
-    """Return, keep and allocate like the implementations."""
     workspace_bytes = 0 if candidate.fused else workspace_bytes
 
     def forward(q, k, v, causal, scale, sequences):

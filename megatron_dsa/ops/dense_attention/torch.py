@@ -55,7 +55,6 @@ def backward(
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return the lse, 0 for queries without keys, whose scores are all ``-inf``."""
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 

@@ -33,23 +33,22 @@ def indexer_topk(
     """Select the ``min(topk, visible)`` best visible keys per query token.
 
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. Exact and deterministic:
-    ties go to the first key of the sequence. With ``policy.indexer_numerics`` ``deepgemm-fp8``
-    scores follow :mod:`megatron_dsa.ops.indexer_topk.engine`.
+    ties go to the first key of the sequence. ``policy.indexer_numerics`` may replace them by scores
+    of inference engines (:mod:`megatron_dsa.ops.indexer_topk.engine`).
 
     Args:
         inputs: see :class:`IndexerInputs`.
         layout: visible keys of each query.
         topk: keys per query, at least 1.
-        policy: implementations that may run.
 
     Returns:
         ``indices`` int32 ``[Sq, topk]``: indices into the key buffer in sequence order, then
         ``-1``; ``length`` int32 ``[Sq]``: valid entries. Not differentiable.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, scores
-            that are not finite (on a GPU a device assert, which ends the process at its next
-            synchronisation), or ``deepgemm-fp8`` without relu or with index dims above 128.
+        ConfigError: shapes, dtypes or the layout do not fit; scores are not finite (on a GPU a
+            device assert, which ends the process at its next synchronisation); ``deepgemm-fp8``
+            without relu or with index dims above 128.
     """
     check_indexer(inputs, layout)
     if policy.indexer_numerics != EXACT:
@@ -61,7 +60,6 @@ def indexer_topk(
 
 
 def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield the operations of a selection described by ``call``, with their calls."""
     yield "indexer_topk", call
     if policy.indexer_numerics == DEEPGEMM_FP8:
         yield "indexer_engine_scores", replace(call, dtype=FP8)
@@ -70,8 +68,6 @@ def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]
 
 
 class _Exact:
-    """Selection by scores of the inputs as given."""
-
     scoring: Operation = SCORES
 
     def __init__(self, inputs: IndexerInputs, layout: Layout, topk: int, policy: Policy):
@@ -80,15 +76,11 @@ class _Exact:
         self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return int32 ``[tokens, topk]``: ascending columns of the block, then -1.
-
-        The block is wider than ``topk``. The result may be ``out``.
-        """
+        """Return int32 ``[tokens, topk]`` or ``out``: ascending columns of the block, then -1."""
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
         return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 
     def bytes_per_token(self, width: int) -> int:
-        """Return temporary bytes per query of a block, result included."""
         return width * self._bytes_per_score + 4 * self.topk
 
     def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
@@ -154,12 +146,12 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
     for block in layout.blocks(tokens_for_width, topk + 1):
         seen, out = layout.seen(block), indices[block.tokens]
         columns = written = None
-        if block.width > topk and block.bound > topk:  # else all visible keys are selected
+        if block.width > topk and block.bound > topk:  # else all are selected
             if not layout.packed:
                 written = out if _takes_columns(out, layout, block) else None
                 columns = select(block, seen, written)
             else:
-                # Which queries see few keys is only on the device.
+                # Only on the device: which queries see few keys.
                 columns = select(block, _scored(layout, block, seen, topk))
         if written is None or columns is not written:
             put(out, columns, seen, block.lo, layout.key_rows)
@@ -167,15 +159,13 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
-    """Return whether a kernel can write the block's columns to ``out`` as key indices."""
+    """Return whether columns are key indices that a kernel can write to ``out``."""
     columns_are_rows = block.lo == 0 and layout.key_rows is None
     # Kernels write 16 bytes at a time.
     return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
 def _scored(layout: Layout, block: Block, seen: Seen, topk: int) -> Seen:
-    """Return visibility for queries that see more than ``topk`` keys, none for the others."""
-
     def scored() -> Seen:
         few = seen.end - seen.start <= topk
         return Seen(torch.where(few, seen.end, seen.start), seen.end)
@@ -193,13 +183,10 @@ ADVICE = (
 def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> IndexerInputs:
     """Return ``inputs``, marked as checked, if every visible score is finite.
 
-    Comparisons with NaN are false: a selection would silently omit keys. Checks the inputs and a
-    bound of their products, which are far fewer than scores: three small kernels without
-    synchronisation. Padding of packed batches may hold anything.
+    Comparisons with NaN are false: a selection would silently omit keys. Three small kernels check
+    the inputs and a bound of their products, without synchronisation. Padding may hold anything.
 
     Args:
-        inputs: the indexer's tensors, in 16 bits or more.
-        layout: visible keys of each query.
         where: layer or operation, for the message.
 
     Raises:
@@ -220,8 +207,6 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
 
 
 def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return padding: bool ``[num_queries]`` and ``[num_keys]``, or ``None``."""
-
     def find() -> tuple[torch.Tensor, torch.Tensor]:
         keys = ~seen_slots(layout)
         if layout.key_rows is not None:
@@ -241,7 +226,6 @@ def seen_slots(layout: Layout) -> torch.Tensor:
 
 
 def _explain(tensors, hidden, where: str) -> str:
-    """Describe the tokens concerned; waits for the device."""
     q, keys, weights = (
         ~x.isfinite().flatten(1).all(1) & (True if unseen is None else ~unseen)
         for x, unseen in zip(tensors, hidden, strict=True)

@@ -1,8 +1,8 @@
 """Scores and selection through cuDNN's front end (Hopper, bf16, index dim 128).
 
-Bridged: scores in blocks of queries instead of an ``S x S`` fp32 buffer, with a causal offset (the
-mask is aligned to the top left); ``ratio`` defaults to 4; 16, 32 or 64 index heads. Selection
-orders ``+0`` and ``-0``, both common after the relu and equal here.
+Bridged: blocks of queries instead of an ``S x S`` fp32 buffer, with a causal offset (the mask is
+aligned to the top left); ``ratio`` defaults to 4; 16, 32 or 64 index heads; ``+0`` and ``-0``, both
+common after the relu, differ.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megatron_dsa.ops.padding import padded_heads, with_heads
 
 class Scores:
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        return itemsize  # products stay on chip
+        return itemsize
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -23,8 +23,8 @@ class Scores:
 
         q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
         heads = padded_heads(q.shape[1], (16, 32, 64))
-        # Query i of r sees up to its own slot, the block's last but r - i; with compressed slots,
-        # mask nothing.
+        # Query i of r sees up to the block's last slot but r - i; with compressed slots, mask
+        # nothing.
         offset = block.width - (q.shape[0] if block.ratio == 1 else 0)
         scores = DSA.indexer_forward_wrapper(
             with_heads(q, heads, -2)[None],
@@ -40,10 +40,10 @@ class Scores:
 
 class Selection:
     def bytes_per_score(self) -> int:
-        return 10  # measured, undocumented
+        return 10  # measured
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Select; visible keys must be the first columns of the block (unpacked batches)."""
+        """Select; visible keys must be the first columns (unpacked batches)."""
         from cudnn import DSA
 
         scores = scores.add_(0.0)  # -0 + 0 = +0

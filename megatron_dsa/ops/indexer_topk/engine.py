@@ -1,20 +1,19 @@
 """Index scores in the fp8 arithmetic of inference engines (DeepGEMM's ``fp8_mqa_logits``).
 
-From bf16 queries ``q [HI, DI]`` and key ``k [DI]`` after rope and Hadamard transform
-(``docs/guide/rl.md`` compares with engines):
+From bf16 ``q [HI, DI]`` and ``k [DI]`` after rope and Hadamard transform (``docs/guide/rl.md``
+compares with engines):
 
 1. A vector ``x`` (``k``, or a head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
   448))``; ``x / scale`` is rounded to e4m3, ties to even.
 2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
-3. ``p[h] = relu(q[h] . k)`` in e4m3: exact, then rounded to fp32, in torch; with fewer bits on
-  Hopper's tensor cores, as in the engine.
-4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` takes ``w[h] * p[h]`` of the heads ``h =
-  r + 8, r, r + 16, r + 24, ...`` by fused multiply-add, starting from 0. With ``t[i] = s[2 i] + s[2
-  i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
+3. ``p[h] = relu(q[h] . k)``: exact, then rounded to fp32, in torch; fewer bits on Hopper's tensor
+  cores, as in the engine.
+4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` takes ``w[h] * p[h]`` of ``h = r + 8, r,
+  r + 16, r + 24, ...`` by fused multiply-add. With ``t[i] = s[2 i] + s[2 i + 1]`` the score is
+  ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
 
-Step 4 has the order of DeepGEMM's SM90 kernels, whose ``s`` is in the registers of four threads; in
-``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds the first product and fuses the
-second. All steps but 3 have one result on every device.
+Step 4 is DeepGEMM's on SM90: in ``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds the
+first product and fuses the second. All steps but 3 have one result on every device.
 """
 
 from collections.abc import Iterable
@@ -28,11 +27,11 @@ from megatron_dsa.ops.indexer_topk.fp8 import quantized_by_powers as quantized
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
 
-#: Dims per scale in the engines.
+#: Dims per scale.
 LARGEST_DIM = 128
-#: Separate sums (``s`` above).
+#: ``s`` above.
 SUMS = 8
-#: Keys that torch multiplies at a time; 8 MiB in fp64.
+#: Keys per product; 8 MiB in fp64.
 KEYS = 8192
 
 
@@ -62,10 +61,8 @@ def fp32_weights(weights: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class Scores:
-    """``indexer_engine_scores`` in torch, eight index heads at a time."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        # Products of eight heads and their sums, both in fp64 and fp32, and the score.
+        # Products and sums of eight heads, in fp64 and fp32, and the score.
         return SUMS * (8 + 8 + 4 + 4) + 4
 
     def __call__(
@@ -81,13 +78,12 @@ class Scores:
 
 
 def _in_order(groups: Iterable[slice]) -> list[slice]:
-    """Return groups of eight heads in the order of summation."""
     first, *others = groups
     return [*others[:1], first, *others[1:]]
 
 
 def _scores(q, weights, keys, key_scales) -> torch.Tensor:
-    # Products of e4m3 numbers are multiples of 2^-18: 128 of them sum exactly in fp64.
+    # 128 products of e4m3 numbers, multiples of 2^-18, sum exactly in fp64.
     keys = keys.double().t()
     sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
     for heads in _in_order(slices(q.shape[1], SUMS)):

@@ -7,18 +7,18 @@ import torch
 from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
-#: Least magnitude of a vector for power-of-two scales.
+#: Least magnitude for power-of-two scales.
 LEAST = 1e-4
 _LARGEST = torch.finfo(DTYPE).max
-#: Bits of an fp32 number below its exponent.
+#: Bits below the exponent.
 _MANTISSA = 0x7FFFFF
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``: ``x ~ e4m3 * scale``.
 
-    A vector's largest element becomes 448. Vectors of zeros, or too small for an fp32 scale, have
-    scale 1; non-finite ones give NaN products.
+    A vector's largest element becomes 448; (almost) zero vectors have scale 1; non-finite ones give
+    NaN products.
     """
     if _is_fused(x):
         from megatron_dsa.ops.indexer_topk.triton import quantize
@@ -32,7 +32,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]``, rounded to bf16, as e4m3 and power-of-two fp32 scales ``[...]``.
+    """Return ``x [..., D]``, rounded to bf16, as e4m3 and fp32 scales ``[...]``.
 
     Scales are ``2^ceil(log2(max(|x|max, 1e-4) / 448))``. Non-finite vectors give NaN products.
     """
@@ -43,7 +43,7 @@ def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize(x.contiguous(), least=LEAST)
     x = x.float()
     largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1).clamp_min(LEAST)
-    # Round up to a power of two: a nonzero mantissa carries into the exponent.
+    # A nonzero mantissa carries into the exponent.
     bits = (largest * (1 / _LARGEST)).view(torch.int32)
     scales = ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
     return (x / scales[..., None]).to(DTYPE), scales
@@ -56,6 +56,5 @@ def _is_fused(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _converts(device: torch.device) -> bool:
-    """Return whether Triton can round to fp8 on ``device``."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return fits and has_triton()

@@ -1,7 +1,6 @@
 """Lightning indexer: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 1, 2).
 
-``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`BlockSelection`) work on a
-block of queries at a time.
+Operations work on a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 _HERE = __package__
-#: Support of the Hopper kernels for scores.
 _HOPPER: dict[str, Any] = {"capabilities": (HOPPER,), "dims": ((128, 0),), "heads": (1, 64)}
 
 
@@ -32,13 +30,12 @@ class IndexerInputs:
 
     Attributes:
         q: ``[Sq, HI, DI]``.
-        k: ``[Skv, DI]``, shared by all index heads.
+        k: ``[Skv, DI]``, of all index heads.
         weights: ``[Sq, HI]``, including ``HI^-1/2 * DI^-1/2``.
         relu: clamp each head's product at 0 (DeepSeek).
-        key_scales: fp32 ``[Skv]``, factors on scores with fp8 (e4m3) q and k; the scales of q are
-            in ``weights`` (:mod:`.engine`).
+        key_scales: fp32 ``[Skv]``, for fp8 (e4m3) q and k; the scales of q are in ``weights``.
         fp32_weights: fp32 ``[Sq, HI]``, from :func:`.engine.fp32_weights`, for engine scores;
-            ``None``: these use ``weights``.
+            ``None``: ``weights``.
         checked: :func:`.api.require_finite_scores` accepted them.
     """
 
@@ -73,16 +70,15 @@ class BlockScores(Protocol):
     ) -> torch.Tensor:
         """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64).
 
-        ``keys [slots, DI]`` are all keys in slot order. Invisible scores are undefined, even NaN.
-        The caller may overwrite the result.
+        ``keys [slots, DI]`` are in slot order. Invisible scores are undefined, even NaN. The caller
+        may overwrite the result.
         """
 
 
 class BlockSelection(Protocol):
-    """Implementation of ``indexer_topk``, called with the indexer's q.
+    """Implementation of ``indexer_topk``.
 
-    With a true attribute ``takes_out`` it accepts a fourth argument: a contiguous tensor for the
-    result.
+    With a true attribute ``takes_out``, a fourth argument may receive the result.
     """
 
     def bytes_per_score(self) -> int:
@@ -91,8 +87,8 @@ class BlockSelection(Protocol):
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the best visible scores, then -1.
 
-        ``scores [tokens, width]``, ``width > topk``, may be overwritten and undefined where not
-        ``seen``. Ties go to the smallest column; ``-0 == +0``.
+        May overwrite ``scores [tokens, width]``, ``width > topk``, undefined where not ``seen``.
+        Ties go to the smallest column; ``-0 == +0``.
         """
 
 
@@ -238,9 +234,6 @@ def fake_selection(
     return scores.new_empty(scores.shape[0], topk, dtype=torch.int32)
 
 
-# Reference: materialises everything.
-
-
 def index_scores(q, k, weights, relu=True) -> torch.Tensor:
     """``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` as ``[Sq, Skv]``."""
     products = torch.einsum("qhd,kd->qhk", q, k)
@@ -260,10 +253,6 @@ def engine_scores(q, k, weights) -> torch.Tensor:
     """Scores by the rule of :mod:`.engine`, fp32 ``[Sq, Skv]``.
 
     Rounds explicitly in float64, without torch's fp8 or code of the package.
-
-    Args:
-        q, k: ``[Sq, HI, DI]`` and ``[Skv, DI]``, rounded to bf16 here.
-        weights: ``[Sq, HI]``, constants included, rounded to fp32 here.
     """
     (q, q_scale), (k, k_scale) = _engine_quantized(q), _engine_quantized(k)
     weights = (weights.float().double() * q_scale).float().double()
@@ -280,11 +269,10 @@ def engine_scores(q, k, weights) -> torch.Tensor:
 
 
 def _engine_quantized(x) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3 numbers and power-of-two scales of ``[..., D]``, both float64."""
     x = x.bfloat16().double()
-    largest = x.abs().amax(-1).clamp_min(float(torch.tensor(1e-4)))  # 1e-4 in fp32
+    largest = x.abs().amax(-1).clamp_min(float(torch.tensor(1e-4)))
     ratio = (largest.float() * (1 / 448)).double()
-    mantissa = torch.frexp(ratio).mantissa  # in [0.5, 1)
+    mantissa = torch.frexp(ratio).mantissa
     scale = torch.where(mantissa == 0.5, ratio, ratio / mantissa)
     x = x / scale[..., None]
     power = torch.where(x == 0, 0, x / torch.frexp(x).mantissa)

@@ -1,7 +1,6 @@
 """Scores, selection and its lists in torch, and the check for finite scores.
 
-Exact and deterministic: ``torch.topk`` only gives the k-th *value*, since its ties are undefined;
-ties go to the smallest slot.
+``torch.topk``, whose ties are undefined, only gives the k-th *value*.
 """
 
 from collections.abc import Sequence
@@ -13,13 +12,10 @@ from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
 
-#: Index heads per product.
 HEADS_AT_ONCE = 8
 
 
 class Scores:
-    """``indexer_scores`` in torch, a few index heads at a time."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
         return itemsize * (min(HEADS_AT_ONCE, heads) + 1)  # products and their sum
 
@@ -65,7 +61,7 @@ def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
 def head_products(
     inputs: IndexerInputs, tokens: slice, keys: torch.Tensor, heads: slice
 ) -> torch.Tensor:
-    """Return ``q[tokens, heads] . keys`` as ``[r, h, w]``, after the relu, if any."""
+    """Return ``q[tokens, heads] . keys`` as ``[r, h, w]``, after the relu."""
     q = inputs.q[tokens, heads]
     products = mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
     return products.relu_() if inputs.relu else products
@@ -96,9 +92,8 @@ def put(
 
     Args:
         out: int32 ``[tokens, K]``, any stride of tokens; -1 for none.
-        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none; not read for
-            queries that see at most ``K`` keys and get all, as all do with ``None``.
-        seen: visible columns.
+        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none; unread for
+            queries that see at most ``K`` keys and get all; ``None``: all do.
         first: slot of the block's first column.
         key_rows: int64, slot -> key index, or ``None`` for the identity.
     """
@@ -122,12 +117,11 @@ def put(
 def sums_fit(
     tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
 ) -> torch.Tensor:
-    """Return a bool scalar: ``|q k| + |q k weights|`` of the largest elements is below ``limit``.
+    """Return whether ``|q k| + |q k weights|`` of the largest elements is below ``limit``.
 
     Args:
         tensors: q, k and weights, one entry per token, not empty.
         unseen: bool, tokens of each to leave out, or ``None``; the same for q and weights.
-        limit: false for NaN.
     """
     if tensors[0].is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
         from megatron_dsa.ops.indexer_topk.triton import sums_fit as fused
@@ -135,7 +129,7 @@ def sums_fit(
         return fused(tensors, unseen, limit)
     q, k, weights = map(largest, tensors, unseen)
     products = q * k
-    # Both sums of a head must fit: before and after the weight.
+    # A head's sums must fit before and after the weight.
     return torch.addcmul(products, products, weights) < limit
 
 

@@ -15,16 +15,15 @@ from megatron_dsa.ops.layout.layout import Seen
 #: Elements per program, largest e4m3.
 ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
-#: Bits of an fp32 number below its exponent.
+#: Bits below the exponent.
 _MANTISSA = tl.constexpr(0x7FFFFF)
-#: Programs of a search for largest magnitudes, elements per step.
+#: Programs, elements per step.
 _PROGRAMS, _BLOCK = 512, 4096
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, LEAST: tl.constexpr):
-    """One program per ``VECTORS`` vectors; with ``LEAST`` scales are powers of two."""
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     inside = vector < count
     at = vector[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -45,8 +44,8 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, as in :mod:`.fp8`.
 
-    ``least`` bounds a vector's largest element from below and makes scales powers of two. ``D`` is
-    a power of two, x contiguous.
+    ``least``: lower bound of magnitudes for power-of-two scales. ``D`` is a power of two, x
+    contiguous.
     """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -96,9 +95,7 @@ def put(
 
 @triton.jit
 def _largest(x, unseen, width, count, BLOCK: tl.constexpr):
-    """Return the bits, ordered like the values, of this program's largest fp32 magnitude; NaN is
-    largest.
-    """
+    """Return the bits of this program's largest fp32 magnitude; NaN is largest."""
     largest = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for begin in range(first, count, tl.num_programs(0) * BLOCK):
@@ -126,7 +123,7 @@ def _magnitudes(
 
 @triton.jit(do_not_specialize=["limit"])
 def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
-    """Compare in one program. Both sums of a head must fit: before and after the weight."""
+    """Compare; a head's sums must fit before and after the weight."""
     place = tl.arange(0, PROGRAMS)
     q = tl.max(tl.load(largest + place), 0).to(tl.float32, bitcast=True)
     k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)

@@ -1,13 +1,11 @@
 """Compressed keys: groups of positions pooled into one key, and their visibility.
 
-DeepSeek-V4 pools ``ratio`` consecutive positions of a sequence into one key. Group ``g`` has the
-positions ``g * ratio ... (g + 1) * ratio - 1``; a sequence's tail is not compressed. A query at
+DeepSeek-V4 pools ``ratio`` consecutive positions into one key, except a sequence's tail. A query at
 position ``t`` sees the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
 
-The compressed keys of all sequences are ordered in *compressed slots*: a query sees a contiguous
-range, described by a :class:`~megatron_dsa.ops.layout.layout.Layout`. A packed sequence that starts
-at token ``o`` has the slots from ``o // ratio`` on: unique without counting groups, but with empty
-slots in between.
+Compressed keys of all sequences are ordered in *compressed slots*, described by a
+:class:`~megatron_dsa.ops.layout.layout.Layout`. A packed sequence that starts at token ``o`` has
+the slots from ``o // ratio`` on: unique without counting groups, with empty slots in between.
 """
 
 import dataclasses
@@ -25,12 +23,11 @@ class Groups:
     """Tokens pooled in each compressed slot.
 
     With ``row_step == 1``, group ``g`` of the sequence that starts at token ``o`` has the slot ``o
-    // ratio + g``: token ``r`` is in slot ``r // ratio``, the slot before, or none. With ``row_step
-    > 1`` batch elements have equally many slots, one after the other.
+    // ratio + g``; otherwise batch elements have equally many slots, one after the other.
 
     Attributes:
         first_row: int32 ``[G]``, index of the group's first token; -1: empty slot.
-        position: int64 ``[G]``, its position in the sequence; 0: there is no previous group.
+        position: int64 ``[G]``, its position; 0: there is no previous group.
         row_step: distance of consecutive positions (Megatron's ``[s, b]``: ``b``; packed: 1).
     """
 
@@ -45,11 +42,11 @@ class CompressedKeys:
 
     Attributes:
         ratio: positions per key.
-        layout: visibility of compressed slots for the query tokens.
-        groups: this rank's groups, in tokens of the microbatch or the extended tokens of ``halo``.
-        halo: other ranks' tokens in this rank's groups; ``None`` if one rank holds all.
-        rows: int64 ``[count]``, slot -> index in the compressed keys of all ranks; past the end for
-            empty slots. ``None`` like ``halo``.
+        layout: visibility of compressed slots.
+        groups: local groups, in tokens of the microbatch or the extended tokens of ``halo``.
+        halo: other ranks' tokens in local groups; ``None`` if one rank holds all.
+        rows: int64 ``[count]``, slot -> index in the compressed keys of all ranks, past the end for
+            empty slots, or ``None``.
     """
 
     ratio: int
@@ -60,7 +57,6 @@ class CompressedKeys:
 
     @property
     def count(self) -> int:
-        """Compressed slots, at least as many as groups."""
         return self.layout.num_keys
 
     @property
@@ -112,13 +108,13 @@ def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
     global_layout = layout.all_tokens
     if layout.packed:
         return 1, global_layout.num_keys // ratio
-    length = global_layout.max_length  # of every batch element
-    # Without tokens there are no elements to count.
+    length = global_layout.max_length
+    # Without tokens the number of elements is unknown.
     return max(global_layout.num_keys // max(length, 1), 1), length // ratio
 
 
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
-    """Return int64 ``[num_queries]``: the first compressed slot of each token's sequence."""
+    """Return int64 ``[num_queries]``: first compressed slot of the token's sequence."""
     start = layout.start.long()
     if layout.packed:
         return start // ratio
@@ -144,7 +140,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     rows_of = (keys.table[..., None] * step + element).flatten(1)  # [ranks, tokens]
     per_element = halo.length // ratio
     local = rows_of[mine]
-    # Other ranks' predecessors are read from the halo.
+    # Other ranks' predecessors are in the halo.
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
     groups = _groups(
@@ -171,10 +167,10 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
 def _groups(
     rows, completes, position, ratio: int, step: int, per_element: int, alone=None
 ) -> Groups:
-    """Return the groups that ``rows`` complete, in the slots of :class:`Groups`.
+    """Return the groups that ``rows`` complete.
 
     ``alone``: bool, groups whose predecessor is another rank's. It is pooled here as well and
-    discarded: the backward needs a slot for every group of these tokens.
+    discarded: the backward needs its slot.
     """
     first = rows - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")

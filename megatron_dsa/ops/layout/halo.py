@@ -1,8 +1,7 @@
 """Halo: tokens of other ranks before each run of a rank's tokens.
 
-Windows, and groups that begin on another rank, look back. Ranks all-gather the last ``reach``
-positions of each run, a few hundred. The host only needs a bound of the number of runs: no
-synchronisation.
+Ranks all-gather the last ``reach`` positions of each run, a few hundred, for windows and for groups
+that begin on another rank. A host-side bound of the number of runs spares a synchronisation.
 """
 
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ class Halo:
 
     Attributes:
         reach: positions needed before a run.
-        shared: int64 ``[C]``, shared local positions, in order; unused entries are 0.
+        shared: int64 ``[C]``, shared local positions; unused entries are 0.
         held: int64 ``[slots]``, slot -> index in ``[local tokens, shared tokens of rank 0, of rank
             1, ...]``; negative if absent.
-        runs: int64 ``[ranks, positions]``, run of each rank's position.
+        runs: int64 ``[ranks, positions]``, run of each position.
         local: int64 ``[positions]``, extended positions that are local.
-        before: int64 ``[most runs * reach]``, the other extended positions.
-        source: int64 like ``before``: index in all ranks' shared positions, -1 before the sequence.
+        before: int64 ``[most runs * reach]``, the others.
+        source: int64 like ``before``: index in all shared positions, -1 before the sequence.
     """
 
     reach: int
@@ -41,7 +40,6 @@ class Halo:
 
     @property
     def length(self) -> int:
-        """Number of extended positions."""
         return self.local.shape[0] + self.before.shape[0]
 
 
@@ -63,7 +61,7 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     begins = torch.ones_like(global_positions, dtype=torch.bool)
     begins[:, 1:] = global_positions[:, 1:] != global_positions[:, :-1] + 1
     runs = begins.cumsum(1) - 1
-    # End of each position's run: the nearest that the next does not continue.
+    # End of each position's run.
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]
     last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)
@@ -94,7 +92,6 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     offset = torch.arange(reach, device=device)
     before = first + reach * torch.arange(most, device=device)[:, None] + offset
     begin = global_positions[rank, first.clamp_max(rows - 1)]
-    # Positions before the sequence are not needed.
     floor = global_layout.start[begin * keys.batch].long()
     position = begin - reach + offset
     exists = (first < rows) & (position >= floor)

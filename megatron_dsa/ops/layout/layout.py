@@ -1,8 +1,8 @@
 """Causal visibility of keys per query, for packed and unpacked batches.
 
-Tokens are flattened: Megatron's ``[s, b, ...]`` to ``s * B + b``. A *slot* is an index into the
-keys in sequence order, one sequence after the other; every query sees a contiguous range of slots.
-Computed on the device without synchronisation.
+Megatron's ``[s, b, ...]`` is flattened to tokens ``s * B + b``. A *slot* is an index into the keys
+in sequence order; every query sees a contiguous range of slots. Computed on the device without
+synchronisation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class QueryRange:
                            position 0            |<-lookback->|
         lowest = origin + max(0, p + 1 - lookback)      highest = min(origin + p + 1, ceiling)
 
-    With compressed keys (``ratio``), ``p`` and ``lookback`` count positions, and ``lowest`` and
-    ``highest`` use ``(...) // ratio``.
+    With ``ratio`` (compressed keys), ``lowest`` and ``highest`` use ``(...) // ratio``.
 
     Attributes:
         tokens: slice of query tokens.
@@ -44,7 +43,7 @@ class QueryRange:
         lookback: upper bound of the sequence length.
         ceiling: number of slots.
         step: positions between queries; more than 1 where ranks share a sequence.
-        slack: largest deviation of a position, for lengths on the device only.
+        slack: largest deviation of a position, for lengths on the device.
         ratio: positions per slot.
     """
 
@@ -61,7 +60,6 @@ class QueryRange:
         return len(range(self.tokens.start, self.tokens.stop, self.tokens.step))
 
     def tokens_of(self, begin: int, end: int) -> slice:
-        """Return the query tokens of queries ``[begin, end)``."""
         first, step = self.tokens.start, self.tokens.step
         return slice(first + begin * step, first + (end - 1) * step + 1, step)
 
@@ -74,7 +72,7 @@ class QueryRange:
         return min(position + 1, self.lookback) // self.ratio
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the slot range that covers everything visible to queries ``[begin, end)``."""
+        """Return a slot range that covers everything visible to queries ``[begin, end)``."""
         first = self.position + begin * self.step - self.slack
         last = self.position + (end - 1) * self.step + self.slack
         lowest = self.origin + max(0, (first + 1 - self.lookback) // self.ratio)
@@ -82,7 +80,7 @@ class QueryRange:
         return min(lowest, highest), highest
 
     def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Return bool scalar: :meth:`slots` of each query covers its ``[start, end)``."""
+        """Return whether :meth:`slots` of each query covers its ``[start, end)``, on the device."""
         start, end = start[self.tokens], end[self.tokens]
         position = self.position + self.step * torch.arange(len(self), device=start.device)
         reach = (position - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
@@ -111,7 +109,6 @@ class Block:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Identity of the block in its layout."""
         return self.tokens.start, self.tokens.stop, self.tokens.step, self.lo, self.hi
 
 
@@ -128,7 +125,6 @@ class Seen:
     end: torch.Tensor
 
     def columns(self, width: int) -> torch.Tensor:
-        """Return bool ``[tokens, width]``: visible columns."""
         columns = torch.arange(width, device=self.start.device)
         return (columns >= self.start[:, None]) & (columns < self.end[:, None])
 
@@ -141,12 +137,12 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences of a microbatch as Megatron describes them, over all ranks.
+    """Sequences of a microbatch, over all ranks.
 
     Attributes:
         batch: micro-batch size; 1 if packed.
         cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
-            without and with padding (``None`` without any); both ``None`` if unpacked.
+            without and with padding, or ``None``.
     """
 
     batch: int = 1
@@ -165,16 +161,15 @@ class Layout:
     Attributes:
         num_queries: query tokens.
         num_keys: keys (and slots) of the key buffer.
-        start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``, none
-            for padding tokens.
+        start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``.
         position: int64 ``[num_queries]``, position in the sequence (for rope).
         key_rows: int64 ``[num_keys]``, slot -> index in the key buffer, ``None`` for the identity.
         real: bool ``[num_queries]``, ``False`` for padding; ``None`` if not :attr:`packed`.
         query_ranges: host-side bounds that cover every query token exactly once.
         max_length: host-side upper bound of the visible slots of a query.
-        global_layout: layout of the query tokens of all ranks, if sharded.
+        global_layout: layout of all ranks' query tokens, if sharded.
         key_ownership: the rank of each key, if sharded.
-        sequences: lengths; ``None`` for ranges of slots that are not sequences.
+        sequences: ``None`` for ranges of slots that are not sequences.
 
     Raises:
         ConfigError: sizes do not fit, or (on a GPU at its next synchronisation) a range of slots
@@ -193,9 +188,9 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Results of :meth:`derive`; emptied by ``replace``, since ranges may change.
+    #: Cache of :meth:`derive`; emptied by ``replace``, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False)
-    #: Keys of ``derived`` that another layout's :meth:`derive_large` may drop.
+    #: Keys that another layout's :meth:`derive_large` may drop.
     large: set = field(default_factory=set, init=False, repr=False)
     #: A CUDA graph rewrites the tensors in every replay.
     in_graph: bool = field(default_factory=lambda: capturing(), init=False, repr=False)
@@ -219,7 +214,7 @@ class Layout:
         inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
-        if self.start.device.type == "cpu":  # on a GPU some ten launches per query_range
+        if self.start.device.type == "cpu":  # about ten launches per query_range on a GPU
             rule = "query_ranges must cover all that their queries see"
             fix = f"{rule}: widen position, lookback or slack"
             for query_range in self.query_ranges:
@@ -227,12 +222,11 @@ class Layout:
 
     @property
     def packed(self) -> bool:
-        """Several sequences of any length, maybe with padding between them."""
+        """Several sequences, maybe with padding between them."""
         return self.real is not None
 
     @property
     def all_tokens(self) -> Layout:
-        """Layout of the query tokens of all ranks."""
         return self if self.global_layout is None else self.global_layout
 
     @property
@@ -246,7 +240,7 @@ class Layout:
             return self.derived[key]
         with torch.inference_mode(False):  # training also reads results of evaluation
             made = make()
-        if self.in_graph or not capturing():  # else it has no content before a replay
+        if self.in_graph or not capturing():  # else without content before a replay
             self.derived[key] = made
         return made
 
@@ -292,7 +286,7 @@ class Layout:
         return self.derive("slots", slots)
 
     def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int32 slots to indices into the key buffer; keep negative entries (no key)."""
+        """Map int32 slots to indices into the key buffer; keep negative entries."""
         if self.key_rows is None:
             return slots
         rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
@@ -351,10 +345,7 @@ _recent: list[weakref.ref[Layout]] = []
 
 @tensor_cache(16)
 def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
-    """Return the layout of Megatron's ``[s, b, ...]``: ``batch`` causal sequences of equal length.
-
-    Queries and keys are ``s * batch + b``; slot order is one batch element after the other.
-    """
+    """Return the layout of ``batch`` causal sequences of equal length, ``[s, b, ...]``."""
     count = seq_length * batch
     token = torch.arange(count, device=device)
     position, start = token // batch, token % batch * seq_length
@@ -386,9 +377,9 @@ def packed_layout(
     Args:
         cu_seqlens: int ``[n + 1]``, cumulative *real* lengths, from 0 on.
         tokens: length of the packed tensor.
-        max_seqlen: host-side upper bound of a real length, for skipping blocks, or ``None``.
-        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding, if any. Tokens past the
-            last sequence are also padding.
+        max_seqlen: host-side upper bound of a real length, or ``None``.
+        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding, if any; later tokens
+            are also padding.
 
     Raises:
         ConfigError: lengths do not fit ``tokens`` or exceed ``max_seqlen``; on a GPU a device
@@ -417,7 +408,7 @@ def packed_layout(
         num_keys=tokens,
         start=start.int(),
         end=end.int(),
-        # Padding past the last sequence needs a position inside the rope table.
+        # Padding needs a position inside the rope table.
         position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
         key_rows=None,
         real=real,

@@ -1,7 +1,7 @@
 """Pools: consecutive tokens of a document that the indexer selects as one (GLM-5.3).
 
-A pool is a group of :mod:`.compressed` without overlap. Selected pools become lists of tokens for
-the attention, whose mass is summed per pool for the loss.
+A pool is a group of :mod:`.compressed` without overlap. Selected pools become lists of tokens,
+whose attention mass is summed per pool.
 """
 
 from dataclasses import dataclass, replace
@@ -14,13 +14,6 @@ from megatron_dsa.ops.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class KeyPools:
-    """Pools of one microbatch.
-
-    Attributes:
-        layout: visibility of tokens.
-        keys: the pools, with their visibility.
-    """
-
     layout: Layout
     keys: CompressedKeys
 
@@ -31,7 +24,6 @@ class KeyPools:
 
     @property
     def size(self) -> int:
-        """Tokens per pool."""
         return self.keys.ratio
 
     def expand(
@@ -72,14 +64,14 @@ class KeyPools:
         """Return the pools of lists from :meth:`expand`: indices, number, and mass of each.
 
         Args:
-            indices, length: lists of the query tokens ``tokens`` (all by default).
+            indices, length: lists of the query tokens ``tokens``.
             mass: ``[r, K * size + size - 1]``, per entry; tokens in no pool are ignored.
         """
         if length is None:
             length = (indices >= 0).sum(1, dtype=torch.int32)
         size, most = self.size, indices.shape[1] // self.size
         start, first = (x.start[tokens][:, None] for x in (self.layout, self.keys.layout))
-        count = length // size  # fewer than ``size`` tokens are in no pool
+        count = length // size  # fewer than ``size`` are in no pool
         column = torch.arange(most, dtype=torch.int32, device=indices.device)
         absent = column >= count[:, None]
         leading = indices[:, : most * size : size]

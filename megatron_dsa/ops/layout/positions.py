@@ -1,9 +1,8 @@
 """Selections as positions, independent of ranks, packing and key buffers.
 
-Inside the package a selection lists indices into the key buffer; outside (rollout engine, file,
-other ranks) *positions*: int32 ``[tokens, K]``, positions of keys within the query's sequence, from
-0, in any order, ``-1`` for no key. Group ``g`` of compressed keys (ratio 4) is ``g``. Padding
-tokens also have a list.
+Outside the package (rollout engine, file, other ranks) a selection lists *positions*: int32
+``[tokens, K]``, positions of keys within the query's sequence, from 0, in any order, ``-1`` for no
+key. Group ``g`` of compressed keys (ratio 4) is ``g``. Padding tokens also have a list.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 #: Sorts behind every position.
 _NONE = torch.iinfo(torch.int32).max
-#: Temporary bytes per list entry: sorted values with their order, masks, slots.
+#: Per list entry: sorted values with their order, masks, slots.
 _BYTES_PER_ENTRY = 64
 RULES = {
     "range": "entries must be -1 (no key) or positions from 0",
@@ -97,22 +96,18 @@ def positions_to_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert positions to a selection as from :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
 
-    Checks the rules of :func:`validate_indices`: on the CPU a broken one raises, on a GPU it ends
-    the process at its next synchronisation.
-
     Args:
         positions: int32 ``[num_queries, K]``, ``K <= topk``, on the layout's device.
         keys: layout of the keys.
         topk: width of the result.
-        name: argument in messages.
-        workspace_bytes: budget for temporary memory.
 
     Returns:
         ``indices`` int32 ``[num_queries, topk]``: indices into the key buffer in sequence order,
         then ``-1``; ``length`` int32 ``[num_queries]``.
 
     Raises:
-        ConfigError: for another form; on the CPU also for a broken rule.
+        ConfigError: for another form or a broken rule of :func:`validate_indices`; the latter ends
+            the process on a GPU at its next synchronisation.
     """
     shape = (keys.num_queries, "K")
     require_tensor(name, positions, shape, (torch.int32,), keys.start, "give one list per token")
@@ -130,7 +125,7 @@ def positions_to_rows(
         ordered = _ordered(given)
         for _, broken, _ in _broken(given, ordered, seen):
             fine &= ~broken.any()
-        # No read out of bounds before the check below takes effect.
+        # No read out of bounds before the check below.
         valid = ordered < seen[:, None]
         slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
         indices[tokens, :width] = keys.to_key_rows(slots)
@@ -147,12 +142,7 @@ def positions_to_rows(
 def rows_to_positions(
     indices: torch.Tensor, keys: Layout, *, workspace_bytes: int = 2**28
 ) -> torch.Tensor:
-    """Convert indices into the key buffer, int32 ``[num_queries, K]``, to positions, negatives to
-    -1.
-
-    Raises:
-        ConfigError: for another form.
-    """
+    """Convert indices into the key buffer to positions, int32 ``[num_queries, K]``."""
     shape, fix = (keys.num_queries, "K"), "give one list per query token"
     require_tensor("indices", indices, shape, (torch.int32,), keys.start, fix)
     out = torch.empty_like(indices)
@@ -171,7 +161,6 @@ def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: s
         indices: ``[tokens, K]``, moved to the layout's device.
         layout: of this rank's query tokens.
         queries: their sharding.
-        name: argument in messages.
     """
     total = layout.all_tokens.num_queries
     device = layout.start.device
@@ -206,7 +195,6 @@ def _real(given: torch.Tensor, layout: Layout, tokens: slice) -> tuple[torch.Ten
 
 
 def _ordered(given: torch.Tensor) -> torch.Tensor:
-    """Sort every list, negative entries last."""
     return torch.where(given < 0, _NONE, given).sort(dim=-1).values
 
 
@@ -224,7 +212,6 @@ def _broken(
 
 
 def _around(row: torch.Tensor, column: int) -> str:
-    """Format the entries of a list next to a column."""
     first = max(0, column - 2)
     shown = row[first : column + 3].tolist()
     entries = ", ".join("-1" if x == _NONE else str(x) for x in shown)

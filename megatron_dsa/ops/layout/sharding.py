@@ -1,9 +1,8 @@
 """Sharding of a microbatch's tokens over ranks, and the layout of one rank.
 
-Context parallelism cuts sequences; sequence parallelism cuts the part of a context-parallel rank
-again. A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``. The rank
-of a key, the keys of a query and the halo of a rank follow from the table of global positions, on
-the device, without synchronisation.
+A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``. The rank of a
+key, the keys of a query and the halo of a rank follow from the table of global positions, on the
+device, without synchronisation.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from megatron_dsa.ops.common.capture import tensor_cache
 from megatron_dsa.ops.common.checks import require_tensor
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
-#: packed batches; ``zigzag_rows``: of all packed tokens; ``contiguous``: the ``r``-th of ``cp``
-#: equal parts.
+#: ``zigzag``: chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in packed
+#: batches; ``zigzag_rows``: of all packed tokens; ``contiguous``: the ``r``-th of ``cp`` equal
+#: parts.
 CPLayout = Literal["zigzag", "zigzag_rows", "contiguous"]
 CP_LAYOUTS = get_args(CPLayout)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Part of the tokens that a rank holds: part ``sp_rank`` of ``sp`` of rank ``cp_rank``'s
-    tokens.
+    """Part ``sp_rank`` of ``sp`` of context-parallel rank ``cp_rank``'s tokens.
 
     Raises:
         ConfigError: there is no such rank or ``cp_layout``.
@@ -60,20 +58,18 @@ class Sharding:
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks that hold different tokens."""
         return self.cp * self.sp
 
     @property
     def rank(self) -> int:
-        """Index among them; parts of a context-parallel rank are neighbours."""
+        """Parts of a context-parallel rank are neighbours."""
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:
-        """Return the sharding of the context-parallel rank's tokens."""
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
-        """Return ``(first global position, length)`` of this rank's tokens in unpacked batches.
+        """Return ``(first global position, length)`` of local tokens in unpacked batches.
 
         Raises:
             ConfigError: ``total`` positions cannot be cut like this.
@@ -100,8 +96,7 @@ class Sharding:
         Args:
             total: positions on all ranks.
             offsets: int ``[n + 1]``, cumulative (padded) lengths of packed sequences, each a
-                multiple of ``2 * cp``; ``None`` for unpacked batches.
-            device: of the result.
+                multiple of ``2 * cp``, or ``None``.
         """
         self.chunks(total)
         if self.cp_layout == "zigzag" and offsets is not None and self.cp > 1:
@@ -128,7 +123,7 @@ class Sharding:
     def runs(self, documents: int | None) -> int:
         """Return the most runs of neighbouring global positions of a rank.
 
-        ``documents`` is the number of packed sequences, ``None`` for unpacked batches.
+        ``documents`` is the number of packed sequences, or ``None``.
         """
         if self.cp == 1 or self.cp_layout == "contiguous":
             return 1
@@ -145,9 +140,6 @@ class KeyOwnership:
         sharding: of the ranks that compute keys.
         table: int64 ``[ranks, positions]``, see :meth:`Sharding.global_positions`.
         batch: tokens per position.
-
-    Raises:
-        ConfigError: the table does not fit ``sharding``.
     """
 
     sharding: Sharding
@@ -174,7 +166,6 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
     Args:
         layout: of all tokens.
         sharding: of the query tokens; may differ from ``keys.sharding`` in ``sp``.
-        keys: ranks of the keys.
 
     Raises:
         ConfigError: the shardings do not belong together, or ``keys`` are of another batch.
@@ -207,7 +198,6 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
 
     Args:
         layout: of a rank's tokens, in an unpacked batch.
-        first, length: of the global positions, on any rank.
     """
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
@@ -237,7 +227,7 @@ def _of_tokens(
 def padded_bound(layout: Layout) -> int:
     """Return an upper bound of the padded length of a packed sequence.
 
-    Megatron's ``max_seqlen`` bounds real lengths; padded ones are on the device.
+    Megatron's ``max_seqlen`` bounds real lengths.
     """
     assert layout.sequences is not None
     padded = layout.sequences.cu_seqlens_padded is not None

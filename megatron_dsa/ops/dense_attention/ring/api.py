@@ -40,16 +40,15 @@ def dense_attention(
         v: ``[tokens, H, Dv]``, local.
         layout: visible keys of each query.
         softmax_scale: factor on ``q . k``.
-        group: context-parallel process group of ``layout``, if sharded; keys and values travel over
-            a ring.
+        group: context-parallel process group of ``layout``, if sharded.
         policy: implementations that may run.
 
     Returns:
         ``out [tokens, H, Dv]`` in q's dtype, 0 for tokens that see nothing, and ``lse [tokens, H]``
-        fp32 (fp64), natural log, ``-inf`` for such tokens, without gradient.
+        fp32 (fp64), natural, ``-inf`` for such tokens, without gradient.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+        ConfigError: shapes, dtypes or the layout do not fit.
     """
     require_scale(softmax_scale)
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
@@ -87,17 +86,12 @@ def gathered_latent_attention(
         w_uk: ``[H, D - P, R]``, local heads; its gradient is the local queries'.
         w_uv: ``[H, Dv, R]``, alike.
         layout: of the local tokens, sharded over context-parallel ranks.
-        softmax_scale: factor on ``q . k``.
         latent_grad: fp32 (fp64) ``[cp * tokens, R + P]``: receives the unrounded gradient of
             ``latents`` in its stead (see
             :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`).
-        policy: implementations of ``dense_attention`` that may run.
-
-    Returns:
-        ``out`` and ``lse``, see :func:`dense_attention`.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+        ConfigError: shapes, dtypes or the layout do not fit.
     """
     require_scale(softmax_scale)
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
@@ -125,8 +119,7 @@ def gathered_latent_attention(
 def token_shard(layout: Layout) -> TokenShard:
     """Return the tokens of a context-parallel rank, cached by their layout.
 
-    Args:
-        layout: of a rank's query tokens, with all parts of sequence parallelism.
+    ``layout``: of a rank's query tokens, with all parts of sequence parallelism.
 
     Raises:
         ConfigError: the layout is not one of sequences, or has other keys.

@@ -39,9 +39,7 @@ def ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally to keys and values that go round a ring; see :func:`.api.dense_attention`.
 
-    Args:
-        shard: local tokens.
-        block: attention to one block, or its name; ``None``: the best that can run.
+    ``block``: attention to one block, or its name; ``None``: the best that can run.
     """
     if shard.cp > 1:
         found = distributed.get_world_size(group), distributed.get_rank(group)
@@ -79,12 +77,7 @@ def gathered_latent_attention(
 
 
 def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the blocks of all ranks in turn.
-
-    Args:
-        payload: content of a block, ``KeysAndValues`` or ``Latent``.
-        blocks: ``Ring`` or ``Gathered``.
-    """
+    """Attend to the blocks of all ranks in turn."""
     combined = Combined(q.dtype)
     left = sum(len(shard.parts(source)) for source in range(shard.cp))
     for source, block in blocks.blocks(payload.local, payload.disposable):
@@ -93,7 +86,7 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
             k, v = payload.expand(block, part.keys)
             out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
-            del k, v, out, lse  # free before the next block allocates
+            del k, v, out, lse  # frees memory
     return combined.out, combined.lse
 
 
@@ -122,7 +115,7 @@ def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple
 
 
 class _OneBlockAttention(torch.autograd.Function):
-    """Attention on one rank: without copies for sending and combining."""
+    """Attention on one rank, without copies and combination."""
 
     @staticmethod
     def forward(ctx, q, k, v, sequences, kernel, scale):

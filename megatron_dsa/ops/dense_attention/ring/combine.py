@@ -17,7 +17,7 @@ class Combined:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.out: Any = None  # tensors after the first part
+        self.out: Any = None
         self.lse: Any = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, tokens: slice, last: bool) -> None:
@@ -42,7 +42,7 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
     """
     acc, tokens = accumulation_dtype(dtype), slice(first, first + part.shape[0])
     old = lse[tokens]
-    # -inf - -inf for tokens that see nothing in either.
+    # -inf - -inf for tokens that see nothing.
     share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
     torch.logaddexp(old, part_lse, out=old)
     merged = torch.lerp(sums[tokens].to(acc), part.to(acc), share.to(acc))

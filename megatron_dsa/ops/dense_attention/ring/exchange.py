@@ -1,8 +1,7 @@
 """Key exchange between ranks (ring or gathered blocks) and its backward.
 
-On the ring, the next block and the last gradient travel during the computation; gathered blocks
-return gradients through their gather. A block holds keys and values, or MLA's latents: less to
-send, for two products per block.
+On the ring, the next block and the last gradient travel during the computation. A block holds keys
+and values, or MLA's latents: less to send, for two products per block.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class RingExchange:
         self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        """Start sending to the next rank and receiving from the previous."""
         # One batch: sending first and receiving later would deadlock.
         requests = distributed.batch_isend_irecv(
             [
@@ -37,7 +35,7 @@ class RingExchange:
                 distributed.P2POp(distributed.irecv, receive, self._previous, self._group),
             ]
         )
-        # NCCL uses its own stream: keep the tensors alive.
+        # NCCL's stream still uses the tensors.
         self._pending = (requests, send, receive)
 
     def wait(self) -> None:
@@ -60,7 +58,6 @@ class Ring:
         A block is valid until the next; later ones overwrite ``local`` if it is ``disposable``.
         """
         exchange = self._exchange() if self._cp > 1 else None
-        # One buffer is read and sent while another receives.
         current = local
         spares: list[torch.Tensor] = []
         for step in range(self._cp):
@@ -83,8 +80,6 @@ class Ring:
 
 
 class RingGradients:
-    """Gradients that travel with their blocks; every rank adds its part."""
-
     def __init__(self, exchange: RingExchange | None, buffer: torch.Tensor):
         self._exchange, self._fresh, self._coming = exchange, True, False
         self._current = buffer
@@ -120,7 +115,6 @@ class RingGradients:
         return self._current
 
     def _arrive(self) -> None:
-        """Wait once for the current block's gradient."""
         if self._coming:
             assert self._exchange is not None and self._spare is not None
             self._exchange.wait()
@@ -129,8 +123,6 @@ class RingGradients:
 
 
 class Gathered:
-    """Gathered blocks, in the order of ranks."""
-
     def __init__(self, cp: int, rank: int):
         self._cp, self._rank = cp, rank
 
@@ -146,8 +138,6 @@ class Gathered:
 
 
 class GatheredGradients:
-    """Local part of the gradients of all blocks."""
-
     def __init__(self, gradients: torch.Tensor, cp: int):
         self._gradients, self._blocks = gradients, gradients.chunk(cp)
 
@@ -182,13 +172,11 @@ class KeysAndValues:
         return k[tokens], v[tokens]
 
     def add_gradients(self, buffer, tokens: slice, target: Callable, dk, dv) -> None:
-        """Add the gradients of some tokens of a block to ``target()``."""
         gradients, put = target()
         for view, part in zip(self._views(gradients), (dk, dv), strict=True):
             put(view[tokens], part)
 
     def split(self, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of the local keys and values, in the dtype of the inputs."""
         dk, dv = (x.to(self.local.dtype) for x in self._views(gradients))
         return dk, dv
 
@@ -197,11 +185,11 @@ class Latent:
     """Latents ``[tokens, R + P]``: the latent, then the heads' common rope key.
 
     Attributes:
-        dw_uk, dw_uv: gradients of the weights after :meth:`add_gradients`, ``[H * D, R]`` in the
-            accumulation dtype.
+        dw_uk, dw_uv: gradients after :meth:`add_gradients`, ``[H * D, R]`` in the accumulation
+            dtype.
     """
 
-    disposable = False  # the caller's buffer
+    disposable = False  # the caller's
 
     def __init__(self, latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor):
         self.local = latent.contiguous()

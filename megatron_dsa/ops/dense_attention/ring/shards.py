@@ -2,10 +2,9 @@
 
 Zigzag: rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp`` per sequence. All its
 tokens see the first chunk of an earlier rank; its second chunk sees both chunks of a later rank:
-equal work. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts and sees all earlier ranks.
+equal work. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts.
 
-Local tokens are in sequence order, so the local block is one causal part. Made by
-:func:`.api.token_shard`.
+Local tokens are in sequence order, so the local block is one causal part.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +22,6 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Part:
-    """Work of a rank on another's block: some local queries, some keys.
-
-    Attributes:
-        causal: limit queries to keys up to their position.
-        sequences: which queries see which keys.
-    """
-
     queries: slice
     keys: slice
     causal: bool
@@ -37,8 +29,6 @@ class Part:
 
 
 class TokenShard(Protocol):
-    """Tokens of context-parallel rank ``rank`` of ``cp``."""
-
     @property
     def cp(self) -> int: ...
     @property
@@ -73,8 +63,6 @@ class UnpackedShard:
 
 
 class ZigzagShard(UnpackedShard):
-    """Two chunks of every sequence."""
-
     def parts(self, source: int) -> tuple[Part, ...]:
         dense, half = Dense(self.batch), self.tokens // 2
         if source == self.rank:
@@ -85,8 +73,6 @@ class ZigzagShard(UnpackedShard):
 
 
 class ContiguousShard(UnpackedShard):
-    """One part of every sequence."""
-
     def parts(self, source: int) -> tuple[Part, ...]:
         if source == self.rank:
             return local_part(Dense(self.batch))
@@ -97,14 +83,12 @@ class ContiguousShard(UnpackedShard):
 class PackedShard:
     """Tokens of packed sequences, computed without waiting for the device.
 
-    Padding tokens see nothing and are not seen. Parts are built once for the layers of a
-    microbatch.
+    Padding tokens see nothing and are not seen.
 
     Attributes:
-        tokens: local tokens.
         cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, cumulative lengths
             of whole sequences; padded ones ``None`` without padding.
-        max_seqlen: host-side upper bound of a whole sequence's length, see the classes.
+        max_seqlen: host-side upper bound of a whole sequence's length.
     """
 
     cp: int
@@ -133,7 +117,7 @@ class PackedZigzagShard(PackedShard):
     """Two chunks of every sequence, whose padded length is a multiple of ``2 * cp``.
 
     Sequence ``k`` has the local tokens ``[padded[k] / cp, padded[k + 1] / cp)``. ``max_seqlen``
-    bounds padded lengths beyond the next multiple of ``2 * cp``: later tokens are not computed.
+    bounds padded lengths beyond the next multiple of ``2 * cp``.
     """
 
     def __post_init__(self):
@@ -191,9 +175,8 @@ class PackedRuns(PackedShard):
     """Runs of neighbouring global positions, cut regardless of sequences.
 
     A rank's tokens of a sequence are neighbours, also across its runs; only the sequence with a
-    run's first position has keys before that run.
-
-    ``max_seqlen`` bounds real lengths: keys and blocks further away are skipped.
+    run's first position has keys before that run. Keys further away than ``max_seqlen`` (real
+    lengths) are skipped.
 
     Attributes:
         runs: pairs ``(first position, length)`` of every rank, in order.
@@ -211,7 +194,7 @@ class PackedRuns(PackedShard):
         )
         if self.cu_seqlens_padded is None:
             return local_part(covering([(end, end)], self.tokens, self.max_seqlen))
-        # The padding after a sequence is only known on the device.
+        # Padding after a sequence is only known on the device.
         return local_part(
             covering(
                 [(real, real), (end, real), (end, end)], self.tokens, self.tokens, self.max_seqlen

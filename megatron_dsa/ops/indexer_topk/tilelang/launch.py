@@ -1,7 +1,4 @@
-"""Index scores (index dim 128) and selection through our Hopper kernels.
-
-Compiled at first use: scores per head count, relu and dtype; selection per tiling.
-"""
+"""Index scores (index dim 128) and selection through our Hopper kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from megatron_dsa.ops.padding import padded_heads, with_heads
 
 class Scores:
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        return itemsize  # products stay on chip
+        return itemsize
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -24,7 +21,7 @@ class Scores:
         q, weights = part_of(inputs.q, block.tokens), part_of(inputs.weights, block.tokens)
         scales = inputs.key_scales
         if scales is not None:
-            # A copy: kernel arguments must be 16-byte aligned.
+            # Kernel arguments must be 16-byte aligned.
             scales = scales[block.lo : block.hi].clone()
         keys = part_of(keys, slice(block.lo, block.hi))
         return scores(q, keys, weights, seen, key_scales=scales, relu=inputs.relu)
@@ -34,14 +31,14 @@ class Selection:
     takes_out = True
 
     def bytes_per_score(self) -> int:
-        return 0  # candidates stay on chip
+        return 0
 
     def __call__(
         self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Select; ``scores`` (fp32, any stride of queries) are unchanged.
 
-        NaN scores may be selected, at most once each.
+        NaN scores may be selected, once each.
 
         Raises:
             ValueError: ``topk`` is above 4096.
@@ -76,8 +73,7 @@ def scores(
 ) -> torch.Tensor:
     """Return fp32 ``[Sq, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where visible.
 
-    Sums are fp32 in a fixed order, for fp8 that in :mod:`megatron_dsa.ops.indexer_topk.engine`.
-    Invisible entries are uninitialised.
+    Sums are fp32 in a fixed order, for fp8 the engines'. Invisible entries are uninitialised.
 
     Args:
         q: ``[Sq, HI, 128]`` bf16 or fp8 (e4m3), HI at most 64.
@@ -85,9 +81,6 @@ def scores(
         weights: ``[Sq, HI]``, times the scales of q, if any.
         seen: visible columns of each query.
         key_scales: fp32 ``[width]``, 0 or more; for fp8.
-
-    Raises:
-        ValueError: unsupported heads or dtype.
     """
     from megatron_dsa.ops.indexer_topk.tilelang.scores import DIM, HEADS, compiled
 

@@ -1,18 +1,15 @@
 """Index scores on Hopper (sm_90a): ``I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s])``.
 
 A thread block keeps all heads of ``512 / HI`` adjacent queries in shared memory and streams blocks
-of 64 keys. Keys are the M dim of the products: a thread holds many heads of two keys and sums them
-in registers; four threads remain to be added. Two consumer warpgroups have half of the queries
-each, and two accumulators ``[64 keys, 128 heads]``: one is summed while tensor cores fill the
-other.
+of 64 keys, the M dim of products: a thread sums many heads of two keys in registers. Two warpgroups
+have half of the queries each, and two accumulators ``[64 keys, 128 heads]``: one is summed while
+tensor cores fill the other.
 
 * ``CONSUME``: products, relu, weighted sums, stores;
 * ``PRODUCE``: one warp fetches queries and keys.
 
-One thread block per SM computes an equal share of all pairs (tile of queries, block of keys) with a
+One thread block per SM computes an equal share of pairs (tile of queries, block of keys) with a
 visible key (:mod:`.shares`).
-
-Shared data is synchronised by the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
 """
 
 # No postponed annotations: TileLang reads shapes from them.
@@ -26,33 +23,23 @@ from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
-#: Keys of a block; query heads of an accumulator and of a tile; dims.
+#: Keys of a block; query heads of an accumulator, of a tile; dims.
 KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
-#: Blocks of keys in shared memory.
 STAGES = 4
-#: Accumulators of a tile and of a consumer.
+#: Of a tile, of a consumer.
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
-#: Registers per thread of the consumers and the producer, of 504.
+#: Registers per thread of consumers and producer, of 504.
 REGISTERS = (240, 24)
-#: Supported numbers of heads.
 HEADS = (16, 32, 64)
-#: Dtype -> tiles of q in shared memory, relu. fp8 products take half the time, so that the compare
-#: unit would be the bottleneck.
+#: Dtype -> tiles of q in shared memory, relu. fp8 products take half the time: the compare unit
+#: would be the bottleneck.
 DTYPES = {"bfloat16": (1, sums.RELU_MAX), "float8_e4m3fn": (2, sums.RELU_MIXED)}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Parameters of a kernel.
-
-    Attributes:
-        heads: index heads.
-        dtype: of queries and keys; fp8 has key scales and the order of sums of
-            :mod:`megatron_dsa.ops.indexer_topk.engine`.
-        relu: see :mod:`.sums`.
-        buffers: tiles of q in shared memory.
-    """
+    """Parameters of a kernel: ``relu`` of :mod:`.sums`, ``buffers`` for tiles of q."""
 
     heads: int
     dtype: str
@@ -70,18 +57,17 @@ class Kind:
 
     @property
     def of_tile(self) -> tuple[int, int]:
-        """Queries of a tile and keys of a block, for :mod:`.shares`."""
+        """Constants of :mod:`.shares`."""
         return TILE // self.heads, KEYS
 
     @property
     def of_unit(self) -> tuple[int, int, bool]:
-        """Heads, query heads of an accumulator, order of sums, for :mod:`.sums`."""
+        """Constants of :mod:`.sums`."""
         return self.heads, COLUMNS, self.is_fp8
 
 
-# In the macros: `at` has Start and End, `m` is the shared memory, `done` its barriers; `share` is
-# the rest of the thread block's share: tile, blocks of it to skip, blocks left, blocks done, tiles
-# done; `span`: first block, number of blocks.
+# `at`: Start, End; `m`: shared memory; `done`: its barriers; `share`: tile, blocks of it to skip,
+# blocks left, blocks done, tiles done; `span`: first block, number of blocks.
 
 
 def walk():
@@ -115,7 +101,6 @@ def advance(share, span):
 
 @T.macro
 def fetch_queries(Q, m, done, share, c, buffers):
-    """Fetch a chunk of q once its buffer is free."""
     slot = share[4] % buffers * CHUNKS + c
     row = share[0] * TILE + c * COLUMNS
     T.barrier_wait(done.q_free[slot], (share[4] // buffers & 1) ^ 1)
@@ -136,7 +121,7 @@ def fetch_keys(K, m, done, share, span, b):
 
 @T.macro
 def produce(Q, K, m, done, at, kind):
-    """Fetch queries and keys, first those that the first consumer needs to start."""
+    """Fetch queries and keys, first the first consumer's."""
     share, span = walk()
     begin(share, m)
     while share[2] > 0:
@@ -154,7 +139,6 @@ def produce(Q, K, m, done, at, kind):
 
 @T.macro
 def multiply(m, acc, slot, i, part):
-    """Start the products of a chunk of q and block ``i`` of keys."""
     T.wgmma_gemm(
         m.k[i % STAGES, :, :], m.q[slot + part, :, :], acc[part], transpose_B=True, clear_accum=True
     )
@@ -239,9 +223,8 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     Arguments (contiguous except Scores, sizes dynamic):
         Q ``[Sq * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
         Weights ``[Sq * HI]`` fp32, times the scales of Q; KeyScales ``[keys]`` fp32, 0 or more
-        (``[1]``, unread, for bf16); Start, End ``[Sq]`` int32 within ``[0, keys]``: visible
-        columns; Scores ``[Sq, keys]`` fp32, any stride of queries, written where visible; blocks:
-        number of thread blocks.
+        (fp8); Start, End ``[Sq]`` int32 within ``[0, keys]``: visible columns; Scores ``[Sq,
+        keys]`` fp32, any stride of queries, written where visible; blocks: number of thread blocks.
 
     Raises:
         ValueError: heads or a dtype that the tiling does not fit.

@@ -1,8 +1,7 @@
 """Exact, ordered selection of the best index scores per query on Hopper, in one read.
 
-A thread block selects for one query; several share an SM, so that fetches and counting overlap. See
-:mod:`.selection_stream` for the algorithm, :mod:`.selection_refine` for the search among
-candidates.
+A thread block selects for one query (:mod:`.selection_stream`, :mod:`.selection_refine`); several
+share an SM, so that fetches and counting overlap.
 """
 
 # No postponed annotations: TileLang reads shapes from them.
@@ -42,7 +41,7 @@ class Tiling:
 
     @property
     def topk(self) -> int:
-        """Most selected keys: the candidates that fit next to a chunk of scores."""
+        """Most selected keys: candidates that fit next to a chunk of scores."""
         return self.candidates - 4 * VECTORS * self.threads
 
 
@@ -51,9 +50,7 @@ TILINGS = {
     "wide": Tiling(threads=256, candidates=6144, sectors=2, blocks=4),
     "large": Tiling(threads=256, candidates=8192, sectors=2, blocks=3),
 }
-#: Largest narrow width.
 NARROW = 16384
-#: Most selected keys.
 TOPK = TILINGS["large"].topk
 
 
@@ -61,9 +58,9 @@ def build(name: str):
     """Return the TileLang program with the tiling ``name``.
 
     Arguments (sizes dynamic):
-        Scores ``[Sq, width]`` fp32, any stride of queries; Start, End ``[Sq]`` int32, ``0 <=
-        Start <= End <= width``: visible columns; Out ``[Sq, topk]`` int32, contiguous: ascending
-        columns of the best scores, then -1; wanted: candidates to aim at (:func:`aim`).
+        Scores ``[Sq, width]`` fp32, any stride of queries; Start, End ``[Sq]`` int32, ``0 <= Start
+        <= End <= width``: visible columns; Out ``[Sq, topk]`` int32, contiguous: ascending columns
+        of the best scores, then -1; wanted: see :func:`aim`.
     """
     tiling = TILINGS[name]
     rows, width, stride, topk = T.dynamic("rows, width, stride, topk")
@@ -99,7 +96,6 @@ def build(name: str):
 
 
 def tiling_for(width: int, topk: int) -> str:
-    """Return the name of the tiling for ``width`` scores per query."""
     name = "narrow" if width <= NARROW else "wide"
     return name if topk <= TILINGS[name].topk else "large"
 
@@ -107,8 +103,8 @@ def tiling_for(width: int, topk: int) -> str:
 def aim(name: str, topk: int) -> int:
     """Return the number of candidates to sample for.
 
-    Balances the risk of fewer than ``topk`` (scores are read again) and of more than there is room
-    for (some are dropped on the way), in standard errors.
+    Balances the risk of too few (scores are read again) and of too many (some are dropped on the
+    way), in standard errors.
     """
     return math.isqrt(topk * TILINGS[name].candidates)
 
@@ -117,9 +113,7 @@ compiled = compiler(build)
 
 
 def kernel_for(width: int, topk: int):
-    """Return :func:`compiled` of :func:`tiling_for`; also compile the other widths, to spare later
-    steps.
-    """
+    """Return the kernel; also compile it for other widths, to spare later steps."""
     for other in (NARROW, NARROW + 1):
         compiled(tiling_for(other, topk))
     return compiled(tiling_for(width, topk))

@@ -1,11 +1,10 @@
 """CUDA search for the best candidates of a thread block.
 
 Candidates, in column order, are a key (the score as an unsigned integer of the same order) and a
-column. The k-th largest key is found by counting keys in equal intervals between the smallest and
-the largest, then within one interval, and so on: usually twice, at most four times.
+column. Keys are counted in equal intervals between the smallest and the largest, then within the
+interval of the k-th largest, usually twice, at most four times.
 """
 
-#: Intervals per count.
 BINS = 1024
 
 SOURCE = r"""

@@ -1,9 +1,8 @@
 """CUDA selection from a query's scores, read once.
 
 Scores at or above a floor, estimated from a sample, become candidates in column order. If the next
-chunk might not fit, the best K candidates are kept and the floor becomes strictly above their
-worst, since ties go to the first. If too few candidates remain, the scores are read again without a
-floor.
+chunk might not fit, the best K are kept and the floor becomes strictly above their worst, since
+ties go to the first. With too few candidates, scores are read again without a floor.
 """
 
 #: Vectors of 4 scores per thread and read.

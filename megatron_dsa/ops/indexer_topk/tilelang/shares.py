@@ -1,7 +1,7 @@
 """CUDA division of the index scores' work among thread blocks.
 
-Keys are fetched in blocks, counted from the first column; a tile is the adjacent queries whose
-heads are in shared memory. Queries see the columns ``[start, end)``.
+Blocks of keys count from the first column; a tile is the queries in shared memory, which see the
+columns ``[start, end)``.
 """
 
 SOURCE = r"""

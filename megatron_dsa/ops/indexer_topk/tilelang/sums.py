@@ -1,14 +1,11 @@
 """CUDA of the index scores: weighted sums over heads of accumulators ``[keys, query heads]``.
 
-A thread holds two keys, 8 apart, and a quarter of the columns: a quarter of each query's heads. It
-sums these in registers; then four threads are added.
-
+A thread sums a quarter of each query's heads for two keys, 8 apart; then four threads are added.
 ``ENGINE`` has the order of :mod:`megatron_dsa.ops.indexer_topk.engine`: separate sums for even and
 odd heads, second heads before first ones, neighbouring threads first.
 """
 
-#: Ways to take the relu: none; compare, at half rate; alternately compare and ``x + |x|`` with half
-#: of the weight.
+#: Relu: none; compare, at half rate; alternately compare and ``x + |x|`` with half of the weight.
 RELU_NONE, RELU_MAX, RELU_MIXED = 0, 1, 2
 
 SOURCE = r"""
