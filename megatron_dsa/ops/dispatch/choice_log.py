@@ -17,7 +17,6 @@ from megatron_dsa.ops.dispatch.support import Candidate
 
 logger = logging.getLogger("megatron_dsa.ops.dispatch")
 
-#: Line for all fallbacks on a machine without a GPU.
 NO_GPU = "no GPU: torch runs everything"
 _NEVER_RUN = "compiled for this GPU, not run on one"
 _logged: set[str] = set()
@@ -70,7 +69,6 @@ def listed(rejected: tuple[tuple[str, Reason], ...]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in rejected)
 
 
-#: List of an open :func:`collect_choices`.
 collected: list[Choice] | None = None
 
 
@@ -91,7 +89,7 @@ def choices_are_collected() -> bool:
 
 def log_all_candidates() -> None:
     """Log every rejected candidate with its reason (``--dsa-log-dispatch``)."""
-    # The root logger's own level does not filter these records.
+    # The root logger's level does not filter these records.
     logger.setLevel(logging.DEBUG)
 
 
@@ -114,7 +112,7 @@ def log_choice(choice: Choice, policy: Policy) -> None:
     # A fallback that was not requested must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if choice.no_gpu:
-        # One reason for every operation: one line, or the head of the table.
+        # One reason for every operation needs one line.
         log_once(logging.DEBUG if choices_are_collected() else level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and choices_are_collected():

@@ -45,13 +45,11 @@ class First:
         return low <= call.heads <= high and (call.teacher or not self.teacher)
 
 
-#: Calls by operation and implementation.
 _calls: Counter[tuple[str, str]] = Counter()
 _counting = True
 
 
 def count(what: str, name: str) -> None:
-    """Count one run of ``what`` by ``name`` for :func:`report`."""
     if _counting:
         _calls[what, name] += 1
 
@@ -169,7 +167,6 @@ def deterministic_mode() -> bool:
 
 
 def describe_call(device: torch.device | str, **properties) -> OpCall:
-    """Build an :class:`OpCall` with the compute capability of ``device``."""
     properties.setdefault("deterministic", deterministic_mode())
     if _planned_for is not None:  # symbolic sizes cannot be cached
         return OpCall(*_planned_for, **properties)
@@ -233,7 +230,6 @@ class Operation:
         forget_choices()
 
     def ranked(self, call: OpCall) -> list[Candidate]:
-        """Return the candidates in order of preference for ``call``."""
         name = next((rule.name for rule in self.first if rule.holds(call)), None)
         # Kernels never run on such a GPU do not lead.
         return sorted(
@@ -261,7 +257,7 @@ class Operation:
         Never logs or refuses a fallback: the caller may use another operation.
 
         Raises:
-            ImplementationError, ConfigError: see :meth:`choose`, for a named implementation.
+            ImplementationError, ConfigError: as :meth:`choose`, for a named implementation.
         """
         choice = _choose(self, call, replace(policy, strict=False), logged=False)
         if choice.candidate.fused and not choice.never_run:
@@ -269,12 +265,11 @@ class Operation:
         return choice.remark() or "torch was asked for"
 
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
-        """Run the implementation that :meth:`choose` picks, and count the call."""
         candidate = self.candidates[-1] if _unchosen else self.choose(call, policy).candidate
         if _planned_for is not None:
             return import_attribute(self.fake)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
-        # A range costs host time in every call: only under a profiler.
+        # A range costs host time: only under a profiler.
         on_gpu, label = call.device == "cuda", f"megatron_dsa.{self.name}.{candidate.name}"
         if on_gpu:
             torch.cuda.nvtx.range_push(label)

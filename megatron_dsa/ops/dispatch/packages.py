@@ -30,8 +30,7 @@ class Package:
         minimum: lowest usable version.
         tested: newest version that was run.
         fixes: pairs of a version and the defect it repaired.
-        needs: ``(since, distribution, minimum)`` from version ``since`` on; the last that applies
-            counts.
+        needs: ``(since, distribution, minimum)``; the last whose ``since`` is reached counts.
     """
 
     module: str
@@ -47,9 +46,7 @@ class Package:
         return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
     def problem(self, minimum: str | None = None) -> Reason | None:
-        """Return why it cannot be used, with the fix, or ``None``; ``minimum`` overrides the
-        package's.
-        """
+        """Return the obstacle and its fix, or ``None``; ``minimum`` overrides the package's."""
         floor, name = minimum or self.minimum, self.distribution
         install = f"; {self.install.format(floor=floor)}"
         if not module_exists(self.module):
@@ -84,7 +81,7 @@ class Package:
         return None
 
     def untested(self) -> str | None:
-        """Return a remark if the installed version is newer than the tested one, else ``None``."""
+        """Return a remark if the installed version is newer than the tested one."""
         if self.tested is None or self.version() <= parse_version(self.tested + ".999"):
             return None
         return (

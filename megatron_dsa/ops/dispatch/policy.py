@@ -9,9 +9,8 @@ from functools import lru_cache
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.dispatch.hashing import HashedOnce
 
-#: Environment variable of ``OPERATION=NAME`` pairs, split by commas.
+#: Pairs ``OPERATION=NAME``, split by commas.
 VARIABLE = "MEGATRON_DSA_IMPL"
-#: Equivalent flag.
 FLAG = "--dsa-impl"
 
 #: Exact index scores, or DeepGEMM's arithmetic (``--dsa-indexer-numerics``).
@@ -30,8 +29,7 @@ class Policy(HashedOnce):
         workspace_bytes: budget for temporary memory.
         named: pairs ``(operation, implementation)`` that must run or raise, whatever ``fused``
             (``--dsa-impl sparse_attention_forward=flashmla``).
-        indexer_numerics: arithmetic of the selecting index scores, ``exact`` or ``deepgemm-fp8``
-            (``--dsa-indexer-numerics``).
+        indexer_numerics: ``exact`` or ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
     """
 
     fused: bool = True
@@ -85,7 +83,6 @@ def parse_named(words: Collection[str], source: str) -> tuple[tuple[str, str], .
 
 
 def check_operations(names: Collection[str], known: Collection[str], source: str) -> None:
-    """Raise a :class:`ConfigError` for unknown operations."""
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)

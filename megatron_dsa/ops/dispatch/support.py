@@ -68,8 +68,7 @@ class Support:
 
     Attributes:
         covers: covered results or inputs, in a few words.
-        package: required optional package.
-        minimum: its lowest version for this operation, if above the package's own.
+        minimum: lowest version of ``package`` for this operation, if above the package's.
         capabilities: compute capabilities with kernels.
         not_run: capabilities for which the kernels were only compiled.
         dtypes, dims, rope_dim, teacher_dims: values of :class:`OpCall`; ``dims`` are pairs
@@ -77,7 +76,7 @@ class Support:
         heads, topk: inclusive ranges.
         packed, sink, without_relu: takes such calls.
         deterministic: bitwise repeatable.
-        deterministic_mode: bitwise repeatable under ``torch.use_deterministic_algorithms(True)``.
+        deterministic_mode: bitwise repeatable in torch's deterministic mode.
         gives_teacher: attention returns the head sum of the probabilities on request.
         adds_keys: a backward can add to the key gradient of earlier calls.
         head_sizes: head counts of its kernel, ascending; the adapter pads others.
@@ -108,7 +107,6 @@ class Support:
     probe: Callable[[OpCall], str | None] | None = None
 
     def reason(self, call: OpCall) -> Reason | None:
-        """Return why ``call`` cannot be run, or ``None``."""
         reason: str | None = (
             self._gpu(call)
             or (self.package.problem(self.minimum) if self.package else None)
@@ -196,13 +194,11 @@ _module = functools.cache(importlib.import_module)
 
 
 def import_attribute(path: str) -> Any:
-    """Import ``"module:attribute"``."""
     module, _, attribute = path.partition(":")
     return getattr(_module(module), attribute)
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """Shorten ``torch.bfloat16`` to ``"bf16"``."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     return names.get(dtype, "fp8" if dtype == torch.float8_e4m3fn else str(dtype))
 

@@ -7,10 +7,9 @@ stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn iterations), which mi
     ``u = sum_i pre_i x_i``, rounded; ``y = F(RMSNorm(u))``;
     ``x'_j = post_j y + sum_i comb[i, j] x_i``.
 
-:func:`read_streams` computes everything before ``F``, :func:`write_streams` everything after it,
-and :func:`read_head` the end of the model: a read without ``post`` and ``comb``.
-
-A read returns the streams for the write, so that its backward adds all their gradients in one pass.
+A read computes everything before ``F``, a write everything after it, and the head ends the model: a
+read without ``post`` and ``comb``. A read returns the streams for the write, so that its backward
+adds all their gradients in one pass.
 """
 
 from typing import NamedTuple
@@ -54,20 +53,19 @@ def read_streams(
     *,
     policy: Policy = Policy(),
 ) -> StreamsRead:
-    """Return the normalised, weighted sum of the streams, and the weights of the write.
+    """Compute the layer's input, and the weights of the write.
 
     Args:
         streams: ``[tokens, n, C]``.
         connection: with ``n * (n + 2)`` outputs of ``fn``.
         weight: ``[C]``, of the RMSNorm.
-        policy: implementations that may run.
 
     Returns:
         Differentiable in the streams and the parameters, with bitwise repeatable gradients. Keeps
         the streams, and about ``n * n`` numbers per token.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ReadInputs(streams, connection, weight, policy.workspace_bytes)
     inputs.check(head=False)
@@ -84,14 +82,13 @@ def write_streams(
 
     Args:
         output: ``[tokens, C]``, dtype of the streams.
-        read: result of :func:`read_streams`, without its ``normed``.
-        policy: implementations that may run.
+        read: result of :func:`read_streams`; its ``normed`` is not used.
 
     Returns:
         ``[tokens, n, C]``, rounded once, differentiable in all of the above.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = WriteInputs(output, *read[1:], policy.workspace_bytes)
     inputs.check()
@@ -107,15 +104,13 @@ def read_head(
 ) -> torch.Tensor:
     """Read the streams at the end of the model.
 
-    Args:
-        streams, weight, policy: see :func:`read_streams`.
-        connection: with ``n`` outputs of ``fn``.
+    Arguments as in :func:`read_streams`, but with ``n`` outputs of ``fn``.
 
     Returns:
         ``[tokens, C]``, normalised, differentiable in the streams and the parameters.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ReadInputs(streams, connection, weight, policy.workspace_bytes)
     inputs.check(head=True)

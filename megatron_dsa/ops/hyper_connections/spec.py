@@ -1,4 +1,4 @@
-"""Hyper-connections: inputs, operations, implementations, fakes, references."""
+"""Inputs, operations, implementations, fakes and references of hyper-connections."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
 
 _HERE = __package__
 
-#: Streams of the Triton kernels, whose tiles hold all of them.
+#: Numbers of streams of the Triton kernels, whose tiles hold all of them.
 STREAMS = (2, 4)
 #: Most channels: programs of the mix hold all channels of a token in registers.
 MOST_CHANNELS = 16384
-#: SMs of a Hopper GPU, for the partial sums of the fakes.
+#: SMs of a Hopper GPU, for the fakes.
 _PROCESSORS = 132
 
 
@@ -58,8 +58,8 @@ class Connection:
     """Parameters of one hyper-connection; ``n`` streams of ``C`` channels.
 
     Attributes:
-        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64): projection to the logits of ``pre`` (n), ``post``
-            (n) and ``comb`` (n * n); ``[n, n * C]``, only ``pre``, for a head.
+        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64): projection to the logits of ``pre``, ``post`` and
+            ``comb``; ``[n, n * C]``, only ``pre``, for a head.
         base: one number per output of ``fn``, added after ``scale``.
         scale: ``[3]``, for pre, post, comb; ``[1]`` for a head.
         eps: added to ``pre``, to the softmax of ``comb`` and to the sums that divide it.
@@ -77,8 +77,6 @@ class Connection:
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """Inputs of a read, or of the head; see :func:`.api.read_streams`."""
-
     streams: torch.Tensor
     connection: Connection
     weight: torch.Tensor
@@ -86,13 +84,11 @@ class ReadInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors."""
         c = self.connection
         return self.streams, c.fn, c.base, c.scale, self.weight
 
     @property
     def settings(self) -> tuple[float, float, int]:
-        """``eps``, ``norm_eps`` and ``iterations``."""
         c = self.connection
         return c.eps, c.norm_eps, c.iterations
 
@@ -114,10 +110,7 @@ class ReadInputs:
 
 @dataclass(frozen=True)
 class WriteInputs:
-    """Inputs of a write; see :func:`.api.write_streams`.
-
-    ``comb[i, j]`` is the share of stream ``i`` in the new stream ``j``.
-    """
+    """Inputs of a write: ``comb[i, j]`` is the share of stream ``i`` in the new stream ``j``."""
 
     output: torch.Tensor
     streams: torch.Tensor
@@ -149,7 +142,6 @@ def _require_streams(x: torch.Tensor) -> None:
 
 
 def fake_read(candidate: Candidate, inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """Return, keep and allocate like the implementations."""
     return _fake_read(candidate.fused, inputs, head=False)
 
 
@@ -162,7 +154,7 @@ def _fake_read(fused: bool, inputs: ReadInputs, head: bool):
 
     def forward(x, *parameters):
         numbers = () if head and not fused else _numbers(x, parameters[0])
-        numbers = numbers[:4] if head else numbers  # the others take memory
+        numbers = numbers[:4] if head else numbers
         normed = x.new_empty(x.shape[0], x.shape[2])
         _take(fused, x, size)
         results = (normed,) if head else (normed, x, *numbers[4:])
@@ -197,14 +189,13 @@ def _take(fused: bool, like: torch.Tensor, size: int) -> None:
 
 
 def _numbers(x, fn):
-    """Return the projection, the factors of both norms, ``pre``, ``post`` and ``comb``."""
+    """Return the projection, the factors of both norms, and the weights."""
     tokens, n, _ = x.shape
     shapes = ((fn.shape[0],), (), (), (n,), (n,), (n, n))
     return tuple(empty_sums(x, tokens, *shape) for shape in shapes)
 
 
 def _gradients(fused: bool, workspace_bytes: int, x, parameters):
-    """Return the gradients of a read, with the temporaries of the Triton kernels."""
     temporaries = []
     if fused:
         (tokens, n, channels), fn = x.shape, parameters[0]
@@ -223,7 +214,7 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
 def reference_read(inputs) -> tuple[torch.Tensor, ...]:
     """Return ``normed [T, C]``, the streams, ``post [T, n]`` and ``comb [T, n, n]``.
 
-    Token by token, differentiable; rounding passes gradients unchanged.
+    Rounding passes gradients unchanged.
     """
     n = inputs.streams.shape[1]
     normed, posts, combs = [], [], []
@@ -267,14 +258,12 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 def _projected(x, inputs) -> torch.Tensor:
-    """Return ``fn @ x`` of the normalised ``x [n, C]``."""
     fn = inputs.connection.fn
     flat = x.flatten().to(fn.dtype)
     return fn @ flat * torch.rsqrt(flat.square().mean() + inputs.connection.norm_eps)
 
 
 def _mixed(x, pre, inputs) -> torch.Tensor:
-    """Return ``RMSNorm(sum_i pre_i x_i) [C]``."""
     u = sum(weight * stream for weight, stream in zip(pre, x.to(pre.dtype), strict=True))
     u = u + (u.to(x.dtype).to(u.dtype) - u).detach()
     u = u * torch.rsqrt(u.square().mean() + inputs.connection.norm_eps)

@@ -1,4 +1,4 @@
-"""Hyper-connections in torch: any device, any number of streams, in chunks of tokens.
+"""Hyper-connections in torch, in chunks of tokens.
 
 Keeps only inputs; the backward differentiates each chunk by autograd.
 """
@@ -47,7 +47,7 @@ def _weights(x, fn, base, scale, settings):
 
 
 def _mixed(x, pre, weight, norm_eps, dtype):
-    """Return the unrounded, normalised sum of the streams, itself rounded to ``dtype``."""
+    """Return the layer's unrounded input; the sum is rounded to ``dtype``."""
     u = (pre[..., None] * x).sum(1)
     u = u + (u.detach().to(dtype).to(u.dtype) - u.detach())
     return u * torch.rsqrt(u.square().mean(1, keepdim=True) + norm_eps) * weight
@@ -67,13 +67,11 @@ def _chunk_gradients(
 
 
 def _read(x, fn, base, scale, weight, settings, dtype):
-    """Return the layer's unrounded input, ``post`` and ``comb`` of a chunk in fp32."""
     pre, post, comb = _weights(x, fn, base, scale, settings)
     return _mixed(x, pre, weight, settings[1], dtype), post, comb
 
 
 def _read_forward(ctx, x, fn, base, scale, weight, settings, workspace_bytes):
-    """Return ``normed``, ``post`` and ``comb``, the last two ``None`` for a head."""
     ctx.save_for_backward(x, fn, base, scale, weight)
     ctx.settings, ctx.workspace_bytes = settings, workspace_bytes
     tokens, n, channels = x.shape

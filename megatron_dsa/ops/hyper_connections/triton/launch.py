@@ -1,8 +1,5 @@
 """Launches and autograd of hyper-connections in Triton.
 
-Forward and backward read the streams three times each: for projection, mix with norm, and write;
-for the write, the mix, and in one kernel for the gradients of projection and streams.
-
 The backward keeps streams, output, and per token the projection, the weights and the factors of
 both norms in fp32. Partial sums over tokens are added in a fixed order.
 """
@@ -45,7 +42,6 @@ def _dense(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def _processors(x: torch.Tensor) -> int:
-    """Return the number of SMs; 2 for an interpreted kernel."""
     return processors(x.device) if x.is_cuda else 2
 
 

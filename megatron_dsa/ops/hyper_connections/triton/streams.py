@@ -19,7 +19,7 @@ def mix(
     x, pre, weight, out, rstd, eps,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``RMSNorm(sum_i pre_i x_i)`` of one token, the sum rounded; also the norm's factor."""
+    """``RMSNorm(sum_i pre_i x_i)`` of one token, and the norm's factor."""
     token = tl.program_id(0).to(tl.int64)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -40,8 +40,7 @@ def mix_backward(
 ):  # fmt: skip
     """Gradients of the rounded sum and ``pre``; ``partial [programs, C]`` of the weight.
 
-    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ..., prefetched by ``STAGES - 1``, and
-    recomputes the sum of the streams.
+    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ...
     """
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
@@ -76,8 +75,8 @@ def read_backward(
 ):  # fmt: skip
     """Gradient of the streams in one pass; partial ones of ``fn``.
 
-    A program takes ``BLOCK_C`` channels of a stream, and ``steps`` blocks of tokens, whose sums are
-    in ``partial [parts, OUT, N * C]``. ``dstreams``: gradient of the write, or None.
+    A program takes ``BLOCK_C`` channels of a stream and ``steps`` blocks of tokens, summed in
+    ``partial [parts, OUT, N * C]``. ``dstreams``: gradient of the write, or None.
     """
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     stream = tl.program_id(0) // blocks
@@ -135,7 +134,6 @@ def write(
     output, x, post, comb, out,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``out_j = post_j output + sum_i comb[i, j] x_i`` for some channels of one token."""
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -157,10 +155,7 @@ def write_backward(
     output, x, post, comb, dout, doutput, dx, dpost, dcomb,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the write for one token; a thread has ``VEC`` neighbouring channels.
-
-    Dims of ``[N, N, BLOCK_C]`` are stream ``i``, new stream ``j``, channel.
-    """
+    """Gradients of the write for one token; a thread has ``VEC`` neighbouring channels."""
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, N)
     add = tl.load(post + token * N + stream)[None, :, None]
@@ -181,7 +176,7 @@ def write_backward(
         tl.store(doutput + place, own.to(doutput.dtype.element_ty), mask=inside)
         back = tl.sum(matrix * gradient, 1, keep_dims=True)
         tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
-        # Within a thread; threads exchange only the final sums.
+        # Within a thread: threads exchange only the final sums.
         added += tl.sum(tl.reshape(gradient * value, [1, N, BLOCK_C // VEC, VEC]), 3)
         products += tl.sum(tl.reshape(tile * gradient, [N, N, BLOCK_C // VEC, VEC]), 3)
     tl.store(dpost + token * N + stream[None, :], tl.sum(added, 2))

@@ -1,12 +1,11 @@
-"""Tiles and programs of hyper-connections, also for the fakes: without Triton."""
+"""Tiles and programs of hyper-connections, without Triton for the fakes."""
 
 from dataclasses import dataclass
 
 from megatron_dsa.ops.common.arithmetic import ceil_div
 
-#: Tokens and warps of a program for weights, and of its backward.
 TOKENS, WEIGHT_WARPS = 16, 1
-#: Columns of a program for partial sums: of the projection's weights, and of the norm's.
+#: Of ``fn``, and of the norm's weight, per program.
 SUMMED_COLUMNS = 1024, 64
 
 
@@ -20,25 +19,19 @@ def weight_parts(tokens: int, processors: int) -> int:
 
 
 def row_warps(channels: int) -> int:
-    """Return the warps of a program per token: 16 channels per thread and stream."""
+    """Return the warps of a program: 16 channels per thread and stream."""
     return max(1, min(16, _power_of_2(channels) // 512))
 
 
 def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
-    """Return 2 if the next token's streams and gradient fit shared memory, else 1.
-
-    At least 99 KiB, minus 16 for sums.
-    """
+    """Return 2 if the next token's streams and gradient fit shared memory, else 1."""
     return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
 
 
 def project_tiles(
     tokens: int, width: int, outputs: int, itemsize: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return the constants of ``project``, the parts of columns, and the blocks of each.
-
-    Two programs per SM, with at least eight blocks each.
-    """
+    """Return the constants of ``project``, the parts of columns, and the blocks of each."""
     block_t, block_k = max(16, min(64, _power_of_2(tokens))), 256 // itemsize
     blocks = ceil_div(width, block_k)
     wanted = max(1, 2 * processors // ceil_div(tokens, block_t))
@@ -68,7 +61,7 @@ class _Tile:
 
 
 _READ, _HEAD = _Tile(64, 3, 2, 0.05), _Tile(32, 4, 4, 0.16)
-#: Most parts of tokens to try; each costs partial sums.
+#: Each part costs partial sums.
 MOST_PARTS = 8
 
 

@@ -23,8 +23,7 @@ def project(
 ):  # fmt: skip
     """Partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and sums of squares.
 
-    A program takes ``BLOCK_T`` tokens and ``steps`` blocks of columns. ``SPLIT`` (bf16): ``fn`` is
-    the sum of two bf16 numbers, 16 bits together.
+    ``SPLIT`` (bf16): ``fn`` is the sum of two bf16 numbers, 16 bits together.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -125,7 +124,7 @@ def weigh(
 def _sinkhorn_gradient(
     p, gradient, divisors, eps, N: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Gradient of the softmax ``p [BLOCK_T, N, N]`` from that for Sinkhorn's result.
+    """Gradient of the softmax ``p [BLOCK_T, N, N]``, from Sinkhorn's.
 
     Reruns the iterations, stores their divisors ``[2 * ITERATIONS - 1, BLOCK_T, N]``, and undoes
     them backwards.
@@ -166,9 +165,8 @@ def weigh_backward(
 ):  # fmt: skip
     """Gradients of the projection's result, of ``base`` and of ``scale``.
 
-    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; the norm adds ``-x * shrink`` to the
-    one of ``x``. ``partial [programs, OUT + 3]`` has sums over a program's tokens, for ``base``,
-    then ``scale``.
+    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; the norm adds ``-x * shrink`` to that
+    of ``x``. ``partial [programs, OUT + 3]`` has sums of ``base``, then of ``scale``.
     """
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     program = tl.program_id(0)
@@ -220,7 +218,7 @@ def weigh_backward(
 
 @triton.jit
 def _add(partial, total, parts, width, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``partial [parts, width]`` to ``total [width]`` for ``COLUMNS`` columns."""
+    """Sum ``partial [parts, width]`` to ``total [width]``."""
     row, column = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -237,10 +235,7 @@ def add_parts(
     FN: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
     FN_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, REST_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum parts of ``fn [.., FN]``, the norm's ``weight [.., C]``, and ``rest [.., REST]``.
-
-    Programs before ``fn_programs`` add the first, the last program adds the last.
-    """
+    """Sum parts of ``fn [.., FN]``, the norm's ``weight [.., C]``, and ``rest [.., REST]``."""
     program = tl.program_id(0)
     if program < fn_programs:
         _add(fn, dfn, fn_parts, FN, program, 1, FN_COLUMNS)
