@@ -19,7 +19,7 @@ from megatron_dsa.ops.masked_attention.spec import PROBABILITIES as MASKED_PROBA
 from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
 
-#: By name, in the order of a training step.
+#: In the order of a training step.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (

@@ -1,8 +1,8 @@
 """Costs of sparse and of masked dense attention to selected keys.
 
-Sparse attention computes the selected pairs of query and key, masked dense attention all visible
-ones, each for less: the sequence length decides. Under context parallelism masked dense attention
-also expands all gathered latents on every rank.
+Sparse attention computes the selected pairs, masked dense attention all visible ones, each for
+less: the sequence length decides. Under context parallelism masked dense attention also expands all
+gathered latents on every rank.
 """
 
 import bisect
@@ -18,8 +18,7 @@ MASKED_PS, TEACHER_PS = 4.6, 0.7
 #: to 66, with random lists 41 at 8k tokens, 54 at 16k, 63 at 32k. The teacher is a by-product of
 #: the backward, so a share of the queries hardly costs less.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
-#: Operations per picosecond of large bf16 products, for the up projection of other ranks' latents:
-#: estimated for an H200, not measured in a layer.
+#: Operations per picosecond of large bf16 products, estimated for an H200, not measured in a layer.
 PRODUCT_RATE = 600
 
 
@@ -42,7 +41,7 @@ MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Time per pair of query and key and per head, in picoseconds.
+    """Picoseconds per pair of query and key and per head.
 
     Attributes:
         masked: of a visible pair in masked dense attention.
@@ -56,7 +55,6 @@ class AttentionCosts:
     expansion: float = 0.0
 
     def masked_is_cheaper(self, length: int, topk: int) -> bool:
-        """Return whether masked dense attention is faster for sequences of ``length`` tokens."""
         masked = self.masked * _pairs(length, length) + self.expansion * length
         return masked < self.sparse * _pairs(length, topk)
 
@@ -89,8 +87,7 @@ def attention_costs(
         interleaved: sequences whose tokens alternate, as in unpacked batches: masked dense
             attention computes all against all.
         dims: of keys and values; costs are taken to be proportional.
-        expansion: see :class:`AttentionCosts`; ``n - 1`` times :func:`expansion_ps` for ``n``
-            context-parallel ranks.
+        expansion: ``n - 1`` times :func:`expansion_ps` for ``n`` context-parallel ranks.
         taught: share of the queries that the indexer is trained on.
     """
     masked = (MASKED_PS + taught * TEACHER_PS) * dims.masked / MEASURED_DIMS.masked

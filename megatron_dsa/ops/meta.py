@@ -1,8 +1,8 @@
 """Helpers of the operations' fakes.
 
 A fake gets the chosen candidate and its arguments and returns meta tensors. It keeps and allocates
-like the adapter, including temporaries, which count towards the peak. Packages with allocations of
-their own were measured.
+like the adapter, including temporaries, which count towards the peak. Other packages' allocations
+were measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def take_workspace(like: torch.Tensor, size: int) -> None:
-    """Allocate ``size`` bytes on the device of ``like`` and free them."""
     like.new_empty(size, dtype=torch.uint8)
 
 
@@ -35,8 +34,7 @@ def differentiable(
         inputs: tensors that get a gradient each.
         forward: called with the inputs; returns results and the tensors kept for the backward.
             Autograd allocates a zero gradient for each further result.
-        backward: called with the kept tensors; returns the gradients. Its closure lives until the
-            backward.
+        backward: called with the kept tensors; returns the gradients.
         workspace_bytes: temporary memory of forward and backward.
     """
     found = _Differentiable.apply(forward, backward, (workspace_bytes, results), *inputs)

@@ -1,8 +1,8 @@
 """Padding of lists and heads for the kernels of other packages.
 
-cuDNN compiles its Hopper kernels per list width, heads and dims at first use. Widths are rounded up
-to a few buckets, and every call passes a ``topk_length``: no later compilation for another ``K`` or
-a packed batch.
+cuDNN compiles its Hopper kernels per list width, heads and dims. Widths are rounded up to a few
+buckets, and every call passes a ``topk_length``: another ``K`` or a packed batch needs no later
+compilation.
 """
 
 import torch
@@ -12,7 +12,7 @@ from megatron_dsa.ops.common.arithmetic import valid_entries
 
 
 def bucket(width: int) -> int:
-    """Return the least compiled list width that fits: 128, 256, then multiples of 512."""
+    """Return the least compiled list width that fits."""
     return padded_heads(width, (128, 256, 512))
 
 

@@ -27,7 +27,7 @@ _ACCUMULATION = {
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32 for 16-bit types, else the type itself (fp64 stays fp64)."""
+    """Return fp32 for 16-bit types, else the type itself."""
     return _ACCUMULATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
@@ -45,7 +45,6 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply ``[i, k] @ [k, j]`` with the numerics of :func:`bmm`."""
     return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
@@ -64,7 +63,7 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
     """Return ``total + a @ b``, in place, or :func:`mm` without ``total``."""
     if total is not None:
         add_bmm(total[None], a[None], b[None])
-    elif a.is_meta:  # see add_bmm
+    elif a.is_meta:  # as in add_bmm
         total = a.new_empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype))
     else:
         total = mm(a, b)
@@ -105,6 +104,5 @@ def part_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Cut ``total`` entries into consecutive slices of at most ``size``."""
     for first in range(0, total, size):
         yield slice(first, min(total, first + size))

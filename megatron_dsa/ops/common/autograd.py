@@ -1,4 +1,4 @@
-"""Autograd helpers: functions without a second derivative, detection of recomputation."""
+"""Functions without a second derivative, detection of recomputation."""
 
 import functools
 from collections.abc import Callable
@@ -9,14 +9,13 @@ import torch
 def once_differentiable(backward: Callable) -> Callable:
     """Decorate a ``backward`` that has no derivative: it raises with ``create_graph=True``.
 
-    torch's decorator only raises in the second backward, and not if the incoming gradient needs no
-    grad (a loss linear in the output) or the pass is limited to some inputs
-    (``torch.autograd.grad``): there the second derivative is silently missing.
+    torch's decorator misses incoming gradients that need no grad (a loss linear in the output) and
+    passes limited to some inputs: there the second derivative would silently be missing.
     """
 
     @functools.wraps(backward)
     def once(ctx, *grads):
-        if torch.is_grad_enabled():  # in a backward pass: create_graph=True
+        if torch.is_grad_enabled():
             name = type(ctx).__name__.removesuffix("Backward").lstrip("_")
             raise RuntimeError(
                 f"{name} has no second derivative: compute gradients without create_graph=True"
@@ -27,7 +26,6 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def differentiable(*tensors: torch.Tensor) -> bool:
-    """Return whether autograd records operations on any of ``tensors``."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

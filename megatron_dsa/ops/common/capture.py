@@ -49,8 +49,6 @@ class TensorCache:
 
 
 class CachedFunction[**Arguments, Result]:
-    """Function of hashable arguments with a :class:`TensorCache`."""
-
     def __init__(self, function: Callable[Arguments, Result], size: int):
         self._function, self._cache = function, TensorCache(size)
         functools.update_wrapper(self, function)
@@ -70,5 +68,4 @@ class CachedFunction[**Arguments, Result]:
 def tensor_cache[**Arguments, Result](
     size: int,
 ) -> Callable[[Callable[Arguments, Result]], CachedFunction[Arguments, Result]]:
-    """Decorate a function of hashable arguments; see :class:`TensorCache`."""
     return lambda function: CachedFunction(function, size)

@@ -1,7 +1,4 @@
-"""Argument checks: shapes, dtypes and devices on the host, values without synchronisation.
-
-Public operations check sizes; the layout checks values, once.
-"""
+"""Argument checks: shapes, dtypes and devices on the host, values without synchronisation."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,10 +7,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Dtypes of attention; fp64 is for references.
+#: Of attention; fp64 is for references.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-#: Longest message on the device; longer ones raise.
+#: On the device; longer ones raise.
 LONGEST_MESSAGE = 254
 
 
@@ -65,7 +62,6 @@ def _has_shape(x: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
 
 
 def require_scale(softmax_scale: float) -> None:
-    """Raise a :class:`ConfigError` unless the factor on ``q . k`` is positive and finite."""
     require(
         0 < softmax_scale < math.inf,
         f"softmax_scale must be positive and finite, got {softmax_scale}: pass head_dim**-0.5",
@@ -73,7 +69,6 @@ def require_scale(softmax_scale: float) -> None:
 
 
 def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Tensor | None) -> None:
-    """Raise a :class:`ConfigError` unless there is an int32 list of keys per query token."""
     shape = (q.shape[0], "K")
     require_tensor("indices", indices, shape, (torch.int32,), q, "give one list per query token")
     if topk_length is not None:
@@ -84,10 +79,7 @@ def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Ten
 def require_layout(
     layout, queries: Mapping[str, torch.Tensor], keys: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise a :class:`ConfigError` unless a layout fits tensors of query tokens and of keys.
-
-    ``queries`` and ``keys`` map argument names to tensors with one entry per token.
-    """
+    """Raise a :class:`ConfigError` unless a layout fits tensors with an entry per token."""
     roles = (("query", layout.num_queries, queries), ("key", layout.num_keys, keys))
     for role, count, tensors in roles:
         for name, x in tensors.items():
@@ -134,10 +126,7 @@ def require_cu_seqlens(
     tokens: int,
     max_seqlen: int | None,
 ) -> None:
-    """Raise unless cumulative lengths describe sequences within a packed batch of ``tokens``.
-
-    Arguments: see :func:`~megatron_dsa.ops.layout.layout.packed_layout`.
-    """
+    """Raise unless cumulative lengths describe sequences within a packed batch of ``tokens``."""
     fix = "pass cumulative lengths [0, n0, n0 + n1, ...] of at least one sequence"
     require_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), INTEGERS, fix=fix)
     require(cu_seqlens.numel() > 1, f"cu_seqlens must not be empty: {fix}")

@@ -11,8 +11,6 @@ import torch
 
 @dataclass
 class Transfer:
-    """Collective in flight, and its result."""
-
     result: torch.Tensor | None = None
     work: Any = None
 

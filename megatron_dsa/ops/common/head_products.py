@@ -10,11 +10,7 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def write_head_products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``x[:, h] @ weights[h]`` to ``out[:, h]`` for every head.
-
-    Args:
-        x: ``[tokens, H, A]``; weights: ``[H, A, B]``; out: ``[tokens, H, B]``. Any strides.
-    """
+    """Write ``x[:, h] @ weights[h]`` to ``out[:, h]`` for every head; any strides."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
 
 

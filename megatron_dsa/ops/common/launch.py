@@ -1,7 +1,7 @@
 """Launches of compiled Triton kernels without Triton's repeated work.
 
-To find the compiled kernel, Triton binds and formats all arguments: 12 of the 16 microseconds of a
-launch on the host. A short key is enough.
+Triton binds and formats all arguments to find the compiled kernel: 12 of a launch's 16 microseconds
+on the host. A short key is enough.
 """
 
 from typing import Any

@@ -48,7 +48,6 @@ class Factor:
         return (x * self.value(x.device)).to(x.dtype)
 
     def value(self, device: torch.device) -> torch.Tensor:
-        """Return the factor, a fp64 scalar on ``device``."""
         if self.times is None:
             value = torch.full((), self.number, dtype=torch.float64, device=device)
         else:
@@ -57,8 +56,6 @@ class Factor:
 
 
 class Scaled(NamedTuple):
-    """Number on the device, and its factor."""
-
     value: torch.Tensor
     factor: Factor
 
@@ -93,7 +90,7 @@ def scaled_together(
     )
     fits = all(x.is_cuda and x.is_contiguous() and x.dtype != torch.float64 for x in gradients)
     if fits and has_triton():
-        from megatron_dsa.ops.common.scaling_triton import scale  # needs Triton
+        from megatron_dsa.ops.common.scaling_triton import scale
 
         scale(gradients, factor.number, factor.times, factor.over, results)
         return results
@@ -108,7 +105,7 @@ def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> Non
     """Add a scalar to ``sums`` and 1 to ``counts`` (fp32 scalars); one launch on a GPU."""
     value, factor = scaled.value, scaled.factor.on_device()
     if value.is_cuda and value.dtype == sums.dtype and has_triton():
-        from megatron_dsa.ops.common.scaling_triton import add_scaled  # needs Triton
+        from megatron_dsa.ops.common.scaling_triton import add_scaled
 
         add_scaled(sums, counts, value, factor.number, factor.times, factor.over)
         return

@@ -1,4 +1,4 @@
-"""Gradients times a number on the device, in one pass and one launch.
+"""Gradients times a number on the device, in one launch.
 
 torch multiplies different dtypes element by element, at a sixth of the bandwidth.
 """
@@ -12,13 +12,11 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements per program.
 BLOCK = 4096
 
 
 @triton.jit
 def _factor(number, times, over):
-    """Return ``number * times / over`` in fp64; ``None`` is 1."""
     value = tl.full((), number, tl.float64)
     if times is not None:
         value *= tl.load(times).to(tl.float64)

@@ -21,7 +21,7 @@ def select_tokens(tokens: torch.Tensor, *tensors: torch.Tensor | None) -> list:
 
 def _selected(tokens: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if tokens.is_cuda and has_triton() and all(x.is_contiguous() for x in tensors):
-        from megatron_dsa.ops.common.tokens_triton import select  # needs Triton
+        from megatron_dsa.ops.common.tokens_triton import select
 
         return select(tokens, tensors)
     return [x.detach()[tokens] for x in tensors]

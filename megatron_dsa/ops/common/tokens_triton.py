@@ -8,9 +8,7 @@ import triton.language as tl
 
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements per program.
 _BLOCK = 1024
-#: Tensors per launch.
 _TENSORS = 4
 
 
@@ -53,7 +51,6 @@ def _select(
 
 
 def select(tokens: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``x[tokens]`` of contiguous tensors; one launch per four of them."""
     count = tokens.shape[0]
     found = [x.new_empty(count, *x.shape[1:]) for x in tensors]
     sizes = [x.numel() // count if count else 0 for x in found]

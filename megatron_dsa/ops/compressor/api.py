@@ -1,7 +1,7 @@
 """Compressor pooling of DeepSeek-V4: a group of tokens becomes one key.
 
-Values are weighted by a softmax per channel over the group's positions. RMSNorm and rope at the
-group's position follow elsewhere.
+A softmax per channel over the group's positions weights the values. RMSNorm and rope follow
+elsewhere.
 """
 
 import torch
@@ -23,7 +23,7 @@ def compress(
     overlap: bool,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Pool every group of positions into one key (DeepSeek-V4's compressor, before its norm).
+    """Pool every group of positions into one key.
 
     Args:
         values, scores: ``[tokens, c * d]`` of one dtype, last dim contiguous; ``c`` is 2 with
@@ -32,14 +32,13 @@ def compress(
         keys: the groups, from :func:`megatron_dsa.ops.layout.compressed.compressed_keys`.
         overlap: a group also pools the previous group's positions, in the first ``d`` channels; its
             positions use the last ``d``.
-        policy: implementations that may run.
 
     Returns:
         ``[keys.count, d]`` in the dtype of values; 0 in empty slots. Differentiable in values,
         scores and ape, with bitwise repeatable gradients.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or keys of another batch.
+        ConfigError: shapes or dtypes do not fit, or keys are of another batch.
     """
     require(
         values.shape[:1] == (keys.pooled_rows,),

@@ -38,12 +38,12 @@ COMPRESSOR = Operation(
 
 @dataclass(frozen=True)
 class CompressorInputs:
-    """Inputs of one pooling; see :func:`.api.compress`.
+    """Inputs of one pooling.
 
     Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, in the *last*
     ``d`` channels of ``values`` and of ``scores + ape[i]``, and with overlap, if ``position[g] >
     0``, the tokens ``first_row + (i - ratio) * row_step`` in the *first* ``d``. Channels whose
-    scores are all ``-inf``, and empty slots, give 0. Tokens in no group are never read.
+    scores are all ``-inf`` give 0. Tokens in no group are never read.
     """
 
     values: torch.Tensor
@@ -56,7 +56,6 @@ class CompressorInputs:
 
     @property
     def dim(self) -> int:
-        """Channels of a pooled key."""
         return self.values.shape[1] // (2 if self.overlap else 1)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Compressor pooling in torch: any device and dims, in chunks of groups."""
+"""Compressor pooling in torch, in chunks of groups."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def _softmax(inputs: CompressorInputs, slots: slice):
     dtype = accumulation_dtype(inputs.values.dtype)
     parts = list(_parts(inputs, slots))
     values: list[torch.Tensor] = []
-    scores: Any = []  # later one tensor
+    scores: Any = []
     for channels, tokens, used in parts:
         unused = ~used[..., None]
         value = inputs.values[:, channels][tokens].to(dtype)

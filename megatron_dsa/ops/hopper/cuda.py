@@ -7,7 +7,6 @@ from tilelang import language as T
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
 """
-#: Addresses in shared memory as integers.
 ADDRESSES = r"""
 __device__ __forceinline__ int dsa_here(const void* what) {
   return static_cast<int>(__cvta_generic_to_shared(what));
@@ -26,5 +25,5 @@ def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
 
 
 def shared_address(element):
-    """Return the address of an element in shared memory as int32 (:data:`ADDRESSES`)."""
+    """Return the address of an element in shared memory as int32."""
     return call("dsa_here", T.address_of(element), returns="int32")

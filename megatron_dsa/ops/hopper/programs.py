@@ -12,13 +12,11 @@ _PASSES = tilelang.PassConfigKey
 #: For explicit barriers only: TileLang's see one warpgroup at a time.
 OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
-#: For programs that also run on GPUs without wgmma.
+#: For GPUs without wgmma.
 PORTABLE = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_WGMMA: True}
 
 
 def compiler(build: Callable, passes: dict | None = None) -> Callable:
-    """Return a cached function that compiles ``build(*arguments, **options)`` for a ``target``."""
-
     @functools.cache
     def compiled(*arguments, target: str = "sm_90a", **options):
         cuda = {"kind": "cuda", "arch": target}

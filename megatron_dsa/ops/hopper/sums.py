@@ -12,7 +12,7 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
     2]``, so that a thread adds four neighbours at a time.
     """
     if _takes_kernel(accumulator):
-        from megatron_dsa.ops.hopper.sums_triton import reorder  # needs Triton
+        from megatron_dsa.ops.hopper.sums_triton import reorder
 
         return reorder(accumulator, accumulator.shape[1], transposed=False)
     fragments = accumulator.unflatten(1, (-1, 4, 2, 2))
@@ -26,7 +26,7 @@ def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.T
     fragments, 4 warps, 2 halves, 8 lines]``, and 64 columns past the values as one fragment.
     """
     if _takes_kernel(accumulator):
-        from megatron_dsa.ops.hopper.sums_triton import reorder  # needs Triton
+        from megatron_dsa.ops.hopper.sums_triton import reorder
 
         return reorder(accumulator, v_dim, transposed=True)
     values, tail = accumulator[:, :v_dim], accumulator[:, v_dim:]
@@ -44,7 +44,7 @@ def _takes_kernel(accumulator: torch.Tensor) -> bool:
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in ``x`` as an fp32 scalar, 0 if it is empty."""
+    """Return the largest magnitude as an fp32 scalar, 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(x, ord=float("inf")).float()

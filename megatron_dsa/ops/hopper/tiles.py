@@ -1,4 +1,7 @@
-"""Tile sizes, copies and key lists of our Hopper kernels."""
+"""Tile sizes, copies and key lists of our Hopper kernels.
+
+In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers.
+"""
 
 # No postponed annotations: TileLang reads shapes from them.
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from typing import Any
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-#: Query heads of a tile, and keys of a block, of one wgmma.
+#: Query heads of a tile and keys of a block, as in one wgmma.
 TILE = 64
 #: Threads that copy one key or query, 16 bytes each.
 COPIERS = 8
@@ -17,14 +20,14 @@ GROUP, ROWS = 128, 128 // COPIERS
 SLAB = 64
 #: Columns of a value, and of the parts that warpgroups compute.
 V_DIM, HALF, QUARTER = 512, 256, 128
-#: Shared memory of a thread block, bytes.
+#: Bytes per thread block.
 SHARED = 227 * 1024
-#: Most queries of a tile: bits of a Members byte.
+#: Bits of a Members byte.
 MOST_QUERIES = 8
 
 
 def queries_per_tile(heads: int, tile: int = TILE) -> int:
-    """Return the number of adjacent queries of ``heads`` heads that a tile holds."""
+    """Return the number of adjacent queries that share a tile."""
     return max(1, min(tile // heads, MOST_QUERIES))
 
 
@@ -60,7 +63,6 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Tiles for the heads of one query."""
         return head_tiles(self.heads, self.tile)
 
 
@@ -85,7 +87,6 @@ class Place:
 
 @T.macro
 def place_of(block, Length, rows, shape):
-    """Return the :class:`Place` of thread block ``block`` for ``rows`` query heads."""
     place, rank = block // shape.tiles, block % shape.tiles
     head = rank * shape.tile
     first = place * shape.group * shape.heads + head
@@ -101,10 +102,7 @@ def place_of(block, Length, rows, shape):
 
 @T.macro
 def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
-    """Copy ``columns`` (first, last) asynchronously, zeros if not ``wanted``.
-
-    In the source they begin ``offset`` columns later.
-    """
+    """Copy ``columns`` (first, last) asynchronously, zeros if not ``wanted``."""
     for u in T.unroll((columns[1] - columns[0]) // SLAB):
         T.ptx_cp_async(
             T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),

@@ -18,8 +18,8 @@ from megatron_dsa.ops.key_lists.spec import KEY_LISTS, ListInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel (the entry, and a
-#: copy in a wider list).
+#: Bytes per list entry: of torch with masks, sums and copies; of a kernel with a copy in a wider
+#: list.
 _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 
 
@@ -27,9 +27,8 @@ _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 class KeyLists:
     """Window and compressed keys of every query token of a microbatch.
 
-    The key buffer and each list hold compressed keys first, then keys of positions: a selection has
-    the same columns for all tokens, and lists without one are ascending, which speeds up the
-    backward.
+    The key buffer and each list hold compressed keys first, then keys of positions: lists without a
+    selection are ascending, which speeds up the backward.
 
     Attributes:
         layout: sequences and visibility.
@@ -92,7 +91,6 @@ class KeyLists:
 
     @property
     def full_width(self) -> int:
-        """Width that fits every token."""
         window = min(self.window, self.layout.max_length)
         if self.compressed is None or self.selected is not None:
             return self._fixed_width(window)

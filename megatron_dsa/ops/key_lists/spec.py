@@ -1,4 +1,4 @@
-"""Key lists of V4's attention: inputs, candidates, fake, reference."""
+"""Inputs, candidates, fake and reference of V4's key lists."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ _HERE = __package__
 
 @dataclass(frozen=True, eq=False)
 class ListInputs:
-    """Ranges and selections of a block of query tokens; see :class:`.api.KeyLists`.
+    """Ranges and selections of a block of query tokens.
 
     A list has ``n`` compressed slots, then the last ``w = min(window, end - start)`` of the slots
     ``[start, end)``, ascending, as indices into the key buffer, then -1. Beyond ``width`` the last
@@ -60,7 +60,6 @@ def fake_lists(_candidate: Candidate, inputs: ListInputs) -> tuple[torch.Tensor,
 
 
 def plain_lists(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build the lists token by token: the reference."""
     tokens = inputs.start.shape[0]
     indices = torch.full((tokens, inputs.width), -1, dtype=torch.int32)
     length = torch.zeros(tokens, dtype=torch.int32)

@@ -66,7 +66,6 @@ def _build(
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Make columns contiguous."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 

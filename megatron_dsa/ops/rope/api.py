@@ -1,7 +1,7 @@
 """Interleaved rope on the last dims of heads, with or without V4's query norm.
 
 Pair ``i``, dims ``D - R + 2i`` and ``D - R + 2i + 1``, is rotated by the angle of ``cos[token, i]``
-and ``sin[token, i]``. Memory-bound: elements are read, written and rounded once.
+and ``sin[token, i]``. Bound by memory: elements are read, written and rounded once.
 """
 
 import torch
@@ -31,13 +31,12 @@ def norm_rope(
         cos, sin: ``[tokens, R / 2]`` fp32 (fp64), for neighbouring pairs of the last ``R`` dims.
         eps: added to the mean square.
         inplace: may reuse the memory of x, if nothing else reads it.
-        policy: implementations that may run.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, differentiable in x.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     _check(x, cos, sin)
     call = _describe(x)
@@ -52,9 +51,9 @@ def rotate(
     inverse: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Rotate the last dims of every head, or rotate them back (V4's outputs: the value has rope).
+    """Rotate the last dims of every head, or back: V4's values, and so its outputs, have rope.
 
-    Arguments, result and errors as in :func:`norm_rope`, without the norm.
+    Arguments, result and errors as in :func:`norm_rope`.
     """
     _check(x, cos, sin)
     call = _describe(x)
@@ -86,14 +85,13 @@ def rotate_index(
         transform: apply the normalised transform to all ``D`` dims, a power of two.
         rounded: also round to x's dtype before the transform, as inference engines do.
         transposed: apply the transpose, to gradients.
-        policy: implementations that may run.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, rounded once (``rounded``: twice), differentiable in x
         unless ``transposed``.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     _check(x, cos, sin)
     dim = x.shape[2]

@@ -45,10 +45,7 @@ INDEX_ROTATION = _operation(
 def fake_norm_rope(
     candidate: Candidate, x, cos, sin, _eps, inplace, workspace_bytes: int
 ) -> torch.Tensor:
-    """Return and keep the same tensors as the implementations."""
-
     def forward(x):
-        # Torch allocates its result.
         y = x.detach() if inplace and candidate.fused else torch.empty_like(x)
         rstd = empty_sums(x, *x.shape[:2])
         return (y, rstd), (y, rstd, cos, sin)
@@ -116,10 +113,7 @@ def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.T
 
 @tensor_cache(8)
 def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the symmetric Walsh-Hadamard matrix ``[size, size]`` of 1 and -1.
-
-    ``size``, a power of two, times the identity is its square.
-    """
+    """Return the symmetric Walsh-Hadamard matrix of 1 and -1, whose square is ``size`` times 1."""
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

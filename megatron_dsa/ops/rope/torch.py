@@ -1,4 +1,4 @@
-"""Norm and rope in torch: any device and dims, memory bounded by a budget."""
+"""Norm and rope in torch: any dims, memory bounded by a budget."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,6 @@ _ROPE: Kind = (False, True, False)
 def norm_rope(
     x, cos, sin, eps, inplace=False, workspace_bytes=DEFAULT_WORKSPACE_BYTES
 ) -> torch.Tensor:
-    """See :func:`.api.norm_rope`; ignores ``inplace``."""
     return _NormRope.apply(x, cos, sin, eps, workspace_bytes)
 
 
@@ -89,7 +88,7 @@ class _NormRope(torch.autograd.Function):
 
 
 def _chunks(x: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
-    per_token = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize  # five copies
+    per_token = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize
     return slices(len(x), rows_in_budget(workspace_bytes, per_token))
 
 

@@ -1,11 +1,10 @@
 """Norm and rope in Triton, in one pass either way.
 
-Queries: a program takes whole heads of one token and reads the token's tables once; both members of
-a pair are in one thread.
+Queries: a program takes whole heads of one token and reads its tables once; both members of a pair
+are in one thread.
 
-Index heads: a program takes heads of one or several tokens. The transform is a product with a
-matrix of signs on matrix units; fp32 heads are split into two 16-bit numbers with 16 bits of
-mantissa together, so that the result is rounded once.
+Index heads: the transform is a product with a matrix of signs on matrix units; fp32 heads are split
+into two 16-bit numbers with 16 bits of mantissa together, so that the result is rounded once.
 """
 
 import torch
@@ -17,11 +16,11 @@ from megatron_dsa.ops.common.autograd import differentiable, once_differentiable
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: Index heads per program.
+#: Per program.
 _HEADS = 64
 #: Tables may be slices: their alignment must not cause a new compilation.
 _ANY_ALIGNMENT = ["cos", "sin"]
-#: Sizes of index heads vary with the batch.
+#: Vary with the batch.
 _ANY_SIZES = {
     "do_not_specialize": ["heads", "count", "scale"],
     "do_not_specialize_on_alignment": _ANY_ALIGNMENT,
@@ -87,10 +86,7 @@ def _norm_backward(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient from the output of norm and rope.
-
-    A rotation keeps inner products: rotate the difference once.
-    """
+    """A rotation keeps inner products: rotate the difference once."""
     row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
@@ -374,7 +370,6 @@ class _RotateIndex(torch.autograd.Function):
 
 
 def norm_rope(x, cos, sin, eps, inplace=False, workspace_bytes=None) -> torch.Tensor:
-    """See :func:`.api.norm_rope`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x.contiguous(), cos, sin)
     return _NormRope.apply(x, cos, sin, float(eps), inplace)
 

@@ -1,8 +1,8 @@
 """Kernels of compressor pooling: forward, backward, and the sums of partial gradients.
 
-A tile ``[groups, positions, channels]`` holds all positions of its groups: a few groups of ratio 4,
-or some channels of one group of ratio 128. Threads of a warp share channels first: few positions
-are in one thread.
+A tile ``[groups, positions, channels]`` holds all positions of a few groups of ratio 4, or of some
+channels of one group of ratio 128. A warp's threads share channels first: a thread has few
+positions.
 
 The backward recomputes the softmax without extra traffic. A group's program writes the last ``d``
 channels of its tokens and the first ``d`` of the previous group, and zeros the first ``d`` of its
@@ -12,7 +12,7 @@ tokens if no group follows.
 import triton
 import triton.language as tl
 
-#: Least maximum of scores: can be subtracted from -inf and multiplied by log2(e).
+#: Can be subtracted from -inf and multiplied by log2(e).
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -203,12 +203,12 @@ def _zero_gaps(
     """Zero the gradients of ``BLOCK_R`` tokens where they are in no group."""
     row = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
-    # The token's group, or the next (see Groups).
+    # The token's group, or the next.
     number = row // row_step // RATIO
     near = first_row + row % row_step * slots + number
     here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
     before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
-    # Counted in tokens: other batch elements lie between a group's.
+    # Other batch elements lie between a group's tokens.
     span = RATIO * row_step
     inside = (here >= 0) & (here <= row) & (row - here < span)
     inside = inside | ((before >= 0) & (row - before < span))

@@ -1,4 +1,4 @@
-"""Launches of compressor pooling in Triton: tokens are read once, gradients written once.
+"""Launches of compressor pooling in Triton.
 
 Bound by memory: each SM needs at least 40 kB in flight, which registers limit.
 """
@@ -14,7 +14,6 @@ from megatron_dsa.ops.compressor.triton import kernels
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.layout.compressed import Groups
 
-#: Most positions in one thread.
 _FEW_POSITIONS = 16
 
 
@@ -137,7 +136,6 @@ def _inputs(values, scores, ape, first_row, position, rest) -> CompressorInputs:
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values; bf16, fp16 or fp32."""
     if inputs.values.dtype == torch.float64:
         raise ConfigError(
             "values must not be float64 for the Triton kernels, which sum in float32: use the "
