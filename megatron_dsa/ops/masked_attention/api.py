@@ -44,7 +44,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     groups,
 )
 
-#: Most keys with cached visible bits: 128 MiB.
+#: 128 MiB.
 MOST_KEPT = 32 * 1024
 
 
@@ -60,7 +60,7 @@ def key_bits(
     Args:
         indices: int32 ``[Sq, K]``, in any order; entries ``< 0`` or ``>= num_keys`` select nothing.
         topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
-        num_keys: ``Skv``, at least 0.
+        num_keys: ``Skv``.
 
     Returns:
         int32 ``[Sq, ceil(Skv / 128), 4]`` (:mod:`megatron_dsa.ops.masked_attention.spec`).
@@ -75,13 +75,11 @@ def key_bits(
 
 
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
-    """Return the bits of each query's visible keys, in the order of the buffer.
+    """Return the bits of each query's visible keys: int32 ``[num_queries, ceil(num_keys / 128),
+    4]``.
 
     8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for 128k; cached for the last two layouts up to
     :data:`MOST_KEPT` keys.
-
-    Returns:
-        int32 ``[num_queries, ceil(num_keys / 128), 4]``, 0 for padding queries.
     """
 
     def compute() -> torch.Tensor:
@@ -101,11 +99,9 @@ def describe_visible_call(device: torch.device | str, topk: int | None = None) -
 
 
 class MaskedAttentionOutput(NamedTuple):
-    """Results of :func:`masked_attention`."""
-
     #: ``[Sq, H, Dv]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32 (fp64), natural log over the selected keys, ``-inf`` if none.
+    #: ``[Sq, H]`` fp32 (fp64), natural log, ``-inf`` without keys.
     lse: torch.Tensor
     #: ``[tokens of bits, topk]``, dtype of ``lse``: probabilities summed over all ranks' heads,
     #: ascending by key, then 0, or ``None``.
@@ -212,7 +208,7 @@ class _MaskedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
         """Return all gradients; run the sparse indexer loss."""
-        if dout is None:  # unused output
+        if dout is None:
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
         q, kv, k_pe, bits, out, lse, *index_tensors = ctx.saved_tensors
@@ -271,16 +267,14 @@ def masked_attention(
             ``group`` of this rank's part of the tokens, in the order of ranks.
         softmax_scale: factor on ``q . k``.
         topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
-        k_pe_grad: fp32 ``[Skv, R]``: receives the unrounded gradient of ``k_pe`` in its stead (see
-            ``layers/parallel/gather.py``).
+        k_pe_grad: fp32 ``[Skv, R]``: receives the unrounded gradient of ``k_pe`` in its stead.
         want_p_sum: also return the head sum of the probabilities.
         indexer: trained in the backward on these probabilities, for the tokens of ``bits``.
-        group: process group of ranks that share the tokens and have different heads; collective in
-            forward and backward.
-        policy: implementations that may run.
+        group: ranks that share the tokens and have different heads; collective in forward and
+            backward.
 
     Returns:
-        :class:`MaskedAttentionOutput`; ``out`` is differentiable in q, kv and k_pe.
+        ``out`` is differentiable in q, kv and k_pe.
 
     Raises:
         ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small (on a GPU an
@@ -354,7 +348,6 @@ def describe_attention(
 
 
 def _local_tokens(q: torch.Tensor, indexer: Taught | None, group: Any) -> int:
-    """Check ``group``; return the number of local query tokens."""
     if group is None:
         return len(q)
     local, rest = divmod(len(q), group.size())

@@ -20,7 +20,7 @@ from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
-#: Keys or queries of a group, int32 words for them.
+#: Keys or queries of a group, and its words.
 GROUP, WORDS = 128, 4
 
 
@@ -32,7 +32,7 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     queries, keys = mask.shape
     count = groups(keys)
     padded = torch.nn.functional.pad(mask, (0, count * GROUP - keys))
-    # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)]
+    # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)].
     flags = padded.view(queries, count, 16, WORDS, 2).transpose(2, 3).flatten(3)
     # Disjoint bits: the sum may wrap to set bit 31.
     return (flags.int() << _positions(mask)).sum(-1, dtype=torch.int32)
@@ -50,8 +50,6 @@ def _positions(like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KeyBitsInputs:
-    """See ``api.key_bits``."""
-
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     num_keys: int
@@ -59,7 +57,7 @@ class KeyBitsInputs:
 
 
 class ListedProbabilities(NamedTuple):
-    """Head sums of the probabilities of selected keys, and the keys.
+    """Head sums of the probabilities of selected keys.
 
     Attributes:
         p_sum: ``[Sq, K]`` fp32 (fp64), ascending by key, then 0.
@@ -85,7 +83,7 @@ class VisibleBitsInputs:
 
 @dataclass(frozen=True)
 class MaskedAttentionInputs:
-    """Inputs with the bits of all ``q``; see ``api.py``.
+    """Inputs with the bits of all ``q``.
 
     Attributes:
         part: queries per part; part ``i`` has the ``i``-th ``q.shape[1]`` heads of ``kv``.

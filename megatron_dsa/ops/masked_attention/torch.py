@@ -1,4 +1,4 @@
-"""Masked dense attention in torch: any device and dims, in bounded memory.
+"""Masked dense attention in torch, in bounded memory.
 
 The backward computes scores twice, for dq and for dkv, so that each is rounded once.
 """
@@ -186,7 +186,6 @@ def _query_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
 
 
 def _heads_first(inputs: MaskedAttentionInputs, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys ``[H, k, Dn + R]`` and values ``[H, k, v_dim]``."""
     kv = inputs.kv[keys].transpose(0, 1)
     k_pe = inputs.k_pe[keys].expand(len(kv), -1, -1)
     return torch.cat([kv[..., : inputs.nope_dim], k_pe], dim=-1), kv[..., inputs.nope_dim :]

@@ -1,8 +1,7 @@
 """MLA sparse attention with absorbed up projections.
 
 ``W_uk`` is multiplied into the queries and ``W_uv`` into the output: all heads share one key, the
-latent. These wide tensors exist for one block of tokens at a time and are recomputed in the
-backward.
+latent. The wide tensors exist for one block of tokens at a time; the backward recomputes them.
 
 With ``group``, weights are gathered in each pass (34 MB per layer of DeepSeek-V3.2 if kept).
 """
@@ -67,8 +66,6 @@ class _Plan:
 
 
 class _Blocks:
-    """Inputs of a pass and a buffer for a block's absorbed queries, padded to ``heads``."""
-
     def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
@@ -296,17 +293,16 @@ def absorbed_attention(
 ) -> AbsorbedAttentionOutput:
     """Attend from each query to its own list of latents: plain MLA over the listed keys.
 
-    Other arguments, results and errors: see
+    Other arguments, results and errors as in
     :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
 
     Args:
         q: ``[Sq, H, A + P]``; the ``P`` rope dims last.
         kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key of all heads.
         weights: ``[H, A + V, R]``, same dtype: up projection per head, ``W_uk`` then ``W_uv``. With
-            ``group`` this rank's heads only, in the order of ranks.
-        kv_grad: fp32 ``[Skv, R + P]``.
-        group: process group of ranks that share the heads and hold different tokens; collective in
-            forward and backward.
+            ``group`` this rank's heads only.
+        group: ranks that share the heads and hold different tokens; collective in forward and
+            backward.
         recompute: rerun the forward kernel in the backward instead of saving ``[Sq, H, R]``.
 
     Returns:
@@ -346,7 +342,7 @@ def absorbed_attention(
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )
-    if topk_length is not None:  # once for all blocks and passes
+    if topk_length is not None:
         topk_length = lengths(indices, topk_length)
     attention = Settings(
         rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order,

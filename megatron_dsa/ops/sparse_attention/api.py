@@ -47,11 +47,9 @@ from megatron_dsa.ops.sparse_attention.spec import (
 
 
 class SparseAttentionOutput(NamedTuple):
-    """Results of :func:`sparse_attention`."""
-
     #: ``[Sq, H, v_dim]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32, natural log over the selected keys, without sink; ``-inf`` if none.
+    #: ``[Sq, H]`` fp32, natural log, without sink; ``-inf`` without keys.
     lse: torch.Tensor
     #: ``[Sq, K]`` fp32, probabilities summed over local heads, 0 at invalid entries, or ``None``.
     p_sum: torch.Tensor | None
@@ -64,7 +62,7 @@ def _teaching(call: OpCall) -> OpCall:
 
 @dataclass(frozen=True)
 class Settings:
-    """Non-tensor arguments: they live as long as the graph."""
+    """Non-tensor arguments, which live as long as the graph."""
 
     v_dim: int
     softmax_scale: float
@@ -131,7 +129,6 @@ def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, t
     ``len`` would make torch.compile build a graph per size.
     """
     if part is None or part.shape[0] == total:
-        # Drop padding.
         return None if part is None else part.contiguous()
     if whole is None:
         whole = part.new_empty(total, *part.shape[1:])
@@ -207,7 +204,6 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def _teacher_among(s: Settings, sample: QuerySample | None, q, kv, indices, length) -> TeacherPart:
-    """Return the head sum of a softmax without window and sink."""
     if sample is not None:
         q, indices, length = select_tokens(sample.tokens, q, indices, length)
     call = replace(s.call, topk=indices.shape[1], sink=False)
@@ -255,16 +251,14 @@ def sparse_attention(
         topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
         attn_sink: ``[H]``, logits without a value (DeepSeek-V4): ``out = out_keys * sigmoid(lse -
             sink)``.
-        kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient of ``kv`` in its stead (see
-            ``layers/parallel/gather.py``).
+        kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient of ``kv`` in its stead.
         want_p_sum: also return the head sum of the probabilities.
-        in_order: lists follow one order of keys, as from ``indexer_topk`` and ``KeyLists``: spares
-            the backward a sort.
+        in_order: lists follow one order of keys, as from ``indexer_topk``: spares the backward a
+            sort.
         indexer: trained in the backward on these probabilities.
-        policy: implementations that may run.
 
     Returns:
-        :class:`SparseAttentionOutput`; ``out`` is differentiable in q, kv and attn_sink.
+        ``out`` is differentiable in q, kv and attn_sink.
 
     Raises:
         ConfigError: shapes or dtypes do not fit.
@@ -342,7 +336,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
     if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
-        # A larger slot would select a key of a position.
+        # Larger numbers would index keys of positions, which follow the compressed keys.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
         require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)

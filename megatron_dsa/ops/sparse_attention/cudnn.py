@@ -27,7 +27,6 @@ _workspace_bytes: dict[tuple, int] = {}
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dq, dkv, dsink`` and ``None``."""
     from cudnn import DSA
 
     q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
@@ -112,7 +111,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
-    # Weight exp(x - inf) = 0 without keys and for padding heads.
+    # ``exp(x - inf)`` is 0 without keys and for padding heads.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
         with_heads(inputs.q, heads, -2)[None],

@@ -22,7 +22,6 @@ from megatron_dsa.ops.padding import padded_heads, with_heads
 if TYPE_CHECKING:
     from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
-#: List widths are multiples of this.
 WIDTH = 128
 HEADS = (64, 128)
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")

@@ -1,7 +1,7 @@
 """Sorted key lists for backwards that scatter into the key gradient.
 
-Concurrent thread blocks walk their lists at one pace: in one order of keys, they add to the same
-part of the key gradient, which stays in L2.
+With one order of keys, concurrent thread blocks add to the same part of the key gradient, which
+stays in L2.
 """
 
 import torch
@@ -18,7 +18,6 @@ def sorting_pays(inputs: SparseAttentionInputs) -> bool:
 
 
 def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``indices [Sq, K]`` and ``length [Sq]``, int32, in [0, K]."""
     indices = inputs.indices.contiguous()
     return indices, lengths(indices, inputs.topk_length, inputs.length_in_range)
 
@@ -26,10 +25,7 @@ def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Ten
 def ascending_lists(
     inputs: SparseAttentionInputs, places: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sorted lists without invalid entries.
-
-    ``places`` (int32, like the indices) receives the new index of each original entry.
-    """
+    """Return sorted lists without invalid entries; ``places``: the new index of each entry."""
     indices, length = caller_lists(inputs)
     queries, width = indices.shape
     keys = inputs.kv.shape[0]

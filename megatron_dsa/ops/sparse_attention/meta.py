@@ -1,4 +1,4 @@
-"""Fakes of sparse attention; our adapters run unchanged around no-op kernels."""
+"""Fakes of sparse attention: our adapters around no-op kernels."""
 
 import torch
 

@@ -50,7 +50,7 @@ class KeyGradientAccumulator:
 
 @dataclass(frozen=True)
 class SparseAttentionInputs:
-    """Inputs of every implementation; see ``api.py``.
+    """Inputs of every implementation.
 
     Attributes:
         want_p_sum: return ``p_sum`` if it costs nothing.
@@ -199,7 +199,6 @@ PROBABILITIES = Operation(
 
 
 def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
-    """Return whether the operation also returns the teacher."""
     choice = operation.choose(call, policy)
     if call.deterministic and choice.never_run:
         return False
@@ -209,7 +208,6 @@ def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
 def reference(
     q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``out``, ``lse`` and ``p_sum``; differentiable."""
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]

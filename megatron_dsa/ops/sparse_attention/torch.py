@@ -1,4 +1,4 @@
-"""Sparse attention in torch: any device and dims, in bounded memory."""
+"""Sparse attention in torch, in bounded memory."""
 
 import math
 
@@ -27,7 +27,6 @@ def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
 
 
 def _selected(inputs: SparseAttentionInputs, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``index [r, K]`` int64 (invalid entries -> zero key) and ``valid [r, K]``."""
     index = inputs.indices[tokens]
     length = None if inputs.topk_length is None else inputs.topk_length[tokens]
     valid = valid_entries(index, length, inputs.kv.shape[0])

@@ -32,7 +32,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     place_of,
 )
 
-#: Queries of a tile: more would exceed the registers.
+#: More would exceed the registers.
 QUERIES = 64
 #: Bytes of a tile's lse or delta.
 NUMBERS = 4 * QUERIES
@@ -91,7 +91,7 @@ def read_bits(BitsT, words, tile, at, tx):
 
 @T.macro
 def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
-    """``dQ += dS K`` of tile i: half of the columns per warpgroup."""
+    """Add ``dS K`` of tile i to dQ: half of the columns per warpgroup."""
     T.barrier_wait(done.ds[i % STAGES], i // STAGES & 1)
     T.wgmma_gemm(
         m.ds[i % STAGES, :, :], m.k, dq, transpose_A=True, clear_accum=True, policy=BY_COLUMNS

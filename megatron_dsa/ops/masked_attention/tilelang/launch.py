@@ -88,7 +88,7 @@ def backward(
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """More than ``width`` keys end the launch with an error."""
+    """Raise in the launch for more than ``width`` keys."""
     queries, heads = inputs.q.shape[:2]
     p_sum = inputs.q.new_zeros(queries, width, dtype=torch.float32)
     bits = inputs.bits.contiguous()

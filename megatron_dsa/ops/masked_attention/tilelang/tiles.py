@@ -14,9 +14,7 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS
 from megatron_dsa.ops.hopper.tiles import GROUP
 
-#: A group of key bits.
 KEYS = 128
-#: Streamed tiles in shared memory.
 STAGES = 2
 #: Registers per thread of consumers and producer, of 504.
 REGISTERS = (240, 24)

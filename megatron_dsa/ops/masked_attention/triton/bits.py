@@ -15,11 +15,10 @@ from megatron_dsa.ops.masked_attention.spec import (
     groups,
 )
 
-#: Entries of a list, and words, per program.
 _ENTRIES, _WORDS = 1024, 128
 
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["indices", "length", "bits", "num_keys", "topk", "stride", "words"])
 def _set_bits(
     indices, length, bits, num_keys, topk, stride, words, BLOCK: tl.constexpr

@@ -12,12 +12,11 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, groups
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 64
-#: Groups of 128 keys per program.
 _GROUPS = 8
 
 
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
-    """Return fp32 ``[H, 2, N]``: ``lse [Sq, H]`` in base 2, and delta, ``(out * dout).sum(-1)``.
+    """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, ``(out * dout).sum(-1)``.
 
     ``N`` is ``Sq`` in whole groups. The lse is ``inf``, for probabilities of 0, without keys and
     past the end. Without ``out`` delta is undefined.
@@ -34,7 +33,7 @@ def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | No
     return result
 
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["queries", "heads", "count"])
 def _numbers(
     lse, out, dout, result, queries, heads, count, DIMS: tl.constexpr, BLOCK: tl.constexpr
@@ -86,10 +85,7 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
 def listed_keys(
     bits: torch.Tensor, before: torch.Tensor, length: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """Return int32 ``[Sq, width]``: the first ``width`` selected keys, ascending, then -1.
-
-    ``before, length`` are from :func:`keys_before`.
-    """
+    """Return int32 ``[Sq, width]``: the first ``width`` selected keys, ascending, then -1."""
     queries, key_groups = bits.shape[:2]
     if key_groups == 0:
         return bits.new_full((queries, width), -1)
@@ -103,7 +99,7 @@ def listed_keys(
     return indices
 
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["key_groups", "width"])
 def _list_keys(
     bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr

@@ -15,9 +15,9 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lists of non-empty tiles, undefined past their counts.
+    """Lists of non-empty tiles, undefined past their counts; the last three for backwards.
 
-    ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``. The last three are for backwards.
+    ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
 
     Attributes:
         key_groups: int32 ``[Gq, G]``, ascending groups of 128 keys per group of 128 queries.
@@ -86,7 +86,7 @@ def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, count
 
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["queries", "key_groups", "query_groups"])
 def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
     """One program per tile of 128 queries and 128 keys; neighbours share the queries."""
@@ -153,7 +153,7 @@ def _list_tiles(
 
 @triton.jit
 def _append(ids, entry, flag, found):
-    """Append entries whose flag is set to a list of length ``found``; return the new length."""
+    """Append entries whose flag is set; return the new length."""
     is_set = (flag != 0).to(tl.int32)
     place = found + tl.cumsum(is_set, 0) - 1
     tl.store(ids + place, entry, mask=is_set != 0)

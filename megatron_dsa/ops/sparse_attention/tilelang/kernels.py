@@ -14,7 +14,6 @@ TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a
 class Way(Enum):
     """Kernels of a backward; each has its column order of the key gradient."""
 
-    #: In order.
     PORTABLE = "portable"
     #: One Hopper kernel; order of fragments.
     ONE = "one kernel"
@@ -25,7 +24,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for one GPU; ``tiles`` is the tiling of portable ones, ``None`` for Hopper's."""
+    """Kernels for one GPU; ``tiles``: tiling of portable ones, ``None`` for Hopper's."""
 
     target: str
     tiles: str | None
@@ -45,7 +44,6 @@ class Kernels:
         return _module("hopper.unions").compiled(*arguments, target=self.target)
 
     def rows(self, part: str) -> int:
-        """Return the tile height of the kernel ``forward`` or ``backward``."""
         if self.tiles is None:
             return importlib.import_module("megatron_dsa.ops.hopper.tiles").TILE
         tiles = _module("portable.tiles")

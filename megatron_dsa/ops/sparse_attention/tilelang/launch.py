@@ -1,7 +1,7 @@
 """Sparse attention through our TileLang kernels (bf16), without padding.
 
-Compiled per head count and dim. Up to 32 heads, adjacent queries share a tile and the union of
-their lists: a non-finite key spoils all of them.
+Up to 32 heads, adjacent queries share a tile and the union of their lists: a non-finite key spoils
+all of them.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from megatron_dsa.ops.sparse_attention.torch import replace_negative_infinity
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
-    """Return ``out``, ``lse`` fp32 and ``None``."""
     from megatron_dsa.ops.hopper.tiles import queries_per_tile
 
     q, kv, sink = inputs.q.contiguous(), inputs.kv.contiguous(), inputs.sink
@@ -164,7 +163,6 @@ def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query:
     queries = inputs.indices.shape[0]
     step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
     if step < queries:
-        # Whole waves.
         wave = max(1, processors(inputs.q.device) // tiles)
         step = step // wave * wave or step
     return min(step, queries)
@@ -179,9 +177,9 @@ def key_lists(
 ):
     """Yield slices of the queries, with the key lists that kernels read.
 
-    Lists are ids int32 ``[lists, W]``, members uint8 alike (:mod:`.hopper.unions`), length int32
-    ``[lists]``; unions for groups of several queries. With ``with_places`` the third result is
-    int32 ``[queries, K]``: each valid entry's index in its list, ``None`` if unchanged.
+    Ids int32 ``[lists, W]``, members uint8 alike (:mod:`.hopper.unions`), length int32 ``[lists]``;
+    unions for groups of several queries. ``with_places`` adds int32 ``[queries, K]``: each valid
+    entry's index in its list, ``None`` if unchanged.
     """
     queries, width = inputs.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=inputs.indices.device)

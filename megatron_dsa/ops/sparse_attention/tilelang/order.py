@@ -51,7 +51,7 @@ def to_callers_lists(
         out[rows] = torch.where(valid, found, 0.0)
 
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=[
     "out", "sums", "places", "indices", "length", "keys", "width", "stride",
 ])  # fmt: skip

@@ -1,6 +1,6 @@
-"""Softmax steps of Hopper's and the portable kernels.
+"""Softmax steps of Hopper's and the portable kernels, in base 2.
 
-In base 2; ``top`` is the maximum per query head, ``total`` the sum of P.
+``top`` is the maximum per query head, ``total`` the sum of P.
 """
 
 from tilelang import language as T
@@ -43,7 +43,7 @@ def write_lse(Lse, top, total, at, shape):
 @T.macro
 def read_lse(Lse, m, at, tile, thread):
     if thread < tile:
-        # P = exp2(S - inf) = 0 without keys and for padding heads.
+        # ``exp2(S - inf)`` is 0 without keys and for padding heads.
         m.lse[thread] = T.infinity("float32")
         if thread < at.rows:  # noqa: SIM102 (the next condition reads memory)
             if Lse[at.first + thread] > -T.infinity("float32"):

@@ -57,7 +57,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def key_gradient(dKV, Units, m, done, at, thread):
-    """KV: ``dKV += dS Q + P dO`` by slabs of columns, in fixed point if ``Units``."""
+    """Compute ``dKV += dS Q + P dO`` by slabs of columns, in fixed point if ``Units``."""
     dkv = T.alloc_fragment([TILE, SLAB], "float32")
     target = T.alloc_local([2], "int64")
     units = T.alloc_local([1], "float32")
@@ -163,7 +163,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product also reads other warps' stores.
+        # The product also reads dS of other warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -181,8 +181,7 @@ def build(
 
     Contiguous arguments. Lse: natural, ``-inf`` without keys. Members: bit ``g`` if query ``g``
     selected the key (``group`` > 1). Length: within ``[0, W]``. dKV: zeroed, in accumulator order.
-    Units: fixed-point scale (``fixed_point``). Delta: ``rowsum(dO * O)``. PSum: zeroed, undefined
-    at invalid entries (``p_sum``).
+    Units: fixed-point scale. Delta: ``rowsum(dO * O)``. PSum: zeroed, undefined at invalid entries.
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
@@ -209,7 +208,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Copies and threads arrive for left and other columns of the keys.
+            # Arrivals of copies and threads, for left and other columns of the keys.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

@@ -44,7 +44,6 @@ REGISTERS = (216, 216, 72)
 #: Halves of a buffer; (buffer, half) in the order of use.
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
-#: Keys of a pair.
 PAIR = 2 * TILE
 
 SOURCE = (
@@ -132,7 +131,7 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
     """Divide by the sum of P; write half of O, and lse (ODD)."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
-    # Both have multiplied: the keys' buffers are free.
+    # Both warpgroups are done with the keys, whose buffers receive O.
     T.sync_threads(9, 2 * GROUP)
     for r in T.Parallel(TILE):
         total[r] = m.tops[0, r] + m.tops[1, r]
@@ -148,7 +147,6 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
 
 
 def fragments():
-    """Allocate registers of EVEN or ODD: scores, P, half of O, and four numbers per head."""
     matrices = ((TILE, "float32"), (TILE, "bfloat16"), (HALF, "float32"))
     numbers = (T.alloc_fragment([TILE], "float32") for _ in range(4))
     return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
@@ -310,7 +308,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Copies and threads arrive for halves of both buffers; tops, p: EVEN, ODD.
+            # Arrivals of copies and threads, for halves of both buffers; tops, p: EVEN, ODD.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

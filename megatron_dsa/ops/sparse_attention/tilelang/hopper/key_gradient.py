@@ -1,10 +1,8 @@
 """Second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
 
 ``dKV = dS Q + P dO`` per block of 64 keys, over one or two tiles of 64 heads; bound by the atomics.
-
-A warpgroup computes 256 value columns, and the columns past them for half of the keys, in 144
-registers (512: 128), transposed, so that a warp adds 128 contiguous bytes (fixed point: 64) to each
-of 4 keys.
+A warpgroup computes 256 value columns, and the columns past them for half of the keys, transposed,
+so that a warp adds 128 contiguous bytes (fixed point: 64) to each of 4 keys.
 
 * One tile: two consumers of a thread block split the columns.
 * Two tiles: two thread blocks split the columns; consumers take even and odd blocks.
@@ -164,7 +162,6 @@ def produce(Ids, PdS, m, done, at, keys, tiles, thread):
 
 @T.macro
 def consume(dKV, Units, m, done, at, tiles, wg, thread):
-    """Multiply, give P and dS back, and add."""
     part = at.rank if tiles == 2 else wg  # columns, and keys of the tail
     first = 0 if tiles == 2 else wg * HALF  # column in shared memory
     owned, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
@@ -223,7 +220,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     """Return the TileLang program; arguments as in :func:`.query_gradient.build`.
 
     dKV: zeroed, transposed (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`),
-    integers in column order. Units: fixed-point scale.
+    integers in column order.
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles

@@ -169,7 +169,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product also reads other warps' stores.
+        # The product also reads dS of other warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -187,12 +187,10 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
-    """Return the TileLang program; arguments as in :func:`.backward.build`, without Members, dKV,
-    Units.
+    """Return the TileLang program; arguments as in :func:`.backward.build`.
 
     PdS: bf16 ``[lists, ceil(W / 64), tiles, 2, 64 keys, 64 heads]``, P and dS of blocks within
-    Length, finite if the inputs are, as in shared memory: 16-byte chunk ``c`` of key ``k`` is at
-    ``c ^ k % 8``.
+    Length, as in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
     """
     shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]
@@ -222,7 +220,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),
                 keys_free=T.alloc_barrier(arrive_count=[GROUP] * 4),
                 p=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
-                # p_stored: P is visible to copies; s_issued: products of S are in flight.
+                # ``p_stored``: P is visible to copies; ``s_issued``: products of S are in flight.
                 p_stored=T.alloc_barrier(arrive_count=GROUP),
                 s_issued=T.alloc_barrier(arrive_count=GROUP),
                 ds=T.alloc_barrier(arrive_count=GROUP),

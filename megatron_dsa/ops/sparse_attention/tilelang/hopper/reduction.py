@@ -2,8 +2,8 @@
 
 Of 16 columns, a thread (``t``: lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
 them as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffling costs more than a pass over
-the result (:mod:`megatron_dsa.ops.hopper.sums`). In fixed point it adds single numbers, stored as
-``[2 halves, 2, 4 threads]``: four threads add to neighbours.
+the result. In fixed point it adds single numbers, stored as ``[2 halves, 2, 4 threads]``: four
+threads add to neighbours.
 """
 
 SOURCE = r"""

@@ -1,11 +1,8 @@
 """Backward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-A thread block keeps a tile of queries, dO and dQ and loops over blocks of gathered keys: ``S = Q
-K^T``, ``dP = dO V^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS K``, ``dKV^T = Q^T
-dS + dO^T P``.
-
-dKV is transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring
-columns of a key, a whole memory sector.
+A thread block keeps a tile of queries, dO and dQ and loops over blocks of gathered keys. dKV is
+transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring columns of
+a key, a whole memory sector.
 """
 
 from types import SimpleNamespace
@@ -120,10 +117,9 @@ def build(
     p_sum: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program; arguments as in :func:`..hopper.backward.build`, dKV in column
-    order.
+    """Return the TileLang program; arguments as in :func:`..hopper.backward.build`.
 
-    ``tiles`` names the target whose :data:`.tiles.BACKWARD` applies.
+    dKV is in column order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` applies.
     """
     tiling = tiling_of(BACKWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
@@ -189,7 +185,6 @@ def build(
             row_factors(O, Lse, Delta, m, at, tile, thread)
             for i in T.serial(at.blocks(block_keys)):
                 if stages == 1:
-                    # The previous block was read.
                     T.sync_threads()
                     gather(source, m, at, i, tiling, thread)
                     T.ptx_commit_group()

@@ -1,8 +1,7 @@
 """Forward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-A thread block keeps a tile of queries and loops over blocks of gathered keys, prefetched by
-``cp.async``. Warps divide the query heads for S and the value columns for O, so that each value is
-read once; P and factors cross through shared memory.
+Warps divide the query heads for S and the value columns for O, so that each value is read once; P
+and factors cross through shared memory.
 """
 
 from types import SimpleNamespace
