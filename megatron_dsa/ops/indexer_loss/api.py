@@ -63,7 +63,6 @@ def selected_keys_loss(
 
 
 def _differentiable(inputs: IndexerInputs, run: Callable[[bool], IndexerLoss]) -> torch.Tensor:
-    """Return a loss with a backward, if the indexer's tensors require grad."""
     tensors = inputs.tensors()
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _WithBackward.apply(*tensors, run)
@@ -98,7 +97,7 @@ def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a checked copy of a caller's teacher in ``dtype``, without synchronisation."""
+    """Return a checked copy of a caller's teacher, without synchronisation."""
     teacher = teacher.detach().to(dtype, copy=True)
     if on_meta() or teacher.numel() == 0:
         return teacher
@@ -132,7 +131,6 @@ def sparse_indexer_loss(
         layout: layout of the selection.
         topk_length: int32 ``[Sq]`` or ``None``.
         head_group: process group that shares the heads; the teacher is summed over it.
-        policy: implementations that may run.
 
     Returns:
         fp32 scalar, to be divided by the number of real tokens.
@@ -169,7 +167,7 @@ def dense_indexer_loss(
 ) -> torch.Tensor:
     """Sum ``KL(teacher || student)`` over query tokens, over all visible keys.
 
-    Other arguments and results: see :func:`sparse_indexer_loss`.
+    Other arguments and results as in :func:`sparse_indexer_loss`.
 
     Args:
         q: ``[Sq, H, D]``, queries of the teacher's attention, absorbed or plain MLA.

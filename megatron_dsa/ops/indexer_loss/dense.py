@@ -196,10 +196,7 @@ def normalised_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``lse [H, r]`` that normalises teachers to 1, and bool ``[r]``: tokens with mass.
 
-    Args:
-        lse: ``[H, r]``, over the visible keys.
-        other_lse: ``[H, r]``, rest of the denominator, or ``None``.
-        group: process group over which heads are sharded, or ``None``.
+    ``other_lse`` is the rest of the denominator; heads are sharded over ``group``.
     """
     total = lse if other_lse is None else torch.logaddexp(lse, other_lse)
     # -inf - -inf would be NaN.

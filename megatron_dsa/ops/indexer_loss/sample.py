@@ -23,7 +23,6 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
 #: Neighbours sampled together: kernels share keys in a tile of queries.
 TILE = 64
-#: Sampled tokens per query range.
 _RANGE = 32 * TILE
 
 
@@ -148,12 +147,8 @@ def draw_number(
 ) -> torch.Tensor | None:
     """Draw the offset for :func:`sampled_tokens`, ``None`` if all tokens are taken.
 
-    From the device's torch generator, which Megatron saves and resumes.
-
-    Args:
-        total: number of query tokens.
-        share: sampled share, rounded to whole tiles.
-        group: process group of ranks with the same sample, or ``None``.
+    From the device's torch generator, which Megatron saves and resumes. ``share`` is rounded to
+    whole tiles; ranks of ``group`` have the same sample.
     """
     if sample_size(total, share) is None:
         return None
@@ -166,6 +161,6 @@ def draw_number(
 def draw_sample(
     total: int, share: float, device: torch.device, group: Any = None, parts: int = 1
 ) -> QuerySample | None:
-    """Draw query tokens, ``None`` for all; see :func:`draw_number` and :class:`QuerySample`."""
+    """Draw query tokens, ``None`` for all."""
     size, number = sample_size(total, share), draw_number(total, share, device, group)
     return None if size is None or number is None else sampled_tokens(total, size, number, parts)

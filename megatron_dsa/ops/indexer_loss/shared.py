@@ -2,7 +2,7 @@
 
 The selection travels between layers as a float tensor with the bits of its integers; the layers'
 head sums are its gradient. Autograd adds them per microbatch, also under recomputation, and runs
-the loss after the attention backward of all layers. The loss normalises the sum.
+the loss, which normalises the sum, after the attention backward of all layers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class HeadSums:
         return cls(packed, share, drawn)
 
     def separate(self, **queries: torch.Tensor) -> tuple[HeadSums, tuple[torch.Tensor, ...]]:
-        """See :func:`~megatron_dsa.ops.indexer_loss.training.separate_tensors`."""
         for name, x in queries.items():
             require(
                 len(x) == len(self.packed),

@@ -28,7 +28,7 @@ class IndexerGradients(NamedTuple):
 
 class IndexerLoss(NamedTuple):
     value: torch.Tensor
-    gradients: IndexerGradients | None  # None unless requested
+    gradients: IndexerGradients | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class LatentKeys:
         return LatentKeys(self.latents.detach(), self.w_uk.detach())
 
     def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
-        """Return the keys ``[Skv, h, D]`` of some heads."""
         w_uk = self.w_uk[heads]
         rank = w_uk.shape[2]
         nope = (self.latents[:, :rank] @ w_uk.flatten(0, 1).t()).unflatten(1, w_uk.shape[:2])
@@ -80,9 +79,7 @@ class LatentKeys:
 
 @dataclass(frozen=True)
 class ExpandedKeys:
-    """Keys as returned by MLA's up projection, and the shared rope key.
-
-    Head ``h`` has the keys ``[kv[:, h, :Dn], k_pe]``.
+    """Keys ``[kv[:, h, :Dn], k_pe]`` of each head, as returned by MLA's up projection.
 
     Attributes:
         kv: ``[Skv, H, Dn + Dv]``, per head the key without rope, then the value.
@@ -96,7 +93,6 @@ class ExpandedKeys:
 
     @property
     def nope(self) -> torch.Tensor:
-        """Keys without rope, ``[Skv, H, Dn]``, a view."""
         return self.kv[..., : self.kv.shape[2] - self.v_dim]
 
     def detach(self) -> ExpandedKeys:
@@ -112,7 +108,7 @@ TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
 
 @dataclass(frozen=True)
 class DenseLossInputs:
-    """Inputs of the loss over all visible keys: see :func:`.api.dense_indexer_loss`.
+    """Inputs of the loss over all visible keys.
 
     ``lse`` is undefined for tokens that see nothing.
     """

@@ -17,8 +17,6 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Gradients:
-    """Accumulators: fp32 (fp64), dq in q's dtype."""
-
     def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
         # Each query is written once.

@@ -17,7 +17,7 @@ from megatron_dsa.ops.layout.layout import Layout, Seen
 
 #: Heads at a time: fewer need less memory, more are faster.
 HEADS_AT_ONCE = 8
-#: Longest edge of a tile: longer ones waste work on the diagonal.
+#: Longer ones waste work on the diagonal.
 LONGEST_EDGE = 1024
 _ALL = slice(None)
 
@@ -126,7 +126,6 @@ def teacher_lse(
     hidden: torch.Tensor,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Return the lse ``[H, r]`` of the teacher's scores except ``hidden``, bool ``[r, w]``."""
     parts = (
         log_sum_exp(_head_scores(q, keys, heads), hidden, softmax_scale)
         for heads in slices(q.shape[1], HEADS_AT_ONCE)

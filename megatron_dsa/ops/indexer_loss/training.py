@@ -29,7 +29,7 @@ class LatentQueries:
     Attributes:
         latent: ``[Sq, L]``, without gradient.
         weight: ``[HI * DI, L]``, same dtype.
-        cos, sin, neighbours, transform, rounded: see
+        cos, sin, neighbours, transform, rounded: as in
             :func:`~megatron_dsa.ops.rope.api.rotate_index`.
     """
 
@@ -112,9 +112,7 @@ TrainedIndexer = IndexerInputs | LatentIndexerInputs
 
 
 class TeacherPart(NamedTuple):
-    """Teacher of some query tokens, from local heads; see :class:`SparseLossInputs`."""
-
-    tokens: slice  # of the sample, if any
+    tokens: slice
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
@@ -138,7 +136,7 @@ class TeacherPart(NamedTuple):
 
 
 class Taught(Protocol):
-    """Consumer of the teacher in an attention's backward; see :class:`IndexerTraining`."""
+    """Consumer of the teacher in an attention's backward."""
 
     @property
     def selected_only(self) -> bool: ...
@@ -320,12 +318,9 @@ class _KeptQueries:
 
 
 class _RecomputedQueries:
-    """Queries recomputed per block of tokens, and the gradient of their weight."""
-
     def __init__(self, queries: LatentQueries, factor: Factor | torch.Tensor | float, budget: int):
         self._queries, self._factor = queries, factor
         self._dtype = query_gradient_dtype(queries.weight.dtype)
-        # A query and its gradient.
         per_token = len(queries.weight) * (queries.weight.dtype.itemsize + self._dtype.itemsize)
         self._longest = rows_in_budget(budget, per_token)
         self._dweight: torch.Tensor | None = None

@@ -1,1 +1,1 @@
-"""TileLang kernel of the sparse indexer loss for Hopper; see ``docs/kernels/indexer.md``."""
+"""TileLang kernel of the sparse indexer loss for Hopper."""

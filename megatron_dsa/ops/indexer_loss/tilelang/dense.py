@@ -30,8 +30,6 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class HopperTiles(TritonTiles):
-    """:class:`~.triton.dense.TritonTiles` with another kernel for teachers of plain MLA."""
-
     copies = True
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:

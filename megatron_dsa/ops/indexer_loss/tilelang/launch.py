@@ -59,8 +59,7 @@ def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
     """Return the fixed-point scale of dk: fp32 ``[1]``, a power of two.
 
-    Student and teacher sum to 1, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element
-    (see :mod:`.sparse_attention.fixed_point`).
+    Student and teacher sum to 1, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element.
     """
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:

@@ -208,7 +208,6 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
                 scratch=T.alloc_shared([16], fp32),
             )
             done = SimpleNamespace(
-                # Copies and threads arrive.
                 full=T.alloc_barrier(arrive_count=[2 * GATHERERS] * STAGES),
                 free=T.alloc_barrier(arrive_count=[GROUP] * STAGES),
                 differences=T.alloc_barrier(arrive_count=GROUP),

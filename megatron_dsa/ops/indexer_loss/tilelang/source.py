@@ -5,8 +5,8 @@ In accumulators ``[64 keys, 64 index heads]``, thread ``(warp, line, t)`` (``lin
 2 (key bit) + (head bit)``. Its word of a block has bit ``2 j + (key bit) + 16 (head bit)`` set if
 that product is positive.
 
-Addresses in shared memory are integers (see
-:mod:`~megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators`).
+Addresses in shared memory are integers, as in
+:mod:`~megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators`.
 """
 
 SOURCE = r"""

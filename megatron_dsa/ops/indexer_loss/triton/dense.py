@@ -25,7 +25,7 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
 BLOCK = 128
-#: Longest edge of a tile, which shares expanded keys and queries.
+#: Of a tile, which shares expanded keys and queries.
 LONGEST_EDGE = 2048
 #: Fewest heads expanded at a time.
 FEWEST_HEADS = 16
@@ -193,7 +193,7 @@ class TritonTiles:
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """A weight's gradient is the product of its query and their common sum over keys."""
+        """Compute a weight's gradient from its query and their common sum over keys."""
         x = _dense_inputs(x)
         rows, heads, dim = x.q.shape
         gradients.finish_rows[(rows,)](
@@ -203,8 +203,7 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield slices of heads, ``own [w, h or 1, OWN_DIM]`` and ``shared [w, DIM - OWN_DIM]``
-        keys.
+        """Yield slices of heads, ``own [w, h or 1, OWN_DIM]`` and ``shared [w, DIM - OWN_DIM]``.
 
         ``shared`` is ``own`` if nothing is shared. Strides: own's keys and heads (0 for a single
         head), shared's keys.

@@ -1,7 +1,7 @@
 """Triton kernels of the dense loss's gradients, from score gradients (``dS``, bf16).
 
-Head products are recomputed. Each program owns its sums, which repeat bitwise: one head of 128
-queries, or the share of 128 queries in the gradient of 128 keys.
+Each program owns its sums, which repeat bitwise: one head of 128 queries, or the share of 128
+queries in the gradient of 128 keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_rows
 
-#: Vary with the batch: must not cause a new compilation.
+#: Varying sizes must not cause compilations.
 _PER_TILE = ["start", "end", "rows", "width"]
 
 

@@ -9,7 +9,6 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements per program.
 _BLOCK = 1024
 
 

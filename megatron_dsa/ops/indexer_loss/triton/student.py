@@ -12,7 +12,7 @@ from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, til
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Vary with the batch: must not cause a new compilation.
+#: Varying sizes must not cause compilations.
 _PER_TILE = ["weights", "start", "end", "student_lse", "out", "rows", "width", "part_stride"]
 
 
@@ -30,7 +30,6 @@ def _scores(
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     weight = tl.load(w_at)
     for head in tl.range(0, HEADS, num_stages=STAGES):
-        # Prefetched.
         following = tl.load(w_at + tl.minimum(head + 1, HEADS - 1))
         products = tl.dot(tl.load(q_at + head * DIM), k_tile)
         if RELU:

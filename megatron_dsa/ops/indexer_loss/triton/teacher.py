@@ -9,13 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Head dims per product.
 CHUNK = 64
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Vary with the batch: must not cause a new compilation.
+#: Varying sizes must not cause compilations.
 PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
 
 
@@ -93,7 +92,6 @@ def head_sums(
             if chunk == chunks - 1:
                 total += tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                # Prefetched.
                 following = tl.minimum(head + 1, heads - 1)
                 shift = tl.load(lse_at + following.to(tl.int64) * lse_stride) * LOG2_E
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
