@@ -3,9 +3,9 @@
 DeepSeek-V4 pools ``ratio`` consecutive positions into one key, except a sequence's tail. A query at
 position ``t`` sees the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
 
-Compressed keys of all sequences are ordered in *compressed slots*, described by a
-:class:`~megatron_dsa.ops.layout.layout.Layout`. A packed sequence that starts at token ``o`` has
-the slots from ``o // ratio`` on: unique without counting groups, with empty slots in between.
+Compressed keys of all sequences are ordered in *compressed slots*. A packed sequence that starts at
+token ``o`` has the slots from ``o // ratio`` on: unique without counting groups, with empty slots
+in between.
 """
 
 import dataclasses
@@ -61,7 +61,6 @@ class CompressedKeys:
 
     @property
     def pooled_rows(self) -> int:
-        """Tokens that ``groups`` index."""
         if self.halo is None:
             return self.layout.num_queries
         return self.halo.length * self.groups.row_step
@@ -114,7 +113,6 @@ def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
 
 
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
-    """Return int64 ``[num_queries]``: first compressed slot of the token's sequence."""
     start = layout.start.long()
     if layout.packed:
         return start // ratio
@@ -125,7 +123,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     global_layout = layout.all_tokens
     elements, per_element = _slot_counts(layout, ratio)
     visibility = visible_groups(layout, ratio)
-    completes = global_layout.position % ratio == ratio - 1  # last position of a group
+    completes = global_layout.position % ratio == ratio - 1
     if global_layout.real is not None:  # no padding
         completes &= global_layout.real
     slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
@@ -169,8 +167,8 @@ def _groups(
 ) -> Groups:
     """Return the groups that ``rows`` complete.
 
-    ``alone``: bool, groups whose predecessor is another rank's. It is pooled here as well and
-    discarded: the backward needs its slot.
+    ``alone``: groups whose predecessor is another rank's. It is pooled here as well and discarded:
+    the backward needs its slot.
     """
     first = rows - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")

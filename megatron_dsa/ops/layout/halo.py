@@ -20,7 +20,6 @@ class Halo:
     ...]``.
 
     Attributes:
-        reach: positions needed before a run.
         shared: int64 ``[C]``, shared local positions; unused entries are 0.
         held: int64 ``[slots]``, slot -> index in ``[local tokens, shared tokens of rank 0, of rank
             1, ...]``; negative if absent.
@@ -61,7 +60,6 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     begins = torch.ones_like(global_positions, dtype=torch.bool)
     begins[:, 1:] = global_positions[:, 1:] != global_positions[:, :-1] + 1
     runs = begins.cumsum(1) - 1
-    # End of each position's run.
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]
     last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)

@@ -32,6 +32,7 @@ class QueryRange:
 
         slots  0 ......... origin ....... lowest ========== highest ....... ceiling
                            position 0            |<-lookback->|
+
         lowest = origin + max(0, p + 1 - lookback)      highest = min(origin + p + 1, ceiling)
 
     With ``ratio`` (compressed keys), ``lowest`` and ``highest`` use ``(...) // ratio``.
@@ -80,7 +81,7 @@ class QueryRange:
         return min(lowest, highest), highest
 
     def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Return whether :meth:`slots` of each query covers its ``[start, end)``, on the device."""
+        """Return whether :meth:`slots` covers each query's ``[start, end)``, on the device."""
         start, end = start[self.tokens], end[self.tokens]
         position = self.position + self.step * torch.arange(len(self), device=start.device)
         reach = (position - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
@@ -231,7 +232,6 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that share the query tokens."""
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     def derive(self, key, make: Callable) -> Any:

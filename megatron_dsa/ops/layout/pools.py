@@ -61,11 +61,9 @@ class KeyPools:
         mass: torch.Tensor,
         tokens: torch.Tensor | slice = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the pools of lists from :meth:`expand`: indices, number, and mass of each.
+        """Return the pools of lists from :meth:`expand` for ``tokens``: indices, number, and mass.
 
-        Args:
-            indices, length: lists of the query tokens ``tokens``.
-            mass: ``[r, K * size + size - 1]``, per entry; tokens in no pool are ignored.
+        ``mass [r, K * size + size - 1]``: per entry; tokens in no pool are ignored.
         """
         if length is None:
             length = (indices >= 0).sum(1, dtype=torch.int32)

@@ -30,7 +30,6 @@ RULES = {
 
 
 def check_form(indices: torch.Tensor, name: str = "indices") -> None:
-    """Require int32 ``[tokens, K]`` with ``K > 0``."""
     got = type(indices).__name__
     if fits := isinstance(indices, torch.Tensor):
         fits = indices.dtype == torch.int32 and indices.dim() == 2 and indices.shape[1] > 0
@@ -157,10 +156,7 @@ def rows_to_positions(
 def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
     """Return the lists of this rank's queries, given these or all ranks'.
 
-    Args:
-        indices: ``[tokens, K]``, moved to the layout's device.
-        layout: of this rank's query tokens.
-        queries: their sharding.
+    ``indices [tokens, K]`` are moved to the layout's device.
     """
     total = layout.all_tokens.num_queries
     device = layout.start.device
@@ -188,7 +184,6 @@ def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _real(given: torch.Tensor, layout: Layout, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions, -1 for padding, and the number of visible keys per token."""
     if layout.real is not None:
         given = torch.where(layout.real[tokens, None].to(given.device), given, -1)
     return given, (layout.end[tokens] - layout.start[tokens]).to(given.device)

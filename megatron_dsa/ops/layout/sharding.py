@@ -1,8 +1,7 @@
 """Sharding of a microbatch's tokens over ranks, and the layout of one rank.
 
-A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``. The rank of a
-key, the keys of a query and the halo of a rank follow from the table of global positions, on the
-device, without synchronisation.
+A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``. All tables are
+computed on the device, without synchronisation.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class KeyOwnership:
 
     Attributes:
         sharding: of the ranks that compute keys.
-        table: int64 ``[ranks, positions]``, see :meth:`Sharding.global_positions`.
+        table: int64 ``[ranks, positions]``, from :meth:`Sharding.global_positions`.
         batch: tokens per position.
     """
 
@@ -196,8 +195,7 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
     """Return the layout of query tokens at neighbouring global positions, over all keys.
 
-    Args:
-        layout: of a rank's tokens, in an unpacked batch.
+    ``layout`` is of a rank's tokens, in an unpacked batch.
     """
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
