@@ -1,6 +1,6 @@
 """FlashAttention 4 (package flash-attn-4): values may be narrower than keys.
 
-Private functions, because the backward takes ``out`` and ``lse`` of the whole attention.
+Private functions: the backward takes ``out`` and ``lse`` of the whole attention.
 """
 
 import importlib
@@ -19,7 +19,6 @@ _SHARED = (
     *("q", "k", "v", "softmax_scale", "causal"),
     *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 )
-#: Functions -> arguments used.
 _CALLED = {
     "_flash_attn_fwd": (*_SHARED, "return_lse"),
     "_flash_attn_bwd": (*_SHARED, "out", "dout", "lse", "deterministic"),

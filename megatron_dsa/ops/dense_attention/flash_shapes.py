@@ -23,10 +23,6 @@ class Lengths(NamedTuple):
 
 
 def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
-    """Return why no flash-attention kernel can run this, or ``None``.
-
-    ``pads_values``: the kernels have one head dim.
-    """
     if call.device != "cuda":
         return Reason("needs a CUDA GPU", f", this is {call.on()}")
     assert call.capability is not None
@@ -44,7 +40,7 @@ def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
 def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
     """Return :class:`.spec.BlockAttention`'s functions for a module's kernels.
 
-    ``pads_values``: padding earlier would exclude kernels that need none.
+    ``pads_values``: the kernels have one head dim; padding earlier would exclude others.
     """
 
     def forward(q, k, v, causal, scale, sequences):
@@ -83,7 +79,6 @@ def _from_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
 
 
 def lse_from_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Convert ``[batch, H, s]``, or packed ``[H, tokens]``, to ``[tokens, H]``."""
     if isinstance(sequences, Packed):
         # Some kernels return +inf for queries without keys.
         lse = lse.transpose(0, 1)

@@ -47,7 +47,6 @@ class Packed:
 
     @torch.inference_mode(False)
     def blind(self, queries: int) -> torch.Tensor:
-        """Return bool ``[queries, 1]``: queries that see no key."""
         if "blind" not in self.derived:
             start, end, _ = self.ranges(queries)
             self.derived["blind"] = (start == end)[:, None]

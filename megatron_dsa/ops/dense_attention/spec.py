@@ -105,7 +105,6 @@ def fake(candidate: Candidate, attention: Callable, workspace_bytes: int, *args,
 
 
 def reference(q, k, v, visible, softmax_scale) -> torch.Tensor:
-    """Return ``out [Sq, H, Dv]`` for ``visible`` bool ``[Sq, Skv]``, 0 for blind queries."""
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     logits = logits.masked_fill(~visible, float("-inf"))
     empty = ~visible.any(dim=-1)

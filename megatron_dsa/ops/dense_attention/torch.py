@@ -1,4 +1,4 @@
-"""Attention to one block in torch: any device and dtype, in chunks of queries."""
+"""Attention to one block in torch, in chunks of queries."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,6 @@ from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 def forward(
     q, k, v, causal, scale, sequences: Dense | Packed, workspace_bytes=DEFAULT_WORKSPACE_BYTES
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`.spec.BlockAttention`; results in the accumulation dtype."""
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=acc)
     lse = q.new_empty(q.shape[:2], dtype=acc)

@@ -62,7 +62,6 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
 
 @cache
 def _lse_dims(device: torch.device) -> int:
-    """Return the dims of the forward's lse, which differ between torch releases."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 

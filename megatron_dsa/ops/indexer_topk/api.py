@@ -34,11 +34,9 @@ def indexer_topk(
 
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. Exact and deterministic:
     ties go to the first key of the sequence. ``policy.indexer_numerics`` may replace them by scores
-    of inference engines (:mod:`megatron_dsa.ops.indexer_topk.engine`).
+    of inference engines.
 
     Args:
-        inputs: see :class:`IndexerInputs`.
-        layout: visible keys of each query.
         topk: keys per query, at least 1.
 
     Returns:
@@ -99,8 +97,6 @@ class _Exact:
 
 
 class _EngineScored(_Exact):
-    """Selection by fp8 scores of inference engines."""
-
     scoring = ENGINE_SCORES
 
     def __init__(self, *given):
@@ -114,7 +110,7 @@ class _EngineScored(_Exact):
 
     def bytes_per_token(self, width: int) -> int:
         heads, dim = self.inputs.q.shape[1:]
-        return super().bytes_per_token(width) + 11 * heads * dim  # bf16, fp32 and fp8
+        return super().bytes_per_token(width) + 11 * heads * dim
 
     def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
         weights = self.inputs.fp32_weights
@@ -146,7 +142,7 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
     for block in layout.blocks(tokens_for_width, topk + 1):
         seen, out = layout.seen(block), indices[block.tokens]
         columns = written = None
-        if block.width > topk and block.bound > topk:  # else all are selected
+        if block.width > topk and block.bound > topk:
             if not layout.packed:
                 written = out if _takes_columns(out, layout, block) else None
                 columns = select(block, seen, written)
@@ -159,7 +155,6 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
-    """Return whether columns are key indices that a kernel can write to ``out``."""
     columns_are_rows = block.lo == 0 and layout.key_rows is None
     # Kernels write 16 bytes at a time.
     return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
@@ -184,10 +179,8 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
     """Return ``inputs``, marked as checked, if every visible score is finite.
 
     Comparisons with NaN are false: a selection would silently omit keys. Three small kernels check
-    the inputs and a bound of their products, without synchronisation. Padding may hold anything.
-
-    Args:
-        where: layer or operation, for the message.
+    the inputs and a bound of their products, without synchronisation. Padding may hold anything;
+    ``where`` is for the message.
 
     Raises:
         ConfigError: an input is not finite, or a score could be. On a GPU a device assert.

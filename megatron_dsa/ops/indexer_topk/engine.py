@@ -29,9 +29,8 @@ from megatron_dsa.ops.layout.layout import Block, Seen
 
 #: Dims per scale.
 LARGEST_DIM = 128
-#: ``s`` above.
 SUMS = 8
-#: Keys per product; 8 MiB in fp64.
+#: 8 MiB in fp64.
 KEYS = 8192
 
 

@@ -7,10 +7,9 @@ import torch
 from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
-#: Least magnitude for power-of-two scales.
+#: For power-of-two scales.
 LEAST = 1e-4
 _LARGEST = torch.finfo(DTYPE).max
-#: Bits below the exponent.
 _MANTISSA = 0x7FFFFF
 
 

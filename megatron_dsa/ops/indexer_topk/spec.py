@@ -1,7 +1,4 @@
-"""Lightning indexer: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 1, 2).
-
-Operations work on a block of queries at a time.
-"""
+"""Lightning indexer: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 1, 2)."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ class IndexerInputs:
         weights: ``[Sq, HI]``, including ``HI^-1/2 * DI^-1/2``.
         relu: clamp each head's product at 0 (DeepSeek).
         key_scales: fp32 ``[Skv]``, for fp8 (e4m3) q and k; the scales of q are in ``weights``.
-        fp32_weights: fp32 ``[Sq, HI]``, from :func:`.engine.fp32_weights`, for engine scores;
-            ``None``: ``weights``.
+        fp32_weights: fp32 ``[Sq, HI]`` for engine scores; ``None``: ``weights``.
         checked: :func:`.api.require_finite_scores` accepted them.
     """
 
@@ -70,8 +66,8 @@ class BlockScores(Protocol):
     ) -> torch.Tensor:
         """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64).
 
-        ``keys [slots, DI]`` are in slot order. Invisible scores are undefined, even NaN. The caller
-        may overwrite the result.
+        ``keys`` are in slot order. Invisible scores are undefined, even NaN. The caller may
+        overwrite the result.
         """
 
 
@@ -109,7 +105,6 @@ def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None)
 
 
 def check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tensor) -> None:
-    """Raise unless the indexer's tensors, the layout and ``queries`` of its tokens fit."""
     q, k, weights = inputs.q, inputs.k, inputs.weights
     fix = "flatten sequence and batch to tokens"
     require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix=fix)
@@ -241,7 +236,6 @@ def index_scores(q, k, weights, relu=True) -> torch.Tensor:
 
 
 def selected_ids(scores, visible, k) -> torch.Tensor:
-    """Return ascending ids of the ``k`` best visible keys per query, then -1."""
     lists = []
     for row, seen in zip(scores.tolist(), visible.tolist(), strict=True):
         ids = sorted((i for i, ok in enumerate(seen) if ok), key=lambda i: (-row[i], i))[:k]
@@ -250,10 +244,7 @@ def selected_ids(scores, visible, k) -> torch.Tensor:
 
 
 def engine_scores(q, k, weights) -> torch.Tensor:
-    """Scores by the rule of :mod:`.engine`, fp32 ``[Sq, Skv]``.
-
-    Rounds explicitly in float64, without torch's fp8 or code of the package.
-    """
+    """Return scores by the rule of :mod:`.engine`, in float64 and without torch's fp8."""
     (q, q_scale), (k, k_scale) = _engine_quantized(q), _engine_quantized(k)
     weights = (weights.float().double() * q_scale).float().double()
     sums = [weights.new_zeros(len(q), len(k)) for _ in range(8)]

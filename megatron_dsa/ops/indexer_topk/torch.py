@@ -17,7 +17,7 @@ HEADS_AT_ONCE = 8
 
 class Scores:
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)  # products and their sum
+        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -28,7 +28,7 @@ class Scores:
 
 class Selection:
     def bytes_per_score(self) -> int:
-        return 32  # sorted copies, counters, masks
+        return 32
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         visible = seen.columns(scores.shape[1])
@@ -37,7 +37,7 @@ class Selection:
 
 
 def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r, w]``: the ``min(topk, visible)`` best visible entries of each query.
+    """Return bool ``[r, w]``: the ``min(topk, visible)`` best entries of each query.
 
     ``scores`` must be ``-inf`` where not visible.
     """
@@ -49,7 +49,6 @@ def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tenso
 
 
 def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return int32 ``[r, topk]``: the set columns of each query, ascending, then ``-1``."""
     slot = mask.cumsum(-1, dtype=torch.int32) - 1
     # A spare column collects unset ones: no host synchronisation.
     slot = torch.where(mask, slot, topk).long()
@@ -61,7 +60,6 @@ def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
 def head_products(
     inputs: IndexerInputs, tokens: slice, keys: torch.Tensor, heads: slice
 ) -> torch.Tensor:
-    """Return ``q[tokens, heads] . keys`` as ``[r, h, w]``, after the relu."""
     q = inputs.q[tokens, heads]
     products = mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
     return products.relu_() if inputs.relu else products
@@ -119,9 +117,7 @@ def sums_fit(
 ) -> torch.Tensor:
     """Return whether ``|q k| + |q k weights|`` of the largest elements is below ``limit``.
 
-    Args:
-        tensors: q, k and weights, one entry per token, not empty.
-        unseen: bool, tokens of each to leave out, or ``None``; the same for q and weights.
+    ``tensors``: q, k and weights, not empty; ``unseen``: bool, tokens to leave out.
     """
     if tensors[0].is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
         from megatron_dsa.ops.indexer_topk.triton import sums_fit as fused
@@ -134,7 +130,7 @@ def sums_fit(
 
 
 def largest(x: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
-    """Return the largest magnitude, a scalar in the accumulation dtype, or NaN."""
+    """Return the largest magnitude in the accumulation dtype, or NaN."""
     dtype, inf = accumulation_dtype(x.dtype), float("inf")
     if unseen is None:
         return torch.linalg.vector_norm(x, inf, dtype=dtype)

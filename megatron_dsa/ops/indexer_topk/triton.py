@@ -12,12 +12,9 @@ from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.layout.layout import Seen
 
-#: Elements per program, largest e4m3.
 ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
-#: Bits below the exponent.
 _MANTISSA = tl.constexpr(0x7FFFFF)
-#: Programs, elements per step.
 _PROGRAMS, _BLOCK = 512, 4096
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -83,7 +80,6 @@ def put(
     first: int,
     key_rows: torch.Tensor | None,
 ) -> None:
-    """See :func:`megatron_dsa.ops.indexer_topk.torch.put`."""
     (tokens, topk), block = out.shape, 1024
     if out.numel():
         columns = None if columns is None else columns.contiguous()
@@ -123,7 +119,6 @@ def _magnitudes(
 
 @triton.jit(do_not_specialize=["limit"])
 def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
-    """Compare; a head's sums must fit before and after the weight."""
     place = tl.arange(0, PROGRAMS)
     q = tl.max(tl.load(largest + place), 0).to(tl.float32, bitcast=True)
     k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)
@@ -136,7 +131,6 @@ def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
 def sums_fit(
     tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
 ) -> torch.Tensor:
-    """See :func:`megatron_dsa.ops.indexer_topk.torch.sums_fit`; 16-bit or fp32."""
     q, k, weights = (x.contiguous() for x in tensors)
     largest = q.new_empty(3, _PROGRAMS, dtype=torch.int32)
     holds = q.new_empty((), dtype=torch.bool)

@@ -1,8 +1,7 @@
 """Dense causal attention, also over context-parallel ranks.
 
-Ranks keep their queries. Blocks of keys and values arrive one rank after the other, over a ring or
-from a gathered buffer; partial outputs are combined by their log-sum-exp. The backward visits the
-blocks again.
+Ranks keep their queries. Blocks of keys and values arrive over a ring or from a gathered buffer;
+partial outputs are combined by their log-sum-exp. The backward visits the blocks again.
 
 * :mod:`.shards`: tokens of a rank, and the keys that they see;
 * :mod:`.exchange` moves blocks, :mod:`.combine` joins partial outputs;

@@ -41,7 +41,6 @@ def dense_attention(
         layout: visible keys of each query.
         softmax_scale: factor on ``q . k``.
         group: context-parallel process group of ``layout``, if sharded.
-        policy: implementations that may run.
 
     Returns:
         ``out [tokens, H, Dv]`` in q's dtype, 0 for tokens that see nothing, and ``lse [tokens, H]``
@@ -87,8 +86,7 @@ def gathered_latent_attention(
         w_uv: ``[H, Dv, R]``, alike.
         layout: of the local tokens, sharded over context-parallel ranks.
         latent_grad: fp32 (fp64) ``[cp * tokens, R + P]``: receives the unrounded gradient of
-            ``latents`` in its stead (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`).
+            ``latents`` in its stead.
 
     Raises:
         ConfigError: shapes, dtypes or the layout do not fit.
@@ -117,9 +115,7 @@ def gathered_latent_attention(
 
 
 def token_shard(layout: Layout) -> TokenShard:
-    """Return the tokens of a context-parallel rank, cached by their layout.
-
-    ``layout``: of a rank's query tokens, with all parts of sequence parallelism.
+    """Return the tokens of a context-parallel rank, with all parts of sequence parallelism.
 
     Raises:
         ConfigError: the layout is not one of sequences, or has other keys.

@@ -37,7 +37,7 @@ def ring_attention(
     softmax_scale: float,
     block: BlockAttention | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend causally to keys and values that go round a ring; see :func:`.api.dense_attention`.
+    """Attend causally to keys and values that go round a ring.
 
     ``block``: attention to one block, or its name; ``None``: the best that can run.
     """
@@ -68,7 +68,6 @@ def gathered_latent_attention(
     block: BlockAttention | str | None = None,
     latent_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to gathered latents; see :func:`.api.gathered_latent_attention`."""
     kernel = _kernel_for(block, q, w_uv.shape[1], shard)
     blocks = Gathered(shard.cp, shard.rank)
     return _LatentAttention.apply(
@@ -77,7 +76,6 @@ def gathered_latent_attention(
 
 
 def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the blocks of all ranks in turn."""
     combined = Combined(q.dtype)
     left = sum(len(shard.parts(source)) for source in range(shard.cp))
     for source, block in blocks.blocks(payload.local, payload.disposable):
@@ -115,8 +113,6 @@ def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple
 
 
 class _OneBlockAttention(torch.autograd.Function):
-    """Attention on one rank, without copies and combination."""
-
     @staticmethod
     def forward(ctx, q, k, v, sequences, kernel, scale):
         out, lse = kernel.forward(q, k, v, True, scale, sequences)

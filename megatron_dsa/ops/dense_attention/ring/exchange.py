@@ -1,7 +1,7 @@
 """Key exchange between ranks (ring or gathered blocks) and its backward.
 
-On the ring, the next block and the last gradient travel during the computation. A block holds keys
-and values, or MLA's latents: less to send, for two products per block.
+The next block and the last gradient travel during the computation. Latents are less to send than
+keys and values, for two products per block.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class RingExchange:
 
 
 class Ring:
-    """Blocks on a ring; ``exchange`` returns a :class:`RingExchange` per kind of message."""
-
     def __init__(self, exchange: Callable[[], RingExchange], cp: int, rank: int):
         self._exchange, self._cp, self._rank = exchange, cp, rank
 
@@ -154,7 +152,7 @@ class GatheredGradients:
 class KeysAndValues:
     """Keys ``[tokens, H, Dqk]`` and values ``[tokens, H, Dv]`` in one buffer, for one message."""
 
-    disposable = True  # a copy
+    disposable = True
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor):
         self._shapes, self._keys = (k.shape, v.shape), k.numel()
@@ -189,7 +187,7 @@ class Latent:
             dtype.
     """
 
-    disposable = False  # the caller's
+    disposable = False
 
     def __init__(self, latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor):
         self.local = latent.contiguous()
@@ -199,7 +197,6 @@ class Latent:
         self.dw_uv: torch.Tensor | None = None
 
     def expand(self, buffer: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys ``[n, H, Dqk]`` and values ``[n, H, Dv]`` of some tokens of a block."""
         block = buffer[tokens]
         latent, rope = block[:, : self._rank], block[:, self._rank :]
         k = block.new_empty(block.shape[0], self._heads, self._unrotated + rope.shape[1])

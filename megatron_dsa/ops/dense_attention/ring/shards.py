@@ -202,8 +202,6 @@ class PackedRuns(PackedShard):
         )
 
     def _of_another(self, source: int) -> Iterator[Part]:
-        """Yield a part per group of local runs with the same keys before them."""
-
         def keys_before(run: tuple[int, int]) -> int:
             return self._before(source, run[0])
 

@@ -38,10 +38,7 @@ class Selection:
     ) -> torch.Tensor:
         """Select; ``scores`` (fp32, any stride of queries) are unchanged.
 
-        NaN scores may be selected, once each.
-
-        Raises:
-            ValueError: ``topk`` is above 4096.
+        NaN scores may be selected, once each. ``topk`` above 4096 raises :class:`ValueError`.
         """
         from megatron_dsa.ops.indexer_topk.tilelang.selection import (
             TOPK,

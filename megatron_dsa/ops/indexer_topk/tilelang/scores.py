@@ -8,8 +8,7 @@ tensor cores fill the other.
 * ``CONSUME``: products, relu, weighted sums, stores;
 * ``PRODUCE``: one warp fetches queries and keys.
 
-One thread block per SM computes an equal share of pairs (tile of queries, block of keys) with a
-visible key (:mod:`.shares`).
+One thread block per SM computes an equal share of the visible pairs of tile and block.
 """
 
 # No postponed annotations: TileLang reads shapes from them.
@@ -26,7 +25,7 @@ from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 #: Keys of a block; query heads of an accumulator, of a tile; dims.
 KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
 STAGES = 4
-#: Of a tile, of a consumer.
+#: Per tile, per consumer.
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
 #: Registers per thread of consumers and producer, of 504.
@@ -57,12 +56,10 @@ class Kind:
 
     @property
     def of_tile(self) -> tuple[int, int]:
-        """Constants of :mod:`.shares`."""
         return TILE // self.heads, KEYS
 
     @property
     def of_unit(self) -> tuple[int, int, bool]:
-        """Constants of :mod:`.sums`."""
         return self.heads, COLUMNS, self.is_fp8
 
 

@@ -1,7 +1,6 @@
 """Exact, ordered selection of the best index scores per query on Hopper, in one read.
 
-A thread block selects for one query (:mod:`.selection_stream`, :mod:`.selection_refine`); several
-share an SM, so that fetches and counting overlap.
+A thread block selects for one query; several share an SM, so that fetches and counting overlap.
 """
 
 # No postponed annotations: TileLang reads shapes from them.
@@ -103,8 +102,8 @@ def tiling_for(width: int, topk: int) -> str:
 def aim(name: str, topk: int) -> int:
     """Return the number of candidates to sample for.
 
-    Balances the risk of too few (scores are read again) and of too many (some are dropped on the
-    way), in standard errors.
+    Balances the risk of too few (scores are read again) and of too many (some are dropped), in
+    standard errors.
     """
     return math.isqrt(topk * TILINGS[name].candidates)
 

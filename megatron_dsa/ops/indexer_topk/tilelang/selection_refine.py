@@ -1,8 +1,8 @@
 """CUDA search for the best candidates of a thread block.
 
-Candidates, in column order, are a key (the score as an unsigned integer of the same order) and a
-column. Keys are counted in equal intervals between the smallest and the largest, then within the
-interval of the k-th largest, usually twice, at most four times.
+Candidates' keys are scores as unsigned integers of the same order. They are counted in equal
+intervals between the smallest and the largest, then within the interval of the k-th largest,
+usually twice, at most four times.
 """
 
 BINS = 1024

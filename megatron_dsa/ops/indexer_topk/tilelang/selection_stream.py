@@ -5,7 +5,6 @@ chunk might not fit, the best K are kept and the floor becomes strictly above th
 ties go to the first. With too few candidates, scores are read again without a floor.
 """
 
-#: Vectors of 4 scores per thread and read.
 VECTORS = 4
 
 SOURCE = r"""
