@@ -96,7 +96,7 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head to expand a latent to key and value, without rope.
+    """Return picoseconds per token and head to expand a latent to key and value.
 
     Three products: forward, gradients of latent and weight.
     """

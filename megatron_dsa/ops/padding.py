@@ -12,14 +12,12 @@ from megatron_dsa.ops.common.arithmetic import valid_entries
 
 
 def bucket(width: int) -> int:
-    """Return the least compiled list width that fits."""
     return padded_heads(width, (128, 256, 512))
 
 
 def masked_indices(
     indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask ``[Sq, K]`` of valid entries, and the indices, -1 at others, widened."""
     valid = valid_entries(indices, topk_length, keys)
     return valid, widened(torch.where(valid, indices, -1), -1)
 
@@ -30,7 +28,6 @@ def widened(lists: torch.Tensor, value) -> torch.Tensor:
 
 
 def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> torch.Tensor:
-    """Pad dimension ``dim`` (negative) of ``x`` to ``heads``; contiguous."""
     missing = heads - x.shape[dim]
     if missing:  # pad would copy
         x = pad(x, (0, 0) * (-1 - dim) + (0, missing), value=value)

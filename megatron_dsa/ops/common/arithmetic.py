@@ -16,7 +16,6 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least ``n`` and 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -49,7 +48,6 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add :func:`bmm` in place to ``total [n, i, j]``, in the accumulation dtype."""
     dtype = accumulation_dtype(a.dtype)
     if a.dtype == dtype:
         total.baddbmm_(a, b)
@@ -78,7 +76,6 @@ def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
 def valid_entries(
     indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int
 ) -> torch.Tensor:
-    """Return bool ``[Sq, K]``: entries that select a key."""
     valid = (indices >= 0) & (indices < num_keys)
     if topk_length is not None:
         slot = torch.arange(indices.shape[1], device=indices.device)

@@ -13,7 +13,6 @@ import torch
 
 
 def capturing() -> bool:
-    """Return whether the current stream is being captured in a CUDA graph."""
     # CUDA's own query fails without a driver.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -27,7 +26,6 @@ class TensorCache:
         self._captured: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result for ``key``, from ``make()`` if missing."""
         in_graph = capturing()
         if key in self._made:
             self._made.move_to_end(key)

@@ -79,7 +79,6 @@ def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Ten
 def require_layout(
     layout, queries: Mapping[str, torch.Tensor], keys: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise a :class:`ConfigError` unless a layout fits tensors with an entry per token."""
     roles = (("query", layout.num_queries, queries), ("key", layout.num_keys, keys))
     for role, count, tensors in roles:
         for name, x in tensors.items():
@@ -98,7 +97,7 @@ def require_layout(
 def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
     """Raise a :class:`ConfigError` for the first of ``rules`` that does not hold.
 
-    ``rules``: message -> bool scalar on the device; on a GPU see :func:`require_on_device`.
+    ``rules``: message -> bool scalar on the device.
     """
     held = list(rules.values())
     holds = held[0] if len(held) == 1 else torch.stack(held).all()
@@ -110,8 +109,7 @@ def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
 def require_on_device(holds: torch.Tensor, summary: str, message: Callable[[], str]) -> None:
     """Raise unless ``holds``, a bool scalar; not checked on the meta device.
 
-    On the CPU with ``message()``; on a GPU with 254 characters of ``summary`` at its next
-    synchronisation.
+    On a GPU with 254 characters of ``summary`` at its next synchronisation.
     """
     if holds.device.type == "cpu":
         if not holds:
@@ -126,7 +124,6 @@ def require_cu_seqlens(
     tokens: int,
     max_seqlen: int | None,
 ) -> None:
-    """Raise unless cumulative lengths describe sequences within a packed batch of ``tokens``."""
     fix = "pass cumulative lengths [0, n0, n0 + n1, ...] of at least one sequence"
     require_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), INTEGERS, fix=fix)
     require(cu_seqlens.numel() > 1, f"cu_seqlens must not be empty: {fix}")

@@ -35,7 +35,6 @@ def several(group) -> bool:
 
 
 def all_gather_async(x: torch.Tensor, group) -> Transfer:
-    """Start to gather ``x`` of all ranks, in their order."""
     if not several(group):
         return Transfer(x.detach())
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
@@ -46,7 +45,6 @@ def all_gather_async(x: torch.Tensor, group) -> Transfer:
 
 
 def reduce_scatter_async(x: torch.Tensor, group) -> Transfer:
-    """Start to sum ``x`` over ``group``; the result is the local part."""
     if not several(group):
         return Transfer(x)
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])

@@ -48,7 +48,7 @@ def _hooks() -> bool:
 
 
 def _key(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return a key of everything a kernel is compiled for, or ``None`` for unusual arguments.
+    """Return a key of all that a kernel is compiled for, or ``None`` for unusual arguments.
 
     May be too fine: alignment of every pointer, class of every integer.
     """

@@ -67,10 +67,7 @@ def scale(
     over: torch.Tensor | None,
     results: Sequence[torch.Tensor],
 ) -> None:
-    """Write ``results = gradients * number * times / over``.
-
-    One to three contiguous gradients and results on a GPU, 16-bit or fp32.
-    """
+    """Write ``results = gradients * number * times / over``, 16-bit or fp32, contiguous."""
     some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]
     if not some:
         return

@@ -10,9 +10,7 @@ from megatron_dsa.ops.common.scaling import has_triton
 def select_tokens(tokens: torch.Tensor, *tensors: torch.Tensor | None) -> list:
     """Return ``x[tokens]`` of every tensor, without gradient; one launch on a GPU.
 
-    Args:
-        tokens: int64 ``[n]``, all in range.
-        tensors: ``[tokens, ...]``, of numbers; ``None`` is returned as it is.
+    ``tokens``: int64 ``[n]``, all in range; ``None`` is returned as it is.
     """
     given = [x for x in tensors if x is not None]
     found = iter(_selected(tokens, given))

@@ -29,7 +29,6 @@ def _select(
     tokens, x, out, size, x_b, out_b, size_b, x_c, out_c, size_c, x_d, out_d, size_d,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and ``BLOCK`` elements of one tensor after the other."""
     target = tl.program_id(0).to(tl.int64)
     source = tl.load(tokens + target)
     block = tl.program_id(1)

@@ -109,7 +109,6 @@ def fake(candidate: Candidate, inputs: CompressorInputs) -> torch.Tensor:
 
 
 def reference(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values, by loops over groups."""
     groups, ratio, dim = inputs.groups, inputs.ratio, inputs.dim
     last, first_half = slice(inputs.values.shape[1] - dim, None), slice(0, dim)
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)

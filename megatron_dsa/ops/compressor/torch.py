@@ -40,7 +40,6 @@ def _parts(inputs: CompressorInputs, slots: slice):
 
 
 def _softmax(inputs: CompressorInputs, slots: slice):
-    """Return the values and probabilities ``[g, positions, d]`` and the parts of a chunk."""
     dtype = accumulation_dtype(inputs.values.dtype)
     parts = list(_parts(inputs, slots))
     values: list[torch.Tensor] = []

@@ -122,7 +122,6 @@ def log_choice(choice: Choice, policy: Policy) -> None:
 
 
 def log_once(level: int, line: str) -> None:
-    """Log a line on rank 0, unless logged before."""
     if line in _logged:
         return
     _logged.add(line)

@@ -55,7 +55,6 @@ def count(what: str, name: str) -> None:
 
 
 def report() -> dict[str, dict[str, int]]:
-    """Return the calls of each implementation of each operation in this process."""
     counts: dict[str, dict[str, int]] = {}
     for (operation, name), calls in sorted(_calls.items()):
         counts.setdefault(operation, {})[name] = calls
@@ -68,7 +67,6 @@ def reset_report() -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Exclude calls inside from :func:`report` (warm-up, plans)."""
     global _counting
     before, _counting = _counting, False
     try:
@@ -154,7 +152,6 @@ def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> It
 
 
 def on_meta() -> bool:
-    """Return whether :func:`meta_dispatch` replaces candidates with fakes."""
     return _planned_for is not None
 
 
@@ -284,7 +281,6 @@ class Operation:
 
 
 def forget_choices() -> None:
-    """Clear the cache of choices after candidates changed."""
     _choose.cache_clear()
 
 
@@ -310,7 +306,6 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, logged: bool) ->
 
 
 def _require_candidate(operation: Operation, name: str) -> str:
-    """Return the flag in words, for messages."""
     known = [candidate.name for candidate in operation.candidates]
     asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
     if name not in ("auto", *known):

@@ -42,7 +42,6 @@ class Package:
     needs: tuple[tuple[str, str, str], ...] = ()
 
     def version(self) -> tuple[int, ...]:
-        """Return the installed version, ``()`` if unknown."""
         return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
     def problem(self, minimum: str | None = None) -> Reason | None:
@@ -81,7 +80,6 @@ class Package:
         return None
 
     def untested(self) -> str | None:
-        """Return a remark if the installed version is newer than the tested one."""
         if self.tested is None or self.version() <= parse_version(self.tested + ".999"):
             return None
         return (

@@ -53,7 +53,6 @@ class Policy(HashedOnce):
     __hash__ = HashedOnce.__hash__
 
     def named_for(self, operation: str) -> str | None:
-        """Return the implementation named by the policy, else by ``VARIABLE``, or ``None``."""
         named = dict(_pairs(os.environ.get(VARIABLE, ""))) | dict(self.named)
         value = named.get(operation)
         return None if value == "auto" else value
@@ -65,7 +64,6 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def parse_named(words: Collection[str], source: str) -> tuple[tuple[str, str], ...]:
-    """Parse words ``OPERATION=NAME``; ``source`` is their flag or variable, for messages."""
     pairs: dict[str, str] = {}
     for word in filter(None, map(str.strip, words)):
         operation, equals, name = (part.strip() for part in word.partition("="))

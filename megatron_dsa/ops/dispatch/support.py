@@ -117,7 +117,6 @@ class Support:
         return reason if reason is None or isinstance(reason, Reason) else Reason(reason)
 
     def kernel_heads(self, heads: int) -> int:
-        """Return the heads that its kernel computes for a call of ``heads``."""
         return next((size for size in self.head_sizes if heads <= size), heads)
 
     def _gpu(self, call: OpCall) -> Reason | None:

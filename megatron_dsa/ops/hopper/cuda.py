@@ -25,5 +25,4 @@ def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
 
 
 def shared_address(element):
-    """Return the address of an element in shared memory as int32."""
     return call("dsa_here", T.address_of(element), returns="int32")

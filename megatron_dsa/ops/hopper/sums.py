@@ -44,7 +44,6 @@ def _takes_kernel(accumulator: torch.Tensor) -> bool:
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude as an fp32 scalar, 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(x, ord=float("inf")).float()

@@ -33,7 +33,6 @@ def _reorder(
 
 
 def reorder(accumulator: torch.Tensor, v_dim: int, transposed: bool) -> torch.Tensor:
-    """Convert the contiguous ``accumulator [keys, dim]`` to column order."""
     out, count = torch.empty_like(accumulator), accumulator.numel()
     if count > 0:
         launch(

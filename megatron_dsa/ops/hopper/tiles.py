@@ -27,7 +27,6 @@ MOST_QUERIES = 8
 
 
 def queries_per_tile(heads: int, tile: int = TILE) -> int:
-    """Return the number of adjacent queries that share a tile."""
     return max(1, min(tile // heads, MOST_QUERIES))
 
 

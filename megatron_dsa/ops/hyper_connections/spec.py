@@ -189,7 +189,6 @@ def _take(fused: bool, like: torch.Tensor, size: int) -> None:
 
 
 def _numbers(x, fn):
-    """Return the projection, the factors of both norms, and the weights."""
     tokens, n, _ = x.shape
     shapes = ((fn.shape[0],), (), (), (n,), (n,), (n, n))
     return tuple(empty_sums(x, tokens, *shape) for shape in shapes)

@@ -30,7 +30,6 @@ def _chunks(streams: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _weights(x, fn, base, scale, settings):
-    """Return ``pre [t, n]``, ``post [t, n]`` and ``comb [t, n, n]``; a head has only ``pre``."""
     n, (eps, norm_eps, iterations) = x.shape[1], settings
     flat = x.flatten(1)
     m = flat @ fn.t() * torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps)
@@ -88,7 +87,6 @@ def _read_forward(ctx, x, fn, base, scale, weight, settings, workspace_bytes):
 
 
 def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
-    """Return the gradients of a read, or of a head, which has only the first of the four."""
     x, fn, base, scale, weight = ctx.saved_tensors
     dx, dtype = torch.empty_like(x), fn.dtype
     parameters = [fn, base, scale, weight.to(dtype)]

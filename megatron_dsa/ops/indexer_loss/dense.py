@@ -125,7 +125,6 @@ class _BlockLoss:
         return IndexerInputs(x.q[tile.tokens], keys, x.weights[tile.tokens], x.relu)
 
     def _log_sum_exps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the student's ``[r]`` and the teacher's ``[H, r]``."""
         inputs, q, index_q = self.inputs, self.inputs.q, self.inputs.indexer.q
         count, dtype = seen.start.shape[0], accumulation_dtype(q.dtype)
         student = index_q.new_full((count,), float("-inf"), dtype=accumulation_dtype(index_q.dtype))

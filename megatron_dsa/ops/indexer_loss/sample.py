@@ -45,7 +45,6 @@ class QuerySample:
 
     @property
     def factor(self) -> float:
-        """Tokens that each sampled one represents."""
         return self.total / len(self.tokens)
 
     def by_part(self) -> Iterator[QuerySample]:
@@ -53,7 +52,6 @@ class QuerySample:
             yield QuerySample(tokens, self.total, 1, self.neighbours)
 
     def spread(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return ``[total, ...]`` with ``x [n, ...]`` of each tensor at its tokens, else 0."""
         if all(_takes_kernel(x) for x in tensors):
             from megatron_dsa.ops.indexer_loss.triton.sample import spread
 
@@ -63,7 +61,6 @@ class QuerySample:
         ]
 
     def layout(self, whole: Layout) -> Layout:
-        """Return the layout of these queries, with all keys of ``whole``."""
         tokens = self.tokens
         start, end, position = select_tokens(tokens, whole.start, whole.end, whole.position)
         return Layout(
@@ -79,7 +76,6 @@ class QuerySample:
         )
 
     def _ranges(self, whole: Layout) -> Iterator[QueryRange]:
-        """Yield ranges of tokens with the slots that their tiles see."""
         tiles = len(self.tokens) // self.neighbours
         for some in slices(tiles, max(1, _RANGE // self.neighbours)):
             first = some.start * self.total // tiles
@@ -161,6 +157,5 @@ def draw_number(
 def draw_sample(
     total: int, share: float, device: torch.device, group: Any = None, parts: int = 1
 ) -> QuerySample | None:
-    """Draw query tokens, ``None`` for all."""
     size, number = sample_size(total, share), draw_number(total, share, device, group)
     return None if size is None or number is None else sampled_tokens(total, size, number, parts)

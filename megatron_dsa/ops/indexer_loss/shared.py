@@ -183,7 +183,6 @@ class _SelectionLoss(torch.autograd.Function):
 
 
 def in_ascending_order(indices: torch.Tensor) -> torch.Tensor:
-    """Return int32 lists sorted by key, then -1."""
     last = torch.iinfo(indices.dtype).max
     ordered = indices.masked_fill(indices < 0, last).sort(dim=1).values
     return ordered.masked_fill_(ordered == last, -1)

@@ -243,7 +243,6 @@ def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
 
 
 def dense_teacher(q, k, visible, softmax_scale) -> torch.Tensor:
-    """Return the head sum of probabilities ``[Sq, Skv]``; ``k`` is ``[Skv, 1 or H, D]``."""
     k = k.expand(-1, q.shape[1], -1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     logits = logits.masked_fill(~visible, float("-inf"))

@@ -81,7 +81,6 @@ class TorchTiles:
 
 
 def _through_heads(x: IndexerInputs, heads: slice, dscores, narrow):
-    """Return gradients of weights ``[r, h]``, and of products ``[r * h, w]`` without them."""
     products = head_products(x, _ALL, x.k, heads)
     dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
     dproducts = narrow[:, None].expand_as(products)
@@ -104,13 +103,6 @@ def _width(keys: TeacherKeys) -> int:
 def teacher_tile(
     q: torch.Tensor, keys: TeacherKeys, lse: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, unmasked, fp32 (fp64).
-
-    Args:
-        q: ``[r, H, D]``.
-        keys: ``[w, 1 or H, D]``, or their source.
-        lse: ``[H, r]``, fp32 (fp64).
-    """
     total = None
     for heads in slices(q.shape[1], HEADS_AT_ONCE):
         shift = -lse[heads, :, None]

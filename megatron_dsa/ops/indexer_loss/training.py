@@ -54,7 +54,6 @@ class LatentQueries:
         return self._rotated(product.view(product.shape[0], self.heads, self.dim), tokens)
 
     def product_gradient(self, dq: torch.Tensor, tokens: slice) -> torch.Tensor:
-        """Return the gradient ``[tokens, HI * DI]`` of the unrotated queries."""
         return self._rotated(dq, tokens, transposed=True).flatten(1)
 
     def _rotated(self, x: torch.Tensor, tokens: slice, transposed: bool = False) -> torch.Tensor:
@@ -306,14 +305,12 @@ class _KeptQueries:
         yield part
 
     def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries of a block, and a buffer for their gradient."""
         return part_of(self._q, tokens), part_of(self._dq, tokens)
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         """Do nothing: ``dq`` is a part of the result."""
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
-        """Return the gradient of q (or of its weight), and whether it is scaled."""
         return self._dq, False
 
 

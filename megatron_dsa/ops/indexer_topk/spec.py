@@ -230,7 +230,6 @@ def fake_selection(
 
 
 def index_scores(q, k, weights, relu=True) -> torch.Tensor:
-    """``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` as ``[Sq, Skv]``."""
     products = torch.einsum("qhd,kd->qhk", q, k)
     return torch.einsum("qh,qhk->qk", weights, products.relu() if relu else products)
 

@@ -109,7 +109,6 @@ def _magnitudes(
     q, k, weights, unseen_queries, unseen_keys, out, q_width, k_width, w_width, q_count, k_count,
     w_count, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out [3, programs]``: the largest magnitudes of each program."""
     programs = tl.num_programs(0)
     at = out + tl.program_id(0)
     tl.store(at, _largest(q, unseen_queries, q_width, q_count, BLOCK))

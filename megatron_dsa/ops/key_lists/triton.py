@@ -22,7 +22,6 @@ def _build(
     start, end, key_rows, selected, selected_length, group_start, group_end, indices, length,
     rows, window, offset, topk, stride, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program per ``BLOCK_R`` tokens; ``stride`` is of ``selected``."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < rows
     last = tl.load(end + row, mask=inside, other=0)

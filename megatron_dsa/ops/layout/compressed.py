@@ -103,7 +103,6 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
 
 
 def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
-    """Return the batch elements (one, if packed) and the compressed slots of each."""
     global_layout = layout.all_tokens
     if layout.packed:
         return 1, global_layout.num_keys // ratio

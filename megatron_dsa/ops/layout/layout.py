@@ -73,7 +73,6 @@ class QueryRange:
         return min(position + 1, self.lookback) // self.ratio
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
-        """Return a slot range that covers everything visible to queries ``[begin, end)``."""
         first = self.position + begin * self.step - self.slack
         last = self.position + (end - 1) * self.step + self.slack
         lowest = self.origin + max(0, (first + 1 - self.lookback) // self.ratio)
@@ -130,7 +129,6 @@ class Seen:
         return (columns >= self.start[:, None]) & (columns < self.end[:, None])
 
     def first(self, count: int) -> torch.Tensor:
-        """Return int32 ``[tokens, count]``: the first visible columns, then -1."""
         offset = torch.arange(count, dtype=torch.int32, device=self.start.device)
         columns = self.start[:, None] + offset
         return torch.where(columns < self.end[:, None], columns, -1)
@@ -235,7 +233,6 @@ class Layout:
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     def derive(self, key, make: Callable) -> Any:
-        """Return ``make()``, cached by ``key`` for the layers of a microbatch."""
         if key in self.derived:
             return self.derived[key]
         with torch.inference_mode(False):  # training also reads results of evaluation
@@ -275,8 +272,6 @@ class Layout:
         return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
 
     def slots_of_key_rows(self) -> torch.Tensor:
-        """Return int64 ``[num_keys]``: the slot of each key in the buffer."""
-
         def slots() -> torch.Tensor:
             slots = torch.arange(self.num_keys, device=self.start.device)
             if self.key_rows is None:
@@ -330,8 +325,6 @@ class Layout:
         return min(bound, self.max_length)
 
     def seen(self, block: Block) -> Seen:
-        """Return the visible columns of ``block``, read-only."""
-
         def columns() -> Seen:
             start, end = self.start[block.tokens] - block.lo, self.end[block.tokens] - block.lo
             return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))

@@ -196,7 +196,6 @@ def _ordered(given: torch.Tensor) -> torch.Tensor:
 def _broken(
     given: torch.Tensor, ordered: torch.Tensor, seen: torch.Tensor, ascending: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield every rule, the entries that break it (bool), and the lists."""
     yield "range", given < -1, given
     yield "visible", given >= seen[:, None], given
     yield "once", (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NONE), ordered

@@ -155,7 +155,6 @@ class KeyOwnership:
 
     @property
     def in_order(self) -> bool:
-        """Key indices ascend with positions."""
         return self.sharding.cp == 1 or self.sharding.cp_layout == "contiguous"
 
 

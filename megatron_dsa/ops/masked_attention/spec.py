@@ -247,7 +247,6 @@ def _numbers(q: torch.Tensor) -> torch.Tensor:
 def reference(
     q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, mask: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``out``, ``lse`` and ``p_sum [Sq, Skv]`` for a bool ``mask [Sq, Skv]``."""
     nope = q.shape[2] - k_pe.shape[1]
     logits = torch.einsum("qhd,khd->qhk", q[..., :nope], kv[..., :nope])
     logits = logits + torch.einsum("qhr,kr->qhk", q[..., nope:], k_pe)

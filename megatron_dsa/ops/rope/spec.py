@@ -79,12 +79,10 @@ def fake_rotate_index(
 
 
 def reference_rotate(x, cos, sin, inverse) -> torch.Tensor:
-    """Return ``x [tokens, H, D]`` with pairs of its last dims rotated (back, if ``inverse``)."""
     return reference_rotate_index(x, cos, -sin if inverse else sin, False, True, False)
 
 
 def reference_norm_rope(x, cos, sin, eps) -> torch.Tensor:
-    """Return ``rotate(x * rsqrt(mean(x^2) + eps))``."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return reference_rotate(normed, cos, sin, False)
 

@@ -113,6 +113,5 @@ def _turn(x: torch.Tensor, cos, sin, kind: Kind, back: bool) -> None:
 
 
 def _pairs(x: torch.Tensor, neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the first and the second members of all pairs."""
     half = x.shape[-1] // 2
     return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])

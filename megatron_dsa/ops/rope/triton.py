@@ -53,7 +53,6 @@ def _place(
     row_stride, head_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's token, heads, contiguous offsets, mask, and strided offsets."""
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -98,7 +97,6 @@ def _norm_backward(
 
 @triton.jit
 def _columns(START: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return ``COUNT`` columns from ``START`` on, in a block, and its mask."""
     index = tl.arange(0, BLOCK)
     return START + index, index < COUNT
 
@@ -131,7 +129,6 @@ def _product(x, signs, like, total):
 
 @triton.jit
 def _signs_of(signs, column, exists, D: tl.constexpr):
-    """Return some inputs of the matrix of signs, ``[columns, D]``."""
     return tl.load(
         signs + column[:, None] * D + tl.arange(0, D)[None, :], mask=exists[:, None], other=0.0
     )
@@ -139,7 +136,6 @@ def _signs_of(signs, column, exists, D: tl.constexpr):
 
 @triton.jit
 def _signs_to(signs, column, exists, D: tl.constexpr):
-    """Return some outputs of the matrix of signs, ``[D, columns]``."""
     return tl.load(
         signs + tl.arange(0, D)[:, None] * D + column[None, :], mask=exists[None, :], other=0.0
     )
@@ -154,7 +150,6 @@ def _angles(cos, sin, token, inside, stride, HALF: tl.constexpr, PAIRS: tl.const
 
 @triton.jit
 def _heads_of(heads, count, BLOCK: tl.constexpr):
-    """Return the program's heads (``token * heads + head``), tokens and mask."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return row, row // heads, row % heads, row < count
 

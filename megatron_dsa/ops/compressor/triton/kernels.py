@@ -53,7 +53,6 @@ def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr)
 
 @triton.jit
 def _softmax(u, s, v, t, OVERLAP: tl.constexpr):
-    """Return maximum, sum and weighted sum over positions, ``[groups, channels]``."""
     top = tl.maximum(tl.max(s, 1), _LOWEST)
     if OVERLAP:
         top = tl.maximum(top, tl.max(t, 1))
@@ -105,7 +104,6 @@ def pool(
 def _store_gradients(
     dvalues, dscores, u, s, top, weight, pooled, first, shift, column, use, WIDTH: tl.constexpr
 ):
-    """Write the gradients of a tile; return the scores' gradient in fp32."""
     dvalue = _exp_of_difference(s, top) * weight
     dscore = dvalue * (u - pooled)
     to = first * WIDTH + column + shift * WIDTH
@@ -184,7 +182,6 @@ def _sum_partials(
     partial, dape, program, programs, size,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``programs`` partial sums of ``size`` columns, in a fixed order."""
     column = program * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
     for start in range(0, programs, BLOCK_S):
@@ -200,7 +197,6 @@ def _zero_gaps(
     dvalues, dscores, first_row, program, rows, groups, row_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Zero the gradients of ``BLOCK_R`` tokens where they are in no group."""
     row = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
     # The token's group, or the next.
@@ -230,7 +226,6 @@ def finish_gradients(
     RATIO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``dape`` (first programs) and zero tokens in no group (the others), in one launch."""
     size: tl.constexpr = RATIO * WIDTH
     adding: tl.constexpr = (size + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)

@@ -34,7 +34,6 @@ def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
 
 
 def _warps(inputs: CompressorInputs, tile: dict[str, int], elements: int) -> int:
-    """Return the warps whose threads have ``elements`` of a tile, with overlap of both halves."""
     halves = 2 if inputs.overlap else 1
     threads = tile["BLOCK_G"] * tile["BLOCK_P"] * tile["BLOCK_D"] * halves // elements
     return max(1, min(8, threads // 32))
@@ -63,7 +62,6 @@ def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:
 
 
 def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
-    """Write the gradients of tokens in groups; return partial sums of ``dape`` per program."""
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, width = groups.first_row.shape[0], values.shape[1]
     if slots == 0 or values.shape[0] == 0:
@@ -88,7 +86,6 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
 
 
 def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
-    """Zero the gradients of tokens in no group; return the gradient of ``ape``."""
     rows, width = dvalues.shape
     dape = torch.empty_like(inputs.ape)
     # Few columns per program, so that many share the work.

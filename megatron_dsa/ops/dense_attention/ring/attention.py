@@ -89,7 +89,6 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
 
 
 def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, Any]:
-    """Return ``dq`` of :func:`attend`, and the gradient of ``payload.local`` in fp32 (fp64)."""
     acc = accumulation_dtype(q.dtype)
     collected = blocks.gradients(payload.local.shape, acc, q.device)
     dq = None

@@ -45,7 +45,6 @@ def _merge(
 
 
 def merge(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Tensor:
-    """Run :func:`.combine.merge_torch` up to fp32, for last dims of stride 1."""
     count = part.shape[0]
     in_place = sums.dtype == dtype and sums.is_contiguous()
     result = sums if in_place else torch.empty(sums.shape, dtype=dtype, device=sums.device)

@@ -106,7 +106,6 @@ class RingGradients:
         return self._current, torch.Tensor.add_
 
     def home(self) -> torch.Tensor:
-        """Return the gradient of the local block, after all blocks."""
         if self._exchange is not None:
             self.start()
             self._arrive()
@@ -125,7 +124,6 @@ class Gathered:
         self._cp, self._rank = cp, rank
 
     def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank and its block, the local one first; ``local`` holds all."""
         blocks = local.chunk(self._cp)
         for step in range(self._cp):
             source = (self._rank - step) % self._cp

@@ -213,7 +213,6 @@ class PackedRuns(PackedShard):
                 yield part
 
     def _part(self, source: int, first: int, end: int, seen: int) -> Part | None:
-        """Return the work of local tokens at ``[first, end)`` on another rank's first ``seen``."""
         reach = self.max_seqlen - 1
         keys = slice(self._before(source, first - reach), seen)
         if keys.start == keys.stop:
@@ -242,7 +241,6 @@ class PackedRuns(PackedShard):
         return start, torch.minimum(start + self.cu_seqlens.diff(), end), end
 
     def _before(self, rank: int, position):
-        """Count a rank's tokens before a global position, an int or a tensor."""
         tokens = 0
         for first, length in self.runs[rank]:
             inside = position - first

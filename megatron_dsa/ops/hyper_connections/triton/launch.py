@@ -46,7 +46,6 @@ def _processors(x: torch.Tensor) -> int:
 
 
 def _weigh(x, fn, base, scale, settings):
-    """Return ``m``, ``rstd``, ``pre``, ``post`` and ``comb``; the last two are None for a head."""
     (tokens, n, channels), outputs = x.shape, fn.shape[0]
     eps, norm_eps, iterations = settings
     is_head = outputs == n
@@ -76,7 +75,6 @@ def _weigh(x, fn, base, scale, settings):
 
 
 def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
-    """Return the gradients of the projection and its norm, and partial ones of the rest."""
     m, rstd = kept
     tokens, outputs = m.shape
     n = dpre.shape[1]
@@ -109,7 +107,6 @@ def _mixed(x, pre, weight, settings):
 
 
 def _mix_backward(x, pre, weight, rstd, dnormed):
-    """Return the gradients of the rounded sum and ``pre``, and partial ones of the weight."""
     tokens, n, channels = x.shape
     programs = weight_parts(tokens, _processors(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
@@ -124,7 +121,6 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
 
 
 def _added(fn, weight, of_fn, of_weight, of_rest):
-    """Sum partial gradients: of ``fn``, of ``weight``, and of all others in one tensor."""
     dfn = of_fn[0] if len(of_fn) == 1 else torch.empty_like(fn)
     dweight, rest = torch.empty_like(weight), of_rest.new_empty(of_rest.shape[1])
     fn_programs = 0 if len(of_fn) == 1 else ceil_div(fn.numel(), SUMMED_COLUMNS[0])

@@ -19,7 +19,6 @@ def mix(
     x, pre, weight, out, rstd, eps,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``RMSNorm(sum_i pre_i x_i)`` of one token, and the norm's factor."""
     token = tl.program_id(0).to(tl.int64)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C

@@ -58,7 +58,6 @@ def project(
 
 @triton.jit
 def _rows(first, N: tl.constexpr):
-    """Return offsets ``[1, N, N]`` of a matrix at ``first``."""
     i = tl.arange(0, N)
     return first + i[None, :, None] * N + i[None, None, :]
 
@@ -165,8 +164,8 @@ def weigh_backward(
 ):  # fmt: skip
     """Gradients of the projection's result, of ``base`` and of ``scale``.
 
-    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; the norm adds ``-x * shrink`` to that
-    of ``x``. ``partial [programs, OUT + 3]`` has sums of ``base``, then of ``scale``.
+    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; the norm adds ``-x * shrink``.
+    ``partial [programs, OUT + 3]`` has sums of ``base``, then of ``scale``.
     """
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     program = tl.program_id(0)
@@ -218,7 +217,6 @@ def weigh_backward(
 
 @triton.jit
 def _add(partial, total, parts, width, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``partial [parts, width]`` to ``total [width]``."""
     row, column = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -235,7 +233,6 @@ def add_parts(
     FN: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
     FN_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, REST_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum parts of ``fn [.., FN]``, the norm's ``weight [.., C]``, and ``rest [.., REST]``."""
     program = tl.program_id(0)
     if program < fn_programs:
         _add(fn, dfn, fn_parts, FN, program, 1, FN_COLUMNS)

@@ -38,7 +38,6 @@ GATHERERS = 64
 
 @T.macro
 def gather(K, Ids, m, done, at, passes, thread):
-    """Fetch keys and ids (-1 for invalid entries), once per pass."""
     ahead = T.alloc_local([1], "int32")
     ids = T.alloc_local([8], "int32")
     ahead[0] = -1
@@ -85,7 +84,6 @@ def mask(m, done, at, here, thread):
 
 @T.macro
 def start(Q, Weights, m, at, heads, thread):
-    """Fetch the query; padding heads are 0."""
     fetch_tile([(m.q, Q, (0, DIM))], at, TILE, GROUP, thread)
     T.ptx_commit_group()
     if thread < TILE:

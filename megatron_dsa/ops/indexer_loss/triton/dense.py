@@ -238,7 +238,6 @@ class TritonTiles:
 
 
 def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
-    """Return tokens and slots of a tile, and the heads expanded at a time."""
     heads, longest = inputs.q.shape[1], (LONGEST_EDGE, LONGEST_EDGE)
     costs = tile_bytes(inputs, heads, copies)
     while heads > FEWEST_HEADS and costs(*longest) > inputs.workspace_bytes:

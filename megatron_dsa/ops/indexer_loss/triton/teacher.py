@@ -20,7 +20,6 @@ PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
 
 @triton.jit
 def tile_rows(start, end, first, rows, BLOCK: tl.constexpr):
-    """Return query indices, also clamped for loads, and visible ranges."""
     row = first + tl.arange(0, BLOCK)
     inside = row < rows
     begin = tl.load(start + row, mask=inside, other=0)
@@ -30,7 +29,6 @@ def tile_rows(start, end, first, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def seen_range(begin, stop, width):
-    """Return the bounds of all keys visible to these queries; (0, 0) for none."""
     low = tl.min(tl.where(begin < stop, begin, width), 0)
     high = tl.max(tl.where(begin < stop, stop, 0), 0)
     return tl.minimum(low, high), high

@@ -51,7 +51,6 @@ class Kind:
 
     @property
     def own(self) -> int:
-        """Queries of an accumulator that a thread writes."""
         return max(COLUMNS // self.heads // 4, 1)
 
     @property

@@ -66,7 +66,6 @@ def group_of(Tiles, at, i, keys):
 
 @T.macro
 def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
-    """Read the words of tile ``i``, and the next tile's group."""
     row = at.first + own_row(tx)
     for r in tuple(range(2)):
         words[r] = T.cast(0, "uint32")

@@ -82,7 +82,6 @@ def produce_heads(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce_slabs(Q, K, Lse, m, done, at, dims):
-    """Fetch heads in slabs, lse with the first, no keys with the slab of a shared rope key."""
     last, slots = at.first + QUERIES, dims.tiling.slots
     slabs = dims.qk // SLAB
     for i in T.serial(at.heads * slabs):

@@ -88,7 +88,6 @@ def backward(
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """Raise in the launch for more than ``width`` keys."""
     queries, heads = inputs.q.shape[:2]
     p_sum = inputs.q.new_zeros(queries, width, dtype=torch.float32)
     bits = inputs.bits.contiguous()

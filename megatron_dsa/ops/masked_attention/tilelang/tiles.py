@@ -124,5 +124,4 @@ def fetch(source, target, barrier):
 
 
 def own_row(tx):
-    """Return the first of a thread's two lines, 8 apart."""
     return tx // 32 * 16 + tx % 32 // 4

@@ -104,7 +104,6 @@ def listed_keys(
 def _list_keys(
     bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per query and ``GROUPS`` groups of keys, and a share of the rest."""
     query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     total = tl.load(length + query)
     share = tl.cdiv(width, tl.num_programs(1))

@@ -116,7 +116,6 @@ def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
 
 @triton.jit
 def _swap(x, row, distance: tl.constexpr, low: tl.constexpr):
-    """Swap the off-diagonal quarters of all ``2 * distance`` square blocks of bits."""
     other = tl.gather(x, (row ^ distance).broadcast_to(x.shape), 0)
     is_low = (row & distance) == 0
     upper, lower = tl.where(is_low, x, other), tl.where(is_low, other, x)
@@ -153,7 +152,6 @@ def _list_tiles(
 
 @triton.jit
 def _append(ids, entry, flag, found):
-    """Append entries whose flag is set; return the new length."""
     is_set = (flag != 0).to(tl.int32)
     place = found + tl.cumsum(is_set, 0) - 1
     tl.store(ids + place, entry, mask=is_set != 0)

@@ -159,7 +159,6 @@ def _launch_two(inputs, kernels: Kernels, _group: int, per_query, kv, keys: _Key
 
 
 def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
-    """Return the queries, of ``tiles`` thread blocks each, that fit the workspace."""
     queries = inputs.indices.shape[0]
     step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
     if step < queries:

@@ -22,7 +22,6 @@ def raise_top(peak, top, decay, scale):
 
 @T.macro
 def divisors(factor, Sink, top, total, at, shape):
-    """Set ``factor`` to one over the sum of P, including a sink."""
     for r in T.Parallel(shape.tile):
         factor[r] = total[r]
         if Sink is not None:

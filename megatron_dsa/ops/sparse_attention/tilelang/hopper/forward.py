@@ -106,7 +106,6 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def note_members(lists, m, i, word, thread):
-    """Write a bit per key and query that selected it."""
     for g in tuple(range(lists.group)):
         selected = lists.ahead[0] >= 0
         if lists.group > 1:
@@ -183,7 +182,6 @@ def add_up(s, peak, decay, total):
 
 @T.macro
 def even_scores(s, m, done, i, multiplying):
-    """Compute ``S0 = Q K0^T``; free V1_L after its product."""
     T.barrier_wait(done.keys[LEFT], i & 1)
     T.wgmma_gemm(m.q[:, :HALF], m.k[0][:, :HALF], s, transpose_B=True, clear_accum=True)
     if multiplying:

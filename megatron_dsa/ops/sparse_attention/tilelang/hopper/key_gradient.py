@@ -129,7 +129,6 @@ def start(Q, dO, m, at, shape, tx):
 
 @T.macro
 def produce(Ids, PdS, m, done, at, keys, tiles, thread):
-    """Fetch P, dS and ids (-1 for invalid entries)."""
     ahead = T.alloc_local([1], "int32")
     here = T.alloc_local([2], "int32")
     here[0] = shared_address(m.pds[0, 0, 0])

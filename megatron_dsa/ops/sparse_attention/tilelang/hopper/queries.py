@@ -122,7 +122,6 @@ def add_keys(m, dq):
 
 @T.macro
 def write_columns(dQ, m, dq, at, barrier):
-    """Write the columns ``dq`` through the keys' buffer."""
     for part in dq:
         T.copy(part[0], m.k[:, part[1]])
     T.sync_threads(barrier, GROUP)

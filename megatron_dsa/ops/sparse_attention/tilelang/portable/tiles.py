@@ -23,7 +23,6 @@ class Tiling:
 
     @property
     def copied(self) -> int:
-        """Keys that all threads copy at once."""
         return self.threads // COPIERS
 
 
@@ -79,7 +78,6 @@ def look_ahead(lists, at, i, tiling, thread):
 
 @T.macro
 def gather(lists, m, at, i, tiling, thread):
-    """Fetch the keys of block ``i`` (zeros for none), ids (-1 for none) and members."""
     first = i % tiling.stages * tiling.keys
     for r in T.unroll(tiling.keys // tiling.copied):
         row = first + r * tiling.copied + thread // COPIERS
