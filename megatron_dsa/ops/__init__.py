@@ -1,8 +1,8 @@
 """Operations and their implementations, one folder each.
 
 ``api.py`` is the public function; ``spec.py`` has inputs, candidates in dispatch order, fake
-(results and memory, for plans) and reference; ``torch.py`` runs everywhere in bounded memory. Files
-and folders named after a package hold fused implementations.
+(results and memory, for plans) and reference; ``torch.py`` runs everywhere. Files and folders named
+after a package hold fused implementations.
 """
 
 from megatron_dsa.ops.compressor.spec import COMPRESSOR

@@ -1,8 +1,7 @@
 """Costs of sparse and of masked dense attention to selected keys.
 
 Sparse attention computes the selected pairs, masked dense attention all visible ones, each for
-less: the sequence length decides. Under context parallelism masked dense attention also expands all
-gathered latents on every rank.
+less; under context parallelism it also expands gathered latents on every rank.
 """
 
 import bisect
@@ -10,15 +9,15 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Picoseconds per pair and head of forward and backward, and of the teacher of all queries, on one
-#: H200 in bf16 with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to
-#: 12k tokens are within 6 % of the sum; GLM-5's dims within 4 % in proportion.
+#: Picoseconds per pair and head, and of the teacher of all queries, on one H200 in bf16 with
+#: DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens are
+#: within 6 % of the sum; GLM-5's dims within 4 % in proportion.
 MASKED_PS, TEACHER_PS = 4.6, 0.7
 #: By heads: fewer than 64 do not fill the kernels' tiles. With 16 the overlap of lists matters: 29
-#: to 66, with random lists 41 at 8k tokens, 54 at 16k, 63 at 32k. The teacher is a by-product of
-#: the backward, so a share of the queries hardly costs less.
+#: to 66, with random lists 41 at 8k tokens, 63 at 32k. The teacher is a by-product of the backward,
+#: so a share of the queries hardly costs less.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
-#: Operations per picosecond of large bf16 products, estimated for an H200, not measured in a layer.
+#: Operations per picosecond of large bf16 products: estimated, not measured in a layer.
 PRODUCT_RATE = 600
 
 
@@ -44,10 +43,9 @@ class AttentionCosts:
     """Picoseconds per pair of query and key and per head.
 
     Attributes:
-        masked: of a visible pair in masked dense attention.
-        sparse: of a selected pair in sparse attention.
-        expansion: per query token, of other context-parallel ranks' latents to keys and values, for
-            masked dense attention.
+        masked: of a visible pair.
+        sparse: of a selected pair.
+        expansion: per query token, of other context-parallel ranks' latents to keys and values.
     """
 
     masked: float
@@ -60,13 +58,13 @@ class AttentionCosts:
 
     def crossover(self, topk: int) -> int:
         """Return the longest sequence for which masked dense attention is cheaper, 0 if none."""
-        # From `topk` tokens on, a token costs sparse attention the same and masked dense attention
-        # ever more: the difference falls up to this length and then grows.
+        # From `topk` tokens on, a token costs sparse attention the same: the difference falls up to
+        # this length and then grows.
         lead = math.ceil((self.sparse * topk - self.expansion) / self.masked) - 1
         best = max(topk, lead)
         if not self.masked_is_cheaper(best, topk):
             return 0
-        # Upper end: half the square costs as much as `topk` selected keys for all queries.
+        # Half the square costs as much as `topk` selected keys for all queries.
         lengths = range(best, math.ceil(2 * topk * self.sparse / self.masked) + 1)
         return lengths[
             bisect.bisect_left(lengths, True, key=lambda n: not self.masked_is_cheaper(n, topk)) - 1

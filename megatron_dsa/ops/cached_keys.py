@@ -1,7 +1,7 @@
 """Keys rounded as in the fp8 caches of inference engines, with straight-through gradients.
 
-Engines cache a latent or V4 key in blocks of e4m3 numbers with a scale each, rope dims in bf16;
-kernels scale and round to bf16 (``docs/guide/rl.md``).
+Engines cache blocks of e4m3 numbers with a scale each, rope dims in bf16; kernels scale and round
+to bf16 (``docs/guide/rl.md``).
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Helpers of the operations' fakes.
 
 A fake gets the chosen candidate and its arguments and returns meta tensors. It keeps and allocates
-like the adapter, including temporaries, which count towards the peak. Other packages' allocations
-were measured.
+like the adapter, including temporaries, which count towards the peak.
 """
 
 from collections.abc import Callable, Sequence

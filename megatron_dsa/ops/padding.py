@@ -1,8 +1,7 @@
 """Padding of lists and heads for the kernels of other packages.
 
-cuDNN compiles its Hopper kernels per list width, heads and dims. Widths are rounded up to a few
-buckets, and every call passes a ``topk_length``: another ``K`` or a packed batch needs no later
-compilation.
+cuDNN compiles its Hopper kernels per list width, heads and dims: widths are rounded up to a few
+buckets, and every call passes a ``topk_length``.
 """
 
 import torch

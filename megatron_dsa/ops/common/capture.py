@@ -1,7 +1,7 @@
 """Caches of tensors that work with CUDA graphs.
 
-A graph reads tensors at their address, without Python: tensors looked up in a capture are never
-dropped. Tensors computed in a capture have no content before a replay: they are not cached.
+A graph reads tensors at their address: those looked up in a capture are never dropped. Tensors
+computed in a capture have no content before a replay: they are not cached.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Products of heads, or groups of heads, with a weight per head.
 
-Results have the heads of a token contiguous; a plain batched product would be copied by the next
-kernel.
+Results have the heads of a token contiguous; the next kernel would copy a plain batched product.
 """
 
 import torch

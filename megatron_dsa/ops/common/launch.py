@@ -1,7 +1,7 @@
 """Launches of compiled Triton kernels without Triton's repeated work.
 
 Triton binds and formats all arguments to find the compiled kernel: 12 of a launch's 16 microseconds
-on the host. A short key is enough.
+on the host.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """Compressor pooling of DeepSeek-V4: a group of tokens becomes one key.
 
-A softmax per channel over the group's positions weights the values. RMSNorm and rope follow
-elsewhere.
+A softmax per channel over the group's positions weights the values.
 """
 
 import torch

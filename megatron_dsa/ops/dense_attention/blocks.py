@@ -1,4 +1,4 @@
-"""Kernels for attention to one block of keys and values, and the choice among them."""
+"""Kernels for attention to one block of keys and values."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,6 @@
 """Shapes of flash-attention kernels, and padding of values.
 
-Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]`` with ``cu_seqlens``; lse has heads
-first.
+Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]``; lse has heads first.
 """
 
 from types import ModuleType

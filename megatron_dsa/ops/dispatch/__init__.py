@@ -1,7 +1,6 @@
 """Choice among the implementations of an operation, logged once, with counts of calls.
 
-A fallback is a warning, or an error under a strict policy; an implementation that the user names
-runs or raises.
+A fallback is a warning, or an error under a strict policy.
 """
 
 from megatron_dsa.ops.dispatch.choice_log import (

@@ -1,7 +1,4 @@
-"""Chosen implementations and their log: a line each, or one table for a whole model.
-
-At level DEBUG of ``megatron_dsa.ops.dispatch``, lines name every rejected candidate.
-"""
+"""Chosen implementations and their log: a line each, or one table for a whole model."""
 
 import contextlib
 import logging

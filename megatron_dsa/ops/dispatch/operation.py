@@ -78,8 +78,8 @@ def uncounted() -> Iterator[None]:
 class OperationTimes:
     """Time per operation (``--dsa-time-operations``), without operations called inside.
 
-    Measured by events on a GPU, without synchronisation. Excludes backwards that autograd runs
-    outside of dispatch, and evaluation (``paused``).
+    Measured by events, without synchronisation. Excludes backwards that autograd runs outside of
+    dispatch, and evaluation (``paused``).
     """
 
     def __init__(self):
@@ -129,7 +129,7 @@ def _now(cuda: bool):
 TIMES = OperationTimes()
 
 
-#: Device and compute capability that a plan replaces the real ones with.
+#: Replace the real device and compute capability in a plan.
 _planned_for: tuple[str, tuple[int, int] | None] | None = None
 #: Run the fakes of torch's candidates without a choice: sizes may be symbols.
 _unchosen = False
@@ -186,7 +186,6 @@ class Operation:
 
     Attributes:
         name: used in flags, logs, reports and profiler ranges.
-        title: one phrase for tables.
         candidates: in order of preference, torch's last.
         fake: ``"module:function"``, called with a candidate and its arguments on the meta device;
             returns, keeps and allocates like the candidate.

@@ -24,7 +24,6 @@ class Package:
     """Optional package.
 
     Attributes:
-        module: name to import.
         install: how to get it; ``{floor}`` is the lowest usable version.
         distribution: ``None`` if it has no versions to compare.
         minimum: lowest usable version.

@@ -24,8 +24,6 @@ class OpCall(HashedOnce):
     """Properties of a call that decide which implementation can take it.
 
     Attributes:
-        device: ``"cuda"`` or ``"cpu"``.
-        capability: compute capability of the GPU, or ``None``.
         dtype: of queries and keys, the widest of the inputs.
         heads: local query heads, or index heads.
         qk_dim, v_dim: dims of a query/key and of a value (0 without values).
@@ -69,10 +67,8 @@ class Support:
     Attributes:
         covers: covered results or inputs, in a few words.
         minimum: lowest version of ``package`` for this operation, if above the package's.
-        capabilities: compute capabilities with kernels.
         not_run: capabilities for which the kernels were only compiled.
-        dtypes, dims, rope_dim, teacher_dims: values of :class:`OpCall`; ``dims`` are pairs
-            ``(qk_dim, v_dim)``.
+        dims: pairs ``(qk_dim, v_dim)``.
         heads, topk: inclusive ranges.
         packed, sink, without_relu: takes such calls.
         deterministic: bitwise repeatable.
@@ -168,11 +164,8 @@ class Support:
 class Candidate:
     """Implementation of an operation.
 
-    Attributes:
-        name: used in flags, logs and reports.
-        kernel: ``"module:attribute"`` of the callable, imported at its first call: may need an
-            optional package.
-        fused: ``False`` for the torch fallback.
+    ``kernel`` is imported (``"module:attribute"``) at its first call: it may need an optional
+    package.
     """
 
     name: str

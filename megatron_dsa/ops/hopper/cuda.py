@@ -1,6 +1,6 @@
 """Calls of CUDA functions in TileLang programs, and small shared functions."""
 
-# No postponed annotations: TileLang reads shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from tilelang import language as T
 
 #: Fence against hoisting all loads, which exhausts the registers.

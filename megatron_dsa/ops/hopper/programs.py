@@ -1,7 +1,4 @@
-"""Compilation of TileLang programs, cached by arguments, for any target and without a GPU.
-
-Files with programs postpone no annotations: TileLang reads shapes from them.
-"""
+"""Compilation of TileLang programs, cached by arguments, for any target and without a GPU."""
 
 import functools
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers.
 """
 
-# No postponed annotations: TileLang reads shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,9 +7,9 @@ stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn iterations), which mi
     ``u = sum_i pre_i x_i``, rounded; ``y = F(RMSNorm(u))``;
     ``x'_j = post_j y + sum_i comb[i, j] x_i``.
 
-A read computes everything before ``F``, a write everything after it, and the head ends the model: a
-read without ``post`` and ``comb``. A read returns the streams for the write, so that its backward
-adds all their gradients in one pass.
+A read computes everything before ``F``, a write everything after it; the head is a read with only
+``pre``. A read returns the streams, so that the write's backward adds all their gradients in one
+pass.
 """
 
 from typing import NamedTuple

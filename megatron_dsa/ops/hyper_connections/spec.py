@@ -18,7 +18,7 @@ _HERE = __package__
 
 #: Numbers of streams of the Triton kernels, whose tiles hold all of them.
 STREAMS = (2, 4)
-#: Most channels: programs of the mix hold all channels of a token in registers.
+#: The mix holds all channels of a token in registers.
 MOST_CHANNELS = 16384
 #: SMs of a Hopper GPU, for the fakes.
 _PROCESSORS = 132

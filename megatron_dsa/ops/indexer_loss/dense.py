@@ -1,7 +1,7 @@
 """Dense indexer loss in two streaming passes over tiles of (query tokens x slots).
 
-The first computes log-sum-exps, of the teacher unless given; the second teacher, student, loss and
-gradients. Memory is linear in the number of tokens.
+The first computes log-sum-exps, the second teacher, student, loss and gradients. Memory is linear
+in the number of tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Random sample of query tokens for unbiased estimates of the indexer's loss.
 
 Each of equal stretches of query tokens gives a tile of neighbours at the same random offset: all
-tokens are equally likely, and shapes are fixed.
-
-With ``parts``, a group of heads teaches each token, by its position in the tile. The gradient,
-linear in the teacher, stays unbiased; the value, convex in it, grows.
+tokens are equally likely, and shapes are fixed. With ``parts``, a group of heads teaches each
+token: the gradient, linear in the teacher, stays unbiased; the value, convex in it, grows.
 """
 
 from __future__ import annotations

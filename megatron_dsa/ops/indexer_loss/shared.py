@@ -29,10 +29,8 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 class SharedSelection(NamedTuple):
     """Content of a packed selection, int32 (int64 for fp64 models).
 
-    Attributes:
-        indices: ``[tokens, K]``.
-        length: ``[tokens]``.
-        drawn: ``[1]``, from :func:`~megatron_dsa.ops.indexer_loss.sample.draw_number`.
+    ``indices [tokens, K]``, ``length [tokens]``, and ``drawn [1]`` from
+    :func:`.sample.draw_number`.
     """
 
     indices: torch.Tensor

@@ -63,7 +63,7 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     # All -inf would be NaN: finite here, dropped below.
     logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     log_student = torch.log_softmax(logits, dim=-1)
-    # Per key: sums over many tokens lack digits for their difference. 0 * -inf must be 0.
+    # Per key: sums over many tokens lack digits for their difference.
     kl = torch.xlogy(teacher, teacher)
     kl.addcmul_(teacher, log_student.masked_fill(~mask, 0.0), value=-1)
     student = log_student.exp_().masked_fill_(~(mask & has_mass), 0.0)

@@ -166,13 +166,13 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
     # The teacher's products; or the student's, twice, as one is computed before the last is
-    # dropped; or the student's with a mask and gradient.
+    # dropped; or the student's with mask and gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,
         some_index_heads * (acc + 1 + index_item + index_copy),
     )
-    # Also masks, teachers (one in use, one being reduced), scores and their gradient.
+    # Masks, teachers (one in use, one being reduced), scores and their gradient.
     pair = products + 4 + 4 * widest + index_item
     row = index_heads * index_dim * acc  # dq
     row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)

@@ -68,7 +68,7 @@ class LatentQueries:
 class LatentIndexerInputs:
     """:class:`IndexerInputs` with queries recomputed from latents in the loss's backward.
 
-    Saves 16 KiB per token with DeepSeek-V3.2's 64 index heads, which no rank shares.
+    Saves 16 KiB per token with DeepSeek-V3.2's 64 index heads.
     """
 
     queries: LatentQueries

@@ -212,7 +212,7 @@ def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def seen_slots(layout: Layout) -> torch.Tensor:
     """Return bool ``[num_keys]``: slots that any query sees."""
     sees = (layout.end > layout.start).int()
-    # Prefix sum of begins and ends: the number of ranges that cover a slot.
+    # A prefix sum of begins and ends counts the ranges that cover a slot.
     changes = sees.new_zeros(layout.num_keys + 1)
     changes.index_add_(0, layout.start, sees).index_add_(0, layout.end, -sees)
     return changes.cumsum(0)[:-1] > 0

@@ -1,8 +1,8 @@
 """Scores and selection through cuDNN's front end (Hopper, bf16, index dim 128).
 
 Bridged: blocks of queries instead of an ``S x S`` fp32 buffer, with a causal offset (the mask is
-aligned to the top left); ``ratio`` defaults to 4; 16, 32 or 64 index heads; ``+0`` and ``-0``
-differ.
+aligned to the top left); ``ratio``, which defaults to 4; 16, 32 or 64 index heads; ``+0`` and
+``-0``, which differ.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Index scores in the fp8 arithmetic of inference engines (DeepGEMM's ``fp8_mqa_logits``).
 
-From bf16 ``q [HI, DI]`` and ``k [DI]`` after rope and Hadamard transform (``docs/guide/rl.md``
-compares with engines):
+From bf16 ``q [HI, DI]`` and ``k [DI]`` after rope and Hadamard transform:
 
 1. A vector ``x`` (``k``, or a head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
   448))``; ``x / scale`` is rounded to e4m3, ties to even.
@@ -61,7 +60,6 @@ def fp32_weights(weights: torch.Tensor, dim: int) -> torch.Tensor:
 
 class Scores:
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        # Products and sums of eight heads, in fp64 and fp32, and the score.
         return SUMS * (8 + 8 + 4 + 4) + 4
 
     def __call__(

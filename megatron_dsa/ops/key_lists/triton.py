@@ -10,7 +10,7 @@ from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.key_lists.spec import ListInputs
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 _ARGUMENTS = [
     "start", "end", "key_rows", "selected", "selected_length", "group_start", "group_end",
     "indices", "length", "rows", "window", "offset", "topk", "stride", "width",

@@ -3,9 +3,8 @@
 DeepSeek-V4 pools ``ratio`` consecutive positions into one key, except a sequence's tail. A query at
 position ``t`` sees the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
 
-Compressed keys of all sequences are ordered in *compressed slots*. A packed sequence that starts at
-token ``o`` has the slots from ``o // ratio`` on: unique without counting groups, with empty slots
-in between.
+Compressed keys are ordered in *compressed slots*. A packed sequence that starts at token ``o`` has
+the slots from ``o // ratio`` on: unique without counting groups, with empty slots in between.
 """
 
 import dataclasses

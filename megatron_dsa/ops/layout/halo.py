@@ -1,7 +1,7 @@
 """Halo: tokens of other ranks before each run of a rank's tokens.
 
 Ranks all-gather the last ``reach`` positions of each run, a few hundred, for windows and for groups
-that begin on another rank. A host-side bound of the number of runs spares a synchronisation.
+that begin on another rank.
 """
 
 from dataclasses import dataclass

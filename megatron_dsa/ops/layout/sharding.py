@@ -1,7 +1,6 @@
 """Sharding of a microbatch's tokens over ranks, and the layout of one rank.
 
-A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``. All tables are
-computed on the device, without synchronisation.
+A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Differentiable masked dense attention, and its key bits.
 
-The backward recomputes probabilities and lists of keys. Ranks that share tokens keep the bits of
-their tokens and gather them again.
+Ranks that share tokens keep the bits of their tokens and gather them again in the backward.
 """
 
 from collections.abc import Iterable, Iterator

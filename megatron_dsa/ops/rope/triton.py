@@ -1,10 +1,7 @@
 """Norm and rope in Triton, in one pass either way.
 
-Queries: a program takes whole heads of one token and reads its tables once; both members of a pair
-are in one thread.
-
-Index heads: the transform is a product with a matrix of signs on matrix units; fp32 heads are split
-into two 16-bit numbers with 16 bits of mantissa together, so that the result is rounded once.
+The transform is a product with a matrix of signs on matrix units; fp32 heads are split into two
+16-bit numbers with 16 bits of mantissa together, so that the result is rounded once.
 """
 
 import torch
@@ -18,9 +15,9 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 
 #: Per program.
 _HEADS = 64
-#: Tables may be slices: their alignment must not cause a new compilation.
+#: Slices' alignment must not cause compilations.
 _ANY_ALIGNMENT = ["cos", "sin"]
-#: Vary with the batch.
+#: Varying sizes must not cause compilations.
 _ANY_SIZES = {
     "do_not_specialize": ["heads", "count", "scale"],
     "do_not_specialize_on_alignment": _ANY_ALIGNMENT,

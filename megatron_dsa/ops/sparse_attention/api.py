@@ -1,7 +1,6 @@
 """Differentiable sparse attention.
 
-With :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4), both passes run in blocks of tokens,
-whose lists the backward writes again.
+With :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4), both passes run in blocks of tokens.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,6 @@
 """Sorted key lists for backwards that scatter into the key gradient.
 
-With one order of keys, concurrent thread blocks add to the same part of the key gradient, which
-stays in L2.
+With one order of keys, concurrent thread blocks add to the same, cached part of the key gradient.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Kernels of compressor pooling: forward, backward, and the sums of partial gradients.
 
-A tile ``[groups, positions, channels]`` holds all positions of a few groups of ratio 4, or of some
-channels of one group of ratio 128. A warp's threads share channels first: a thread has few
-positions.
+A tile ``[groups, positions, channels]`` holds all positions of its groups; threads share channels
+first.
 
 The backward recomputes the softmax without extra traffic. A group's program writes the last ``d``
 channels of its tokens and the first ``d`` of the previous group, and zeros the first ``d`` of its
@@ -16,7 +15,7 @@ import triton.language as tl
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Vary with the batch: must not cause a new compilation.
+# Varying sizes must not cause compilations.
 _PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
 
 
@@ -73,7 +72,6 @@ def pool(
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One program per ``BLOCK_G`` slots and ``BLOCK_D`` channels: no loop, few registers."""
-    # Neighbouring programs read neighbouring channels of the same tokens.
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     column = tl.max_contiguous(channel, VEC)[None, None, :]
     place = tl.arange(0, BLOCK_P)[None, :, None]

@@ -88,7 +88,6 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
 def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
     rows, width = dvalues.shape
     dape = torch.empty_like(inputs.ape)
-    # Few columns per program, so that many share the work.
     columns = min(128, max(8, next_power_of_2(dape.numel() // 128)))
     blocks = ceil_div(dape.numel(), columns) + ceil_div(rows, 64)
     launch(

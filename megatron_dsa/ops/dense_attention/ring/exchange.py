@@ -1,7 +1,6 @@
 """Key exchange between ranks (ring or gathered blocks) and its backward.
 
-The next block and the last gradient travel during the computation. Latents are less to send than
-keys and values, for two products per block.
+The next block and the last gradient travel during the computation.
 """
 
 from __future__ import annotations
@@ -180,9 +179,7 @@ class KeysAndValues:
 class Latent:
     """Latents ``[tokens, R + P]``: the latent, then the heads' common rope key.
 
-    Attributes:
-        dw_uk, dw_uv: gradients after :meth:`add_gradients`, ``[H * D, R]`` in the accumulation
-            dtype.
+    ``dw_uk, dw_uv``: gradients ``[H * D, R]`` after :meth:`add_gradients`.
     """
 
     disposable = False

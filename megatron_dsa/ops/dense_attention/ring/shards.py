@@ -86,8 +86,8 @@ class PackedShard:
     Padding tokens see nothing and are not seen.
 
     Attributes:
-        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, cumulative lengths
-            of whole sequences; padded ones ``None`` without padding.
+        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, of whole sequences;
+            padded ones ``None`` without padding.
         max_seqlen: host-side upper bound of a whole sequence's length.
     """
 
@@ -174,9 +174,8 @@ def _order(source: int, rank: int) -> str:
 class PackedRuns(PackedShard):
     """Runs of neighbouring global positions, cut regardless of sequences.
 
-    A rank's tokens of a sequence are neighbours, also across its runs; only the sequence with a
-    run's first position has keys before that run. Keys further away than ``max_seqlen`` (real
-    lengths) are skipped.
+    Only the sequence with a run's first position has local keys before that run. Keys further away
+    than ``max_seqlen`` (real lengths) are skipped.
 
     Attributes:
         runs: pairs ``(first position, length)`` of every rank, in order.

@@ -1,7 +1,7 @@
 """Launches and autograd of hyper-connections in Triton.
 
 The backward keeps streams, output, and per token the projection, the weights and the factors of
-both norms in fp32. Partial sums over tokens are added in a fixed order.
+both norms in fp32.
 """
 
 import torch

@@ -8,12 +8,12 @@ Per block of 64 selected keys, with index heads ``h``:
   ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both products use the masked D in
   bf16.
 
-The adds dominate: 512 bytes per selected key. So two small thread blocks share an SM. Each has a
-warpgroup that multiplies and adds, two warps that gather keys, and two that mask D (a fence in the
-adding warps would wait for their adds).
+The adds dominate (512 bytes per selected key), so two small thread blocks share an SM. Each has a
+warpgroup that multiplies and adds, two warps that gather keys, and two that mask D: a fence in the
+adding warps would wait for their adds.
 """
 
-# No postponed annotations: TileLang reads shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from types import SimpleNamespace
 
 from tilelang import language as T

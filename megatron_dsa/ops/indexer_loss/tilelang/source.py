@@ -4,9 +4,6 @@ In accumulators ``[64 keys, 64 index heads]``, thread ``(warp, line, t)`` (``lin
 ``t``: lane % 4) holds keys ``16 warp + line + {0, 8}`` and heads ``8 j + 2 t + {0, 1}``, at ``4 j +
 2 (key bit) + (head bit)``. Its word of a block has bit ``2 j + (key bit) + 16 (head bit)`` set if
 that product is positive.
-
-Addresses in shared memory are integers, as in
-:mod:`~megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators`.
 """
 
 SOURCE = r"""

@@ -1,6 +1,6 @@
 """Dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a)."""
 
-# No postponed annotations: TileLang reads shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -108,7 +108,6 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers(dims)
             tx = T.get_thread_binding()
-            # Neighbours share the queries.
             place = T.alloc_local([2], "int32")
             place[0] = number // (width // KEYS) * QUERIES
             place[1] = number % (width // KEYS) * KEYS

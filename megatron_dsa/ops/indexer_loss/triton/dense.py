@@ -1,7 +1,7 @@
 """Dense indexer loss with Triton kernels: single heads' scores never leave the chip.
 
 Teachers are fp32 and score gradients bf16, in whole blocks of :data:`BLOCK`, 0 where nothing is
-seen. Keys are expanded from latents for as many heads as fit the workspace.
+seen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Triton kernels of the dense loss's gradients, from score gradients (``dS``, bf16).
 
-Each program owns its sums, which repeat bitwise: one head of 128 queries, or the share of 128
-queries in the gradient of 128 keys.
+Each program owns its sums, which repeat bitwise.
 """
 
 from __future__ import annotations

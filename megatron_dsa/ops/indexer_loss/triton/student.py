@@ -1,6 +1,6 @@
 """Triton kernels of the dense loss's student: index scores with log-sum-exp or loss.
 
-A program has 128 queries and 128 keys, which stay in shared memory while index heads pass.
+Queries and keys stay in shared memory while index heads pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton kernels of the dense loss's teacher: head sums of probabilities, and log-sum-exps.
 
-Scores of a head and a tile of 128 x 128 pairs stay in registers. One loop runs over (heads or
-blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap for any head dim.
+One loop runs over (heads or blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap
+for any head dim.
 """
 
 from __future__ import annotations

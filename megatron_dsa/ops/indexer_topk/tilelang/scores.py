@@ -3,15 +3,12 @@
 A thread block keeps all heads of ``512 / HI`` adjacent queries in shared memory and streams blocks
 of 64 keys, the M dim of products: a thread sums many heads of two keys in registers. Two warpgroups
 have half of the queries each, and two accumulators ``[64 keys, 128 heads]``: one is summed while
-tensor cores fill the other.
-
-* ``CONSUME``: products, relu, weighted sums, stores;
-* ``PRODUCE``: one warp fetches queries and keys.
+tensor cores fill the other. One warp fetches queries and keys.
 
 One thread block per SM computes an equal share of the visible pairs of tile and block.
 """
 
-# No postponed annotations: TileLang reads shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,8 +28,8 @@ PARTS = CHUNKS // 2
 #: Registers per thread of consumers and producer, of 504.
 REGISTERS = (240, 24)
 HEADS = (16, 32, 64)
-#: Dtype -> tiles of q in shared memory, relu. fp8 products take half the time: the compare unit
-#: would be the bottleneck.
+#: Dtype -> tiles of q in shared memory, relu. fp8 products take half the time: comparing would be
+#: the bottleneck.
 DTYPES = {"bfloat16": (1, sums.RELU_MAX), "float8_e4m3fn": (2, sums.RELU_MIXED)}
 
 

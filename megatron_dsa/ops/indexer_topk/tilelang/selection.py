@@ -3,7 +3,7 @@
 A thread block selects for one query; several share an SM, so that fetches and counting overlap.
 """
 
-# No postponed annotations: TileLang reads shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
 """CUDA search for the best candidates of a thread block.
 
-Candidates' keys are scores as unsigned integers of the same order. They are counted in equal
-intervals between the smallest and the largest, then within the interval of the k-th largest,
-usually twice, at most four times.
+Scores, as unsigned integers of the same order, are counted in equal intervals between the smallest
+and the largest, then within the interval of the k-th largest, usually twice, at most four times.
 """
 
 BINS = 1024

@@ -1,8 +1,4 @@
-"""CUDA division of the index scores' work among thread blocks.
-
-Blocks of keys count from the first column; a tile is the queries in shared memory, which see the
-columns ``[start, end)``.
-"""
+"""CUDA division of the index scores' work among thread blocks."""
 
 SOURCE = r"""
 // Blocks of keys {first, past the last} that rows of a tile see; {0, 0} if they see none.

@@ -1,8 +1,7 @@
 """CUDA of the index scores: weighted sums over heads of accumulators ``[keys, query heads]``.
 
 A thread sums a quarter of each query's heads for two keys, 8 apart; then four threads are added.
-``ENGINE`` has the order of :mod:`megatron_dsa.ops.indexer_topk.engine`: separate sums for even and
-odd heads, second heads before first ones, neighbouring threads first.
+``ENGINE`` has the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 """
 
 #: Relu: none; compare, at half rate; alternately compare and ``x + |x|`` with half of the weight.

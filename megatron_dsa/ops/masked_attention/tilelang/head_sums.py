@@ -1,8 +1,7 @@
 """Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
 
-* ``CONSUME``: two warpgroups of 64 queries each sum over all heads;
-* ``PRODUCE``: one warp fetches queries, keys and lse per head, in slabs of 64 dims if two heads do
-  not fit shared memory.
+Two warpgroups sum over all heads, of 64 queries each. One warp fetches queries, keys and lse per
+head, in slabs of 64 dims if two heads do not fit shared memory.
 """
 
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
 """Tiles, dims and scheduling of the kernels.
 
-Shared data is synchronised by explicit barriers only. In the macros, ``at`` is the thread block's
-work, ``m`` its shared memory, ``done`` its barriers, ``tx`` the thread.
+In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers,
+``tx`` the thread.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
 """Gradient of the values of masked dense attention for split tilings (sm_90a).
 
-A thread block has 128 keys of one head.
-
-* ``CONSUME``: two warpgroups of 64 keys each; ``dV += P dO`` overlaps with the next tile's P;
-* ``PRODUCE``: one warp fetches keys, then queries, lse and dO.
+Two warpgroups of 64 keys each; ``dV += P dO`` overlaps with the next tile's P. One warp fetches
+keys, then queries, lse and dO.
 """
 
 from types import SimpleNamespace

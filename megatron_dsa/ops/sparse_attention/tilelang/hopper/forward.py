@@ -7,8 +7,8 @@ then the other's (shared memory), with half of the value columns:
 * ``ODD``: ``S1 = Q K1^T``, the maximum of both, P1, ``O_R += P1 V1_R``, then ``O_R += P0 V0_R``;
 * ``GATHER``: keys, as soon as half of a buffer is free.
 
-One computes exponentials while the other keeps the tensor cores busy. EVEN uses the maximum of its
-block, and corrects P0 and O_L once ODD has the joint one. An unpaired last block is EVEN's.
+One computes exponentials while the other multiplies. EVEN uses the maximum of its block, and
+corrects P0 and O_L once ODD has the joint one. An unpaired last block is EVEN's.
 """
 
 from types import SimpleNamespace

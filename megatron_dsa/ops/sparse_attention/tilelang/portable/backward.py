@@ -1,8 +1,7 @@
 """Backward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-A thread block keeps a tile of queries, dO and dQ and loops over blocks of gathered keys. dKV is
-transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring columns of
-a key, a whole memory sector.
+dKV is transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring
+columns of a key, a whole memory sector.
 """
 
 from types import SimpleNamespace
