@@ -25,9 +25,7 @@ PRODUCT_RATE = 600
 class PairDims:
     """Dims of a key and a value together, to which a pair's products are proportional.
 
-    Attributes:
-        masked: of a head in plain MLA.
-        sparse: of a latent.
+    ``masked``: of a head in plain MLA. ``sparse``: of a latent.
     """
 
     masked: int
@@ -81,7 +79,7 @@ def attention_costs(
     """Return the costs on an H200.
 
     Args:
-        heads: local query heads; interpolated in :data:`SPARSE_PS`, linear in their logarithm.
+        heads: local query heads, interpolated in :data:`SPARSE_PS`.
         interleaved: sequences whose tokens alternate, as in unpacked batches: masked dense
             attention computes all against all.
         dims: of keys and values; costs are taken to be proportional.
@@ -94,10 +92,7 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head to expand a latent to key and value.
-
-    Three products: forward, gradients of latent and weight.
-    """
+    """Return picoseconds per token and head to expand a latent to key and value."""
     return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
 

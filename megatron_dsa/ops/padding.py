@@ -22,7 +22,6 @@ def masked_indices(
 
 
 def widened(lists: torch.Tensor, value) -> torch.Tensor:
-    """Pad the last dim of ``lists [Sq, K]`` to its bucket with ``value``; contiguous."""
     return pad(lists, (0, bucket(lists.shape[1]) - lists.shape[1]), value=value).contiguous()
 
 
@@ -34,6 +33,5 @@ def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> tor
 
 
 def padded_heads(heads: int, sizes: tuple[int, ...]) -> int:
-    """Return the least of ``sizes`` that holds ``heads``, else the next multiple of the largest."""
     fitting = next((size for size in sizes if heads <= size), None)
     return fitting or -(-heads // sizes[-1]) * sizes[-1]

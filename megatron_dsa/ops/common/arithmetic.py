@@ -58,7 +58,6 @@ def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``total + a @ b``, in place, or :func:`mm` without ``total``."""
     if total is not None:
         add_bmm(total[None], a[None], b[None])
     elif a.is_meta:  # as in add_bmm

@@ -30,8 +30,5 @@ def differentiable(*tensors: torch.Tensor) -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether this runs in a backward pass, as a recomputed layer does.
-
-    Figures logged once per microbatch skip that pass.
-    """
+    """Return whether this runs in a backward pass, as a recomputed layer does."""
     return torch._C._current_graph_task_id() != -1

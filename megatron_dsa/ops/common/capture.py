@@ -18,8 +18,6 @@ def capturing() -> bool:
 
 
 class TensorCache:
-    """The latest ``size`` results by key, and all that a captured graph looked up."""
-
     def __init__(self, size: int):
         self._size = size
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
@@ -42,7 +40,6 @@ class TensorCache:
         return made
 
     def clear(self) -> None:
-        """Drop all results that no captured graph looked up."""
         self._made.clear()
 
 

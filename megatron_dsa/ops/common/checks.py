@@ -95,10 +95,6 @@ def require_layout(
 
 
 def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
-    """Raise a :class:`ConfigError` for the first of ``rules`` that does not hold.
-
-    ``rules``: message -> bool scalar on the device.
-    """
     held = list(rules.values())
     holds = held[0] if len(held) == 1 else torch.stack(held).all()
     require_on_device(

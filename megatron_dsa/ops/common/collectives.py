@@ -15,7 +15,6 @@ class Transfer:
     work: Any = None
 
     def take_over(self, other: Transfer) -> torch.Size:
-        """Become another transfer; return the shape of its result."""
         assert other.result is not None
         self.result, self.work = other.result, other.work
         return other.result.shape

@@ -9,7 +9,6 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def write_head_products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``x[:, h] @ weights[h]`` to ``out[:, h]`` for every head; any strides."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
 
 

@@ -48,10 +48,6 @@ def _hooks() -> bool:
 
 
 def _key(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return a key of all that a kernel is compiled for, or ``None`` for unusual arguments.
-
-    May be too fine: alignment of every pointer, class of every integer.
-    """
     key: list[Any] = []
     for x in args:
         if isinstance(x, _Tensor):

@@ -42,7 +42,6 @@ class Factor:
         return Factor(number, *tensors)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply the scalar ``x`` in fp64; return its dtype."""
         if self.times is None and self.over is None:
             return x * self.number
         return (x * self.value(x.device)).to(x.dtype)
@@ -80,7 +79,6 @@ def scaled_together(
     dtypes: Sequence[torch.dtype],
     in_place: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Scale one to three gradients with one launch on a GPU."""
     factor = Factor.of(factor).on_device()
     results = tuple(
         gradient
@@ -102,7 +100,6 @@ def scaled_together(
 
 
 def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> None:
-    """Add a scalar to ``sums`` and 1 to ``counts`` (fp32 scalars)."""
     value, factor = scaled.value, scaled.factor.on_device()
     if value.is_cuda and value.dtype == sums.dtype and has_triton():
         from megatron_dsa.ops.common.scaling_triton import add_scaled

@@ -67,7 +67,6 @@ def scale(
     over: torch.Tensor | None,
     results: Sequence[torch.Tensor],
 ) -> None:
-    """Write ``results = gradients * number * times / over``, 16-bit or fp32, contiguous."""
     some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]
     if not some:
         return

@@ -23,7 +23,7 @@ def _chunks(inputs: CompressorInputs):
 
 
 def _parts(inputs: CompressorInputs, slots: slice):
-    """Yield ``(channels, tokens [g, ratio] int64, used [g, ratio])`` of groups and those before.
+    """Yield channels, tokens and their use ``[g, ratio]`` for groups and those before.
 
     Unused tokens are token 0, whose content must not matter.
     """

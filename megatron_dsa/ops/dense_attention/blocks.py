@@ -25,8 +25,7 @@ def choose(call: OpCall, name: str | None = None) -> BlockAttention:
     """Return the kernel called ``name``, by default dispatch's choice.
 
     Raises:
-        ConfigError: there is no kernel of that name.
-        ImplementationError: it cannot run the call.
+        ConfigError, ImplementationError: there is no such kernel, or it cannot run the call.
     """
     policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
     return BLOCK_KERNELS[DENSE_ATTENTION.choose(call, policy).candidate.name]

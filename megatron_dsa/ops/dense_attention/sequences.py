@@ -23,7 +23,7 @@ class Packed:
     Attributes:
         cu_q, cu_k: int32 ``[segments + 1]`` on the device, of all query tokens and keys.
         longest: host-side upper bound of a segment's tokens.
-        reach: host-side upper bound of the distance of a query and its keys; ``None``: ``longest``.
+        reach: the same of the distance of a query and its keys; ``None``: ``longest``.
     """
 
     cu_q: torch.Tensor

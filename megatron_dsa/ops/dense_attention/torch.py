@@ -63,7 +63,6 @@ def _scores(q, k, hidden, scale) -> torch.Tensor:
 
 
 def _tiles(q, k, causal, sequences, copies, workspace_bytes) -> Iterator[tuple]:
-    """Yield ``(queries, keys, mask of hidden keys or None)`` within the budget."""
     bytes_per_key = copies * q.shape[1] * accumulation_dtype(q.dtype).itemsize
 
     def fitting(keys: int) -> int:

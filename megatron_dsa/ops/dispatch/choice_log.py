@@ -23,8 +23,7 @@ _logged: set[str] = set()
 class Choice:
     """Candidate that runs a call, and the reasons against those before it.
 
-    ``named``: by the user. ``never_run``: only compiled for this GPU. ``no_gpu``: torch for lack of
-    a GPU.
+    ``never_run``: only compiled for this GPU. ``no_gpu``: torch for lack of a GPU.
     """
 
     operation: str
@@ -85,7 +84,6 @@ def choices_are_collected() -> bool:
 
 
 def log_all_candidates() -> None:
-    """Log every rejected candidate with its reason (``--dsa-log-dispatch``)."""
     # The root logger's level does not filter these records.
     logger.setLevel(logging.DEBUG)
 

@@ -15,7 +15,6 @@ PORTABLE: dict[str, Any] = {
 
 
 def of_device(function: Callable[[torch.device], Any], device: torch.device) -> Any:
-    """Return ``function(device)``, cached for devices with an index."""
     return function(device) if device.index is None else _cached(function, device)
 
 

@@ -33,7 +33,7 @@ from megatron_dsa.ops.dispatch.support import Candidate, OpCall, import_attribut
 class First:
     """Calls for which a benchmark found the candidate ``name`` fastest.
 
-    ``heads``: inclusive range; ``teacher``: only with the head sum of the probabilities.
+    ``teacher``: only with the head sum of the probabilities.
     """
 
     name: str
@@ -251,9 +251,6 @@ class Operation:
         """Return why no fused implementation that ran on such a GPU takes ``call``, or ``None``.
 
         Never logs or refuses a fallback: the caller may use another operation.
-
-        Raises:
-            ImplementationError, ConfigError: as :meth:`choose`, for a named implementation.
         """
         choice = _choose(self, call, replace(policy, strict=False), logged=False)
         if choice.candidate.fused and not choice.never_run:

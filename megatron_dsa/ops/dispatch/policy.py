@@ -29,7 +29,7 @@ class Policy(HashedOnce):
         workspace_bytes: budget for temporary memory.
         named: pairs ``(operation, implementation)`` that must run or raise, whatever ``fused``
             (``--dsa-impl sparse_attention_forward=flashmla``).
-        indexer_numerics: ``exact`` or ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
+        indexer_numerics: ``exact`` or ``deepgemm-fp8``.
     """
 
     fused: bool = True

@@ -177,7 +177,6 @@ class Candidate:
         return self.support.reason(call)
 
     def load(self) -> Callable:
-        """Return the callable, an instance if it is a class."""
         found = import_attribute(self.kernel)
         return found() if isinstance(found, type) else found
 

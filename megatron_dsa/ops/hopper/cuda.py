@@ -17,7 +17,6 @@ __device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 
 
 def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
-    """Return a call of ``function``, with the template constants ``of``, if any."""
     if of:
         constants = (str(x).lower() if isinstance(x, bool) else str(x) for x in of)
         function += f"<{', '.join(constants)}>"

@@ -32,7 +32,7 @@ def queries_per_tile(heads: int, tile: int = TILE) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a kernel of sparse attention; a tile of height ``tile`` has ``group`` queries."""
+    """Sizes of a kernel of sparse attention; a tile has ``group`` queries."""
 
     heads: int
     dim: int
@@ -146,7 +146,6 @@ class Lists:
 
 @T.macro
 def list_ahead(lists, at, i, keys, thread):
-    """Prefetch part ``i`` of a list (``keys`` entries), -1 past its end."""
     lists.ahead[0] = -1
     lists.members[0] = T.cast(0, "uint8")
     if thread < keys and i * keys + thread < at.n:

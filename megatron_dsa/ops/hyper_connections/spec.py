@@ -211,10 +211,7 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
 
 
 def reference_read(inputs) -> tuple[torch.Tensor, ...]:
-    """Return ``normed [T, C]``, the streams, ``post [T, n]`` and ``comb [T, n, n]``.
-
-    Rounding passes gradients unchanged.
-    """
+    """Return normed, streams, post and comb; rounding passes gradients unchanged."""
     n = inputs.streams.shape[1]
     normed, posts, combs = [], [], []
     for x in inputs.streams.unbind():
@@ -247,7 +244,6 @@ def reference_head(inputs) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Return ``[n, n]``: a softmax, divided by its sums over dims 0 and 1 in turn."""
     comb = torch.softmax(logits, 1) + eps
     comb = comb / (comb.sum(0, keepdim=True) + eps)
     for _ in range(iterations - 1):

@@ -46,7 +46,6 @@ def _weights(x, fn, base, scale, settings):
 
 
 def _mixed(x, pre, weight, norm_eps, dtype):
-    """Return the layer's unrounded input; the sum is rounded to ``dtype``."""
     u = (pre[..., None] * x).sum(1)
     u = u + (u.detach().to(dtype).to(u.dtype) - u.detach())
     return u * torch.rsqrt(u.square().mean(1, keepdim=True) + norm_eps) * weight

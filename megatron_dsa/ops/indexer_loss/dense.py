@@ -173,7 +173,6 @@ def _seen_columns(seen: Seen, tile: Tile) -> Seen:
 
 
 def take(keys, layout: Layout, slots: slice) -> Any:
-    """Return the keys of ``slots``: a view, or a copy of these tokens only."""
     if isinstance(keys, LatentKeys):
         return replace(keys, latents=take(keys.latents, layout, slots))
     if isinstance(keys, ExpandedKeys):

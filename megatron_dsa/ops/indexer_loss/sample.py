@@ -141,8 +141,7 @@ def draw_number(
 ) -> torch.Tensor | None:
     """Draw the offset for :func:`sampled_tokens`, ``None`` if all tokens are taken.
 
-    From the device's torch generator, which Megatron saves and resumes. ``share`` is rounded to
-    whole tiles; ranks of ``group`` have the same sample.
+    From the device's torch generator, which Megatron saves and resumes; the same for ``group``.
     """
     if sample_size(total, share) is None:
         return None

@@ -38,7 +38,6 @@ class SharedSelection(NamedTuple):
     drawn: torch.Tensor
 
     def pack(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all as the bits of ``[tokens, K + 2]``, fp32 or fp64."""
         drawn = self.drawn.expand(len(self.length))
         columns = [self.indices, self.length[:, None], drawn[:, None]]
         return torch.cat([x.to(_INTEGERS[dtype]) for x in columns], dim=1).view(dtype)
@@ -91,7 +90,6 @@ class HeadSums:
         policy: Policy,
         sample: QuerySample | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the packed selection: head sums, 0 for other tokens."""
         (packed,) = tensors
         width = packed.shape[1] - 2
         found = torch.empty_like(packed) if sample is None else torch.zeros_like(packed)

@@ -53,7 +53,7 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     """Return the KL sum and the student; normalise ``teacher`` in place.
 
-    Tokens without teacher mass contribute 0 and have a student of 0.
+    Tokens without teacher mass contribute 0.
     """
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)

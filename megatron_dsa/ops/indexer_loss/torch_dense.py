@@ -192,6 +192,5 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
 
 
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of ``x``'s accumulator, and of the wide copy of an operand on CPUs."""
     acc = accumulation_dtype(x.dtype).itemsize
     return acc, acc if x.element_size() < acc and not x.is_cuda else 0

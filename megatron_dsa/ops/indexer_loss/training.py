@@ -94,7 +94,6 @@ class LatentIndexerInputs:
         check_indexer(IndexerInputs(q, self.k, self.weights, self.relu), layout, **queries)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the weight of the queries, k and weights, which get gradients, then the rest."""
         x = self.queries
         return x.weight, self.k, self.weights, x.latent, x.cos, x.sin
 

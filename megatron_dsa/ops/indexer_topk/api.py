@@ -210,7 +210,6 @@ def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def seen_slots(layout: Layout) -> torch.Tensor:
-    """Return bool ``[num_keys]``: slots that any query sees."""
     sees = (layout.end > layout.start).int()
     # A prefix sum of begins and ends counts the ranges that cover a slot.
     changes = sees.new_zeros(layout.num_keys + 1)

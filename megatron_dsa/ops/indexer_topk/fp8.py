@@ -16,8 +16,7 @@ _MANTISSA = 0x7FFFFF
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``: ``x ~ e4m3 * scale``.
 
-    A vector's largest element becomes 448; (almost) zero vectors have scale 1; non-finite ones give
-    NaN products.
+    A vector's largest element becomes 448; non-finite vectors give NaN products.
     """
     if _is_fused(x):
         from megatron_dsa.ops.indexer_topk.triton import quantize

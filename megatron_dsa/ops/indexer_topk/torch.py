@@ -37,10 +37,7 @@ class Selection:
 
 
 def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r, w]``: the ``min(topk, visible)`` best entries of each query.
-
-    ``scores`` must be ``-inf`` where not visible.
-    """
+    """Mark the ``min(topk, visible)`` best entries; ``scores`` are ``-inf`` where not visible."""
     kth = torch.topk(scores, min(topk, scores.shape[1]), dim=-1).values[:, -1:]
     better = scores > kth
     ties = (scores == kth) & visible
@@ -117,7 +114,7 @@ def sums_fit(
 ) -> torch.Tensor:
     """Return whether ``|q k| + |q k weights|`` of the largest elements is below ``limit``.
 
-    ``tensors``: q, k and weights, not empty; ``unseen``: bool, tokens to leave out.
+    ``unseen``: tokens to leave out.
     """
     if tensors[0].is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
         from megatron_dsa.ops.indexer_topk.triton import sums_fit as fused
@@ -130,7 +127,6 @@ def sums_fit(
 
 
 def largest(x: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
-    """Return the largest magnitude in the accumulation dtype, or NaN."""
     dtype, inf = accumulation_dtype(x.dtype), float("inf")
     if unseen is None:
         return torch.linalg.vector_norm(x, inf, dtype=dtype)

@@ -39,10 +39,9 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
 
 
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, as in :mod:`.fp8`.
+    """Return ``x [..., D]`` as e4m3 and fp32 scales, as in :mod:`.fp8`.
 
-    ``least``: lower bound of magnitudes for power-of-two scales. ``D`` is a power of two, x
-    contiguous.
+    ``D`` is a power of two, x contiguous.
     """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -91,7 +90,6 @@ def put(
 
 @triton.jit
 def _largest(x, unseen, width, count, BLOCK: tl.constexpr):
-    """Return the bits of this program's largest fp32 magnitude; NaN is largest."""
     largest = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for begin in range(first, count, tl.num_programs(0) * BLOCK):

@@ -116,7 +116,6 @@ class KeyLists:
     def of_some(
         self, tokens: torch.Tensor, selected: torch.Tensor, length, policy: Policy
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` of query tokens by index, given their selections."""
         start, end = select_tokens(tokens, self.layout.start, self.layout.end)
         inputs = ListInputs(
             start=start,

@@ -80,7 +80,6 @@ class QueryRange:
         return min(lowest, highest), highest
 
     def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Return whether :meth:`slots` covers each query's ``[start, end)``, on the device."""
         start, end = start[self.tokens], end[self.tokens]
         position = self.position + self.step * torch.arange(len(self), device=start.device)
         reach = (position - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
@@ -221,7 +220,6 @@ class Layout:
 
     @property
     def packed(self) -> bool:
-        """Several sequences, maybe with padding between them."""
         return self.real is not None
 
     @property
@@ -261,7 +259,7 @@ class Layout:
         return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
-        """Number of query tokens on all ranks without padding: an int if not :attr:`packed`."""
+        """Number of tokens on all ranks without padding: an int if not :attr:`packed`."""
         whole = self.all_tokens
         if (real := whole.real) is None:
             return whole.num_queries
@@ -281,7 +279,6 @@ class Layout:
         return self.derive("slots", slots)
 
     def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int32 slots to indices into the key buffer; keep negative entries."""
         if self.key_rows is None:
             return slots
         rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)

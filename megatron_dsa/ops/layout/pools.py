@@ -80,7 +80,7 @@ class KeyPools:
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Return the key of each token's pool, ``[keys of the layout, DI]``, and their visibility.
+        """Return the key of each token's pool, and their visibility.
 
         Tokens in no pool are not visible. Losses over tokens and over pools have the same gradient:
         the student is equal within a pool.

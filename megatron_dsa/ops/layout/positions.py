@@ -154,10 +154,7 @@ def rows_to_positions(
 
 
 def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
-    """Return the lists of this rank's queries, given these or all ranks'.
-
-    ``indices [tokens, K]`` are moved to the layout's device.
-    """
+    """Return the lists of this rank's queries, given these or all ranks'."""
     total = layout.all_tokens.num_queries
     device = layout.start.device
     if len(indices) == layout.num_queries:

@@ -134,10 +134,8 @@ class Sharding:
 class KeyOwnership:
     """Rank that computes the keys of each global position.
 
-    Attributes:
-        sharding: of the ranks that compute keys.
-        table: int64 ``[ranks, positions]``, from :meth:`Sharding.global_positions`.
-        batch: tokens per position.
+    ``table``: int64 ``[ranks, positions]``, from :meth:`Sharding.global_positions`. ``batch``:
+    tokens per position.
     """
 
     sharding: Sharding
@@ -191,10 +189,7 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
 
 
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
-    """Return the layout of query tokens at neighbouring global positions, over all keys.
-
-    ``layout`` is of a rank's tokens, in an unpacked batch.
-    """
+    """Return the layout of query tokens at neighbouring global positions, over all keys."""
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
     tokens = slice(first * keys.batch, (first + length) * keys.batch)

@@ -136,7 +136,6 @@ class _Settings:
     def listed_sample(
         self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, local: int, head_group: Any
     ) -> ListedProbabilities:
-        """Return head sums and keys of sampled tokens of this rank's ``local`` ones."""
         assert self.call.topk is not None
         tokens, some = sample.tokens, slice(0, len(sample.tokens))
         if self.group is not None:  # ranks select for different tokens
@@ -206,7 +205,6 @@ class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
-        """Return all gradients; run the sparse indexer loss."""
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings

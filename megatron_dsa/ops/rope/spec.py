@@ -111,7 +111,7 @@ def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.T
 
 @tensor_cache(8)
 def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the symmetric Walsh-Hadamard matrix of 1 and -1, whose square is ``size`` times 1."""
+    """Return the symmetric Walsh-Hadamard matrix; its square is ``size`` times the identity."""
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -30,7 +30,6 @@ def _turn(
     D: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the last ``2 * HALF`` of ``D`` dims of a tile of heads of one token."""
     pair = tl.arange(0, BLOCK_D // 2) - (D // 2 - HALF)
     turned = (pair >= 0) & (pair < HALF)
     at = row * stride + pair
@@ -65,7 +64,6 @@ def _forward(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     INVERSE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate, after the norm if ``NORM``; ``y`` may be the strided ``x``."""
     row, head, at, mask, source = _place(row_stride, head_stride, H, D, BLOCK_H, BLOCK_D)
     value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
@@ -264,7 +262,6 @@ def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
 
 
 def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Return x with contiguous heads, and tables of one stride with contiguous tokens."""
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return _dense(x), cos, sin

@@ -258,7 +258,6 @@ class _Backward:
 
 
 def _bounds(x: _Blocks, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bound absorbed queries and latent output gradients by Cauchy-Schwarz."""
     nope, rope = x.q.split([x.nope, x.q.shape[2] - x.nope], dim=2)
     queries = largest(_largest_vector(nope) * _largest_column(x.w_uk))
     outputs = largest(_largest_vector(dout) * _largest_column(x.w_uv))

@@ -93,7 +93,6 @@ class Settings:
         return operation.run(call, self.policy, *args)
 
     def blocks(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-        """Yield ``tokens, indices, length``, in blocks if lists are to be written."""
         if self.lists is None:
             yield slice(None), indices, length
         else:
@@ -101,7 +100,7 @@ class Settings:
             yield from lists.blocks(self.policy)
 
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
-        """Yield ``some, indices, length`` of ``taken`` in parts of an eighth of the workspace."""
+        """Yield ``some, indices, length`` in parts of an eighth of the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
         for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
             of_some = None if length is None else part_of(length, some)
@@ -162,7 +161,6 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum) -> tuple[torch.Tensor | None, ...]:
-        """Return all gradients; run the sparse indexer loss."""
         s: Settings = ctx.settings
         q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
         dout = (torch.zeros_like(out) if dout is None else dout).contiguous()

@@ -89,7 +89,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 gradient at the end of the workspace, padded to tiles there."""
+    """Return the fp32 gradient at the end of the workspace."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)

@@ -83,7 +83,6 @@ def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return ``out`` as a view, without padding heads."""
     from flash_mla import flash_mla_sparse_fwd
 
     heads, sink, length = inputs.q.shape[1], inputs.sink, inputs.topk_length

@@ -38,7 +38,6 @@ def _indices(first_row, position, slot, groups):
 
 @triton.jit
 def _tile(base, stride, first, shift, column, use, other):
-    """Load tokens ``first + shift`` in fp32, ``other`` unless ``use``; not kept in L1."""
     at = base + first * stride + column + shift * stride
     return tl.load(at, mask=use, other=other, cache_modifier=".cg").to(tl.float32)
 
@@ -71,7 +70,6 @@ def pool(
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per ``BLOCK_G`` slots and ``BLOCK_D`` channels: no loop, few registers."""
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     column = tl.max_contiguous(channel, VEC)[None, None, :]
     place = tl.arange(0, BLOCK_P)[None, :, None]
@@ -117,7 +115,6 @@ def pool_backward(
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """``programs`` programs share the slots of ``BLOCK_D`` channels; each adds to ``dape`` once."""
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     program = tl.program_id(0) // parts
     column = tl.max_contiguous(channel, VEC)[None, None, :]

@@ -20,9 +20,8 @@ _FEW_POSITIONS = 16
 def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
     """Return the constants of a kernel.
 
-    Few positions: tiles of 512 elements with up to ``channels`` channels; many small programs keep
-    more bytes in flight. Many positions: shared by a warp, 4 channels (8 bytes of a token) per
-    thread.
+    Few positions: small tiles, since many programs keep more bytes in flight. Many positions:
+    shared by a warp, 4 channels (8 bytes of a token) per thread.
     """
     positions = next_power_of_2(inputs.ratio)
     vector = channels // 32

@@ -13,7 +13,7 @@ from megatron_dsa.ops.dispatch.packages import TRITON
 
 
 class Combined:
-    """Output and lse of all blocks so far, in the accumulation dtype of ``dtype``."""
+    """Output and lse of all blocks so far, in the accumulation dtype."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

@@ -16,7 +16,6 @@ def _merge(
     sums_row, sums_head, part_row, part_head, part_lse_row, part_lse_head,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program per some heads of a token; ``result`` may be ``sums``."""
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)

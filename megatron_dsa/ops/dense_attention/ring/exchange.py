@@ -83,7 +83,6 @@ class RingGradients:
         self._spare: torch.Tensor | None = None
 
     def start(self) -> None:
-        """Send the last block's gradient on, before the next block's is computed."""
         if self._fresh:
             return
         self._arrive()
@@ -201,7 +200,6 @@ class Latent:
         return k, torch.mm(latent, self._w_uv.t()).unflatten(1, (self._heads, -1))
 
     def add_gradients(self, buffer, tokens: slice, target: Callable, dk, dv) -> None:
-        """Add the gradients of some tokens of a block to ``target()``, which waits."""
         dtype, acc = buffer.dtype, accumulation_dtype(buffer.dtype)
         latent = buffer[tokens, : self._rank]
         dk_latent = dk[..., : self._unrotated].flatten(1).to(dtype)

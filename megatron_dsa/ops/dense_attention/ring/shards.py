@@ -160,7 +160,6 @@ class PackedZigzagShard(PackedShard):
         return torch.minimum((self.cu_seqlens.diff() - chunk * size).clamp_min(0), size)
 
     def _real_of_rank(self, start, end, rank: int) -> torch.Tensor:
-        """Return the real tokens of a rank, per sequence; they come first."""
         if self.cp == 1:
             return torch.minimum(self.cu_seqlens.diff(), end - start)
         return self._real(start, end, rank) + self._real(start, end, 2 * self.cp - 1 - rank)

@@ -37,10 +37,7 @@ def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the rounded sum and ``pre``; ``partial [programs, C]`` of the weight.
-
-    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ...
-    """
+    """Gradients of the rounded sum and ``pre``; ``partial [programs, C]`` of the weight."""
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -75,7 +72,7 @@ def read_backward(
     """Gradient of the streams in one pass; partial ones of ``fn``.
 
     A program takes ``BLOCK_C`` channels of a stream and ``steps`` blocks of tokens, summed in
-    ``partial [parts, OUT, N * C]``. ``dstreams``: gradient of the write, or None.
+    ``partial [parts, OUT, N * C]``.
     """
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     stream = tl.program_id(0) // blocks
@@ -154,7 +151,6 @@ def write_backward(
     output, x, post, comb, dout, doutput, dx, dpost, dcomb,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the write for one token; a thread has ``VEC`` neighbouring channels."""
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, N)
     add = tl.load(post + token * N + stream)[None, :, None]

@@ -31,7 +31,6 @@ def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
 def project_tiles(
     tokens: int, width: int, outputs: int, itemsize: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return the constants of ``project``, the parts of columns, and the blocks of each."""
     block_t, block_k = max(16, min(64, _power_of_2(tokens))), 256 // itemsize
     blocks = ceil_div(width, block_k)
     wanted = max(1, 2 * processors // ceil_div(tokens, block_t))
@@ -68,10 +67,7 @@ MOST_PARTS = 8
 def read_backward_tiles(
     tokens: int, channels: int, streams: int, outputs: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return the constants of ``read_backward``, the parts of tokens, and the blocks of each.
-
-    The fewest parts that leave few SMs idle.
-    """
+    """Return the constants for the fewest parts that leave few SMs idle, parts and blocks."""
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = ceil_div(tokens, kind.tokens)

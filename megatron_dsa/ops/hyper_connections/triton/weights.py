@@ -74,10 +74,7 @@ def weigh(
     WIDTH: tl.constexpr, N: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Weights of ``BLOCK_T`` tokens from the sums of ``parts`` products.
-
-    Also writes ``m``, the normalised products, and the norm's factor ``rstd``.
-    """
+    """Weights of ``BLOCK_T`` tokens from the sums of ``parts`` products."""
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
@@ -125,8 +122,7 @@ def _sinkhorn_gradient(
 ):
     """Gradient of the softmax ``p [BLOCK_T, N, N]``, from Sinkhorn's.
 
-    Reruns the iterations, stores their divisors ``[2 * ITERATIONS - 1, BLOCK_T, N]``, and undoes
-    them backwards.
+    Reruns the iterations, stores their divisors, and undoes them backwards.
     """
     at = divisors + tl.arange(0, BLOCK_T)[:, None] * N + tl.arange(0, N)[None, :]
     SIZE: tl.constexpr = BLOCK_T * N
@@ -164,7 +160,6 @@ def weigh_backward(
 ):  # fmt: skip
     """Gradients of the projection's result, of ``base`` and of ``scale``.
 
-    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; the norm adds ``-x * shrink``.
     ``partial [programs, OUT + 3]`` has sums of ``base``, then of ``scale``.
     """
     OUT: tl.constexpr = N if HEAD else N * (N + 2)

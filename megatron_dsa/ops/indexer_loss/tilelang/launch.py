@@ -12,7 +12,6 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
 def sparse(inputs: SparseLossInputs) -> IndexerLoss:
-    """Run the kernel; bitwise repeatable in torch's deterministic mode."""
     from megatron_dsa.ops.indexer_loss.tilelang.program import DIM, MOST, compiled
 
     x, wanted = inputs.indexer, inputs.want_gradients
@@ -59,7 +58,7 @@ def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
     """Return the fixed-point scale of dk: fp32 ``[1]``, a power of two.
 
-    Student and teacher sum to 1, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element.
+    A query adds at most ``2 sum_h |w_h| max|q|`` to an element.
     """
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:

@@ -168,10 +168,10 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
 
     Arguments (contiguous, sizes dynamic):
         Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``
-        int32, indices into K, others skipped, ``W`` at most 2048; Length ``[Sq]`` int32, clamped;
-        Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL; dQ, dW like Q,
-        Weights; dK ``[Skv, 128]``, zeroed, fp32 in the order of ``in_column_order_transposed``, or
-        int64 in column order (``fixed_point``); Units ``[1]`` fp32, fixed-point scale.
+        int32, others than indices into K skipped, ``W`` at most 2048; Length ``[Sq]`` int32,
+        clamped; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL; dQ, dW like
+        Q, Weights; dK ``[Skv, 128]``, zeroed, fp32 in the order of ``in_column_order_transposed``,
+        or int64 in column order (``fixed_point``); Units ``[1]`` fp32.
     """
     if not 1 <= heads <= TILE:
         raise ValueError(f"heads must be 1 to {TILE}, got {heads}: a tile has {TILE} rows")

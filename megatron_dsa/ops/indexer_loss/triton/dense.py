@@ -33,8 +33,6 @@ FEWEST_HEADS = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of programs; it divides :data:`BLOCK` where pairs are written."""
-
     rows: int
     columns: int
     stages: int
@@ -193,7 +191,6 @@ class TritonTiles:
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Compute a weight's gradient from its query and their common sum over keys."""
         x = _dense_inputs(x)
         rows, heads, dim = x.q.shape
         gradients.finish_rows[(rows,)](
@@ -205,8 +202,7 @@ class TritonTiles:
     def _key_parts(self, keys: TeacherKeys, heads: int):
         """Yield slices of heads, ``own [w, h or 1, OWN_DIM]`` and ``shared [w, DIM - OWN_DIM]``.
 
-        ``shared`` is ``own`` if nothing is shared. Strides: own's keys and heads (0 for a single
-        head), shared's keys.
+        ``shared`` is ``own`` if nothing is shared.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)

@@ -22,8 +22,7 @@ def query_gradient(
 ):  # fmt: skip
     """``dq[t, h] += sum_s dS[t, s] 1[q[t, h] . k[s] > 0] k[s]``.
 
-    ``keys`` are finite also where no query sees them; ``dscores`` is in whole blocks, ``stride``
-    per query; ``dq`` is fp32, contiguous.
+    ``keys`` are finite also where no query sees them; ``dscores`` is in whole blocks.
     """
     head = tl.program_id(0) % HEADS
     first_row = tl.program_id(0) // HEADS * BLOCK_M

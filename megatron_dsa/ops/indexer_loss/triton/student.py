@@ -75,10 +75,7 @@ def student_loss(
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out[block, t]``: KL sum of a query in a block of keys; ``dscores = student - teacher``.
-
-    ``teacher`` and ``dscores`` (or None) have whole blocks, ``stride`` per query.
-    """
+    """``out[block, t]``: KL sum of a query in a block of keys; ``dscores = student - teacher``."""
     blocks = stride // BLOCK_N
     first_row = tl.program_id(0) // blocks * BLOCK_M
     block = tl.program_id(0) % blocks

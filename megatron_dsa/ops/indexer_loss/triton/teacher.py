@@ -108,10 +108,7 @@ def head_lse(
     DIM: tl.constexpr, OWN_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``lse[h, t] = log sum_s exp(scale * q[t, h] . k[s, h])`` over the keys visible to ``t``.
-
-    Neighbouring programs share the keys of a head.
-    """
+    """``lse[h, t] = log sum_s exp(scale * q[t, h] . k[s, h])`` over the keys visible to ``t``."""
     blocks = tl.cdiv(rows, BLOCK_M)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     first_row = tl.program_id(0) % blocks * BLOCK_M

@@ -35,8 +35,6 @@ DTYPES = {"bfloat16": (1, sums.RELU_MAX), "float8_e4m3fn": (2, sums.RELU_MIXED)}
 
 @dataclass(frozen=True)
 class Kind:
-    """Parameters of a kernel: ``relu`` of :mod:`.sums`, ``buffers`` for tiles of q."""
-
     heads: int
     dtype: str
     relu: int
@@ -114,7 +112,6 @@ def fetch_keys(K, m, done, share, span, b):
 
 @T.macro
 def produce(Q, K, m, done, at, kind):
-    """Fetch queries and keys, first the first consumer's."""
     share, span = walk()
     begin(share, m)
     while share[2] > 0:
@@ -163,7 +160,6 @@ def prepare(Weights, Scores, values, at, chunk, part, kind):
 
 @T.macro
 def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
-    """Sum one accumulator during the products of the other."""
     for b in T.serial(span[1]):
         i = share[3] + b
         column = (span[0] + b) * KEYS

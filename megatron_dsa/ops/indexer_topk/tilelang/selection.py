@@ -35,7 +35,6 @@ class Tiling:
 
     @property
     def words(self) -> int:
-        """Words of shared memory: keys and columns, then bins or indices, at most 64 counts."""
         return 2 * self.candidates + max(BINS + self.threads, self.topk // 2) + 64
 
     @property

@@ -91,7 +91,6 @@ def read_bits(BitsT, words, tile, at, tx):
 
 @T.macro
 def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
-    """Add ``dS K`` of tile i to dQ: half of the columns per warpgroup."""
     T.barrier_wait(done.ds[i % STAGES], i // STAGES & 1)
     T.wgmma_gemm(
         m.ds[i % STAGES, :, :], m.k, dq, transpose_A=True, clear_accum=True, policy=BY_COLUMNS
@@ -120,7 +119,6 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
 
 @T.macro
 def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
-    """Compute P, issue ``dV += P dO``, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.wait_wgmma(0)
@@ -135,7 +133,7 @@ def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
 
 @T.macro
 def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
-    """Issue dP, compute P meanwhile, overwrite dP with dS."""
+    """Compute dP and P at the same time, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.barrier_wait(done.do[slot], parity)
@@ -252,7 +250,7 @@ def write_both(dKV, m, at, dims, tx):
 
 
 def build(nope: int, rope: int, v: int, ordered: bool = False):
-    """Return the TileLang program for keys of ``nope`` and ``rope`` dims, values of ``v``.
+    """Return the TileLang program.
 
     A launch does the heads ``first`` to ``first + part``; ``part``: heads of dQ.
 

@@ -88,7 +88,6 @@ def multiply_keys(m, s, slot):
 
 @T.macro
 def softmax(s, words, top, total, decay, keys, scale):
-    """Overwrite the scores with P; ``decay``: factor on the previous sums."""
     call("dsa_select", s.data, words[0], words[1], of=(keys // 8,))
     call("dsa_softmax", s.data, top.data, total.data, decay.data, scale * LOG2_E, of=(keys // 8,))
 
@@ -163,7 +162,7 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program for keys of ``nope`` and ``rope`` dims, values of ``v``.
+    """Return the TileLang program.
 
     Contiguous arguments. Tiles: groups of keys of each block of queries. Lse: natural, ``-inf``
     without keys. scale: positive. together: heads at a time.

@@ -100,7 +100,6 @@ def produce_slabs(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce(Q, K, Kpe, Lse, m, done, at, dims):
-    """Fetch ``at.heads`` heads, of K from ``at.key_head`` on, of Q and Lse from ``at.head`` on."""
     if not m.rope_per_head:
         fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])
         T.barrier_arrive(done.k_rope[0])

@@ -106,7 +106,6 @@ def probabilities(
 
 
 def _add_probabilities(inputs: MaskedAttentionInputs, lse, before, p_sum, key_head: int, part: int):
-    """Write head sums; the first ``part`` queries have the heads of ``kv`` from ``key_head`` on."""
     call, tiles = _Call.of(inputs), _tiles(inputs, with_queries=False)
     probabilities_program.compiled(*call.dims)(
         call.q, call.kv, call.k_pe, _lse(inputs, lse), inputs.bits.contiguous(), before,

@@ -71,7 +71,7 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program for keys of ``nope`` and ``rope`` dims, values of ``v``.
+    """Return the TileLang program.
 
     Arguments as in :func:`.forward.build`. Numbers: lse in base 2 (``inf`` without keys and past
     the end). Before: selected keys of earlier groups. PSum: written for selected keys. Q has KV's

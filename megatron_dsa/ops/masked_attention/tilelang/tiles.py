@@ -119,7 +119,6 @@ def place_of(Count, number, heads, together, size, last_first, parts=1):
 
 
 def fetch(source, target, barrier):
-    """Fetch a box of a tensor with one warp, zeros past the end."""
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
 
 

@@ -104,10 +104,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program, which writes only values in dKV.
-
-    Arguments as in :func:`.backward.build`.
-    """
+    """Return the TileLang program, which writes only values in dKV."""
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:
         raise ValueError(

@@ -18,8 +18,8 @@ _GROUPS = 8
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
     """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, ``(out * dout).sum(-1)``.
 
-    ``N`` is ``Sq`` in whole groups. The lse is ``inf``, for probabilities of 0, without keys and
-    past the end. Without ``out`` delta is undefined.
+    ``N`` is ``Sq`` in whole groups. The lse is ``inf`` without keys and past the end. Without
+    ``out`` delta is undefined.
     """
     queries, heads = lse.shape
     count = groups(queries) * GROUP

@@ -127,7 +127,6 @@ def _swap(x, row, distance: tl.constexpr, low: tl.constexpr):
 def _list_tiles(
     flags, key_ids, key_count, block_ids, block_count, query_groups, key_groups, BLOCK: tl.constexpr
 ):
-    """One program per group of queries, then one per group of keys."""
     group = tl.program_id(0).to(tl.int64)
     found = 0
     if group < query_groups:

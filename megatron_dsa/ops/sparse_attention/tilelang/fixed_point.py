@@ -25,7 +25,7 @@ def units_per_one(
     """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
 
     NaN or 0 if an input is not finite, except keys, which show in the outputs. With
-    ``inputs.key_sum`` it holds for all its calls, and ``out`` is not read.
+    ``inputs.key_sum`` it holds for all its calls.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))

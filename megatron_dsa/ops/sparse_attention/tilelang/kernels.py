@@ -12,7 +12,7 @@ TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a
 
 
 class Way(Enum):
-    """Kernels of a backward; each has its column order of the key gradient."""
+    """Kernels of a backward, with their column order of the key gradient."""
 
     PORTABLE = "portable"
     #: One Hopper kernel; order of fragments.
@@ -55,7 +55,6 @@ def _module(name: str):
 
 
 def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
-    """Return the kernels for ``device``, or portable ones with the tiling ``tiles`` (tests)."""
     target = "sm_90a"
     if device.type == "cuda":
         target = TARGETS[torch.cuda.get_device_capability(device)]

@@ -57,7 +57,6 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def key_gradient(dKV, Units, m, done, at, thread):
-    """Compute ``dKV += dS Q + P dO`` by slabs of columns, in fixed point if ``Units``."""
     dkv = T.alloc_fragment([TILE, SLAB], "float32")
     target = T.alloc_local([2], "int64")
     units = T.alloc_local([1], "float32")

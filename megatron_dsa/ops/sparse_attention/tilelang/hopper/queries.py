@@ -63,7 +63,6 @@ def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
 
 @T.macro
 def next_ids(lists, m, at, i, thread):
-    """Write block ``i``'s ids (-1: no key) to shared memory; prefetch the next."""
     if thread < TILE:
         m.ids[i % 2, thread] = T.if_then_else(
             lists.ahead[0] < lists.KV.shape[0], lists.ahead[0], -1

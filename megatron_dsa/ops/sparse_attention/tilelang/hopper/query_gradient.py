@@ -60,7 +60,6 @@ __device__ __forceinline__ long long dsa_global(const void* what) {
 
 
 def key_parts(dim: int) -> tuple[tuple[int, int], ...]:
-    """Return column parts of the keys in the order in which dQ frees them."""
     return (HALF, HALF + QUARTER), (0, QUARTER), (HALF + QUARTER, dim), (QUARTER, HALF)
 
 

@@ -118,7 +118,7 @@ def build(
 ):
     """Return the TileLang program; arguments as in :func:`..hopper.backward.build`.
 
-    dKV is in column order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` applies.
+    dKV is in column order.
     """
     tiling = tiling_of(BACKWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)

@@ -73,10 +73,7 @@ def build(
     with_sink: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program; arguments as in :func:`..hopper.forward.build`.
-
-    ``tiles`` names the target whose :data:`.tiles.FORWARD` applies.
-    """
+    """Return the TileLang program; arguments as in :func:`..hopper.forward.build`."""
     tiling = tiling_of(FORWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
     tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
