@@ -11,7 +11,7 @@ from itertools import pairwise
 
 #: Picoseconds per pair and head, and of the teacher of all queries, on one H200 in bf16 with
 #: DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens are
-#: within 6 % of the sum; GLM-5's dims within 4 % in proportion.
+#: within 6 % of the sum.
 MASKED_PS, TEACHER_PS = 4.6, 0.7
 #: By heads: fewer than 64 do not fill the kernels' tiles. With 16 the overlap of lists matters: 29
 #: to 66, with random lists 41 at 8k tokens, 63 at 32k. The teacher is a by-product of the backward,
@@ -32,7 +32,7 @@ class PairDims:
     sparse: int
 
 
-#: DeepSeek-V3.2, with which costs were measured.
+#: DeepSeek-V3.2's.
 MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 

@@ -114,7 +114,7 @@ def reference(inputs: CompressorInputs) -> torch.Tensor:
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     pooled = []
     for first, position in zip(groups.first_row.tolist(), groups.position.tolist(), strict=True):
-        taken = []  # (token, position in its group, channels)
+        taken = []
         if first >= 0:
             taken += [(first + i * groups.row_step, i, last) for i in range(ratio)]
         if first >= 0 and inputs.overlap and position > 0:

@@ -8,7 +8,7 @@ from megatron_dsa.ops.dense_attention.flash_shapes import Lengths, common_reason
 from megatron_dsa.ops.dispatch import OpCall, Reason, deterministic_mode
 from megatron_dsa.versions import installed_version, parse_version
 
-#: From here on windows are two arguments.
+#: From 2.7 on windows are two arguments.
 _MINIMUM = "2.7"
 
 

@@ -56,7 +56,6 @@ def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
         dout, q, k, v, out = (_to_kernel(x, sequences) for x in (dout, q, k, v, out))
         lse, lengths = lse_to_kernel(lse, sequences), _lengths(q, k, sequences)
         dq, dk, dv = module.backward(dout, q, k, v, out, lse, lengths, causal, scale)
-        # dv may be a strided view
         return tuple(_from_kernel(x, sequences) for x in (dq, dk, dv[..., :width]))
 
     return forward, backward

@@ -15,7 +15,7 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import OpCall, Reason
 
-#: First cuDNN versions with head dims above 128: on Hopper any, on Blackwell 192/128.
+#: First cuDNN versions with head dims above 128.
 _WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-#: Query heads of a tile and keys of a block, as in one wgmma.
+#: Query heads of a tile and keys of a block, for wgmma.
 TILE = 64
 #: Threads that copy one key or query, 16 bytes each.
 COPIERS = 8
 #: Threads of a warpgroup, and keys that they copy at a time.
 GROUP, ROWS = 128, 128 // COPIERS
-#: Columns of a swizzled slab of shared memory.
+#: Columns of a swizzled slab.
 SLAB = 64
 #: Columns of a value, and of the parts that warpgroups compute.
 V_DIM, HALF, QUARTER = 512, 256, 128
@@ -89,7 +89,6 @@ def place_of(block, Length, rows, shape):
     place, rank = block // shape.tiles, block % shape.tiles
     head = rank * shape.tile
     first = place * shape.group * shape.heads + head
-    # The last group may have fewer queries.
     owned = (
         T.min(shape.heads - head, shape.tile)
         if shape.group == 1

@@ -20,7 +20,7 @@ _HERE = __package__
 STREAMS = (2, 4)
 #: The mix holds all channels of a token in registers.
 MOST_CHANNELS = 16384
-#: SMs of a Hopper GPU, for the fakes.
+#: Hopper's SMs, for the fakes.
 _PROCESSORS = 132
 
 

@@ -55,7 +55,6 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
     rows, heads = x.q.shape[:2]
     padded = padded_heads(heads, (64,))
     valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
-    # A student of 0: no gradient without a teacher.
     trained = valid & (inputs.teacher.sum(-1, keepdim=True) > 0)
     result = DSA.indexer_backward_wrapper(
         with_heads(x.q, padded, -2)[None],

@@ -32,7 +32,7 @@ class TileFunctions(Protocol):
     fp32 (fp64), in any layout for teachers and score gradients; ranks add teachers elementwise.
     """
 
-    #: Most query tokens and slots of a tile.
+    #: Most tokens and slots.
     shape: tuple[int, int]
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
@@ -98,7 +98,6 @@ class _BlockLoss:
         student_lse, lse = self._log_sum_exps(seen)
         other = None if inputs.other_lse is None else inputs.other_lse[tokens].t().to(lse.dtype)
         lse, has_mass = normalised_lse(lse, other, inputs.head_group)
-        # No teacher: no loss and no gradient.
         seen = Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
         dq = None
         if grads is not None:
@@ -177,7 +176,7 @@ def take(keys, layout: Layout, slots: slice) -> Any:
         return replace(keys, latents=take(keys.latents, layout, slots))
     if isinstance(keys, ExpandedKeys):
         if layout.key_rows is not None:
-            keys = replace(keys, kv=keys.nope, v_dim=0)  # no copies of values
+            keys = replace(keys, kv=keys.nope, v_dim=0)
         kv, k_pe = (take(x, layout, slots) for x in (keys.kv, keys.k_pe))
         return replace(keys, kv=kv, k_pe=k_pe)
     if layout.key_rows is None:
@@ -208,8 +207,8 @@ def normalised_lse(
 @dataclass(frozen=True)
 class Tile:
     tokens: slice
-    inside: slice  # in their query block
-    slots: slice  # in slot order
+    inside: slice
+    slots: slice
 
 
 @dataclass(frozen=True)

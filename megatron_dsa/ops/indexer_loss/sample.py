@@ -124,7 +124,6 @@ def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) 
         tokens = place_tiles(offset, total, size, TILE, parts)
     else:
         tiles = size // TILE
-        # Stretch i begins at i * total / tiles.
         begins, inside = _stretches(total, tiles, parts, offset.device)
         tokens = (((begins + offset) // tiles + inside) % total).flatten()
     return QuerySample(tokens, total, parts, TILE // parts)

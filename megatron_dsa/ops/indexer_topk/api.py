@@ -118,7 +118,6 @@ class _EngineScored(_Exact):
         q, weights = engine.quantized_queries(self.inputs.q[block.tokens], weights[block.tokens])
         k, scales = self._fp8_keys
         inputs = IndexerInputs(q, k, weights, self.inputs.relu, scales)
-        # q has the block's queries only.
         here = replace(block, tokens=slice(0, q.shape[0], 1))
         call = describe_index_call(inputs, self.layout, self.topk)
         return ENGINE_SCORES.run(call, self.policy, inputs, here, k, seen)
@@ -133,7 +132,6 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
     def tokens_for_width(width: int) -> int:
-        # A packed block merges two selections (`put`).
         lists = 12 * topk if layout.packed else 0
         bytes_per_token = select.bytes_per_token(width) + lists
         return rows_in_budget(select.policy.workspace_bytes, bytes_per_token)
@@ -147,7 +145,6 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
                 written = out if _takes_columns(out, layout, block) else None
                 columns = select(block, seen, written)
             else:
-                # Only on the device: which queries see few keys.
                 columns = select(block, _scored(layout, block, seen, topk))
         if written is None or columns is not written:
             put(out, columns, seen, block.lo, layout.key_rows)

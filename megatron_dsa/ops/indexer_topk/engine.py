@@ -80,13 +80,13 @@ def _in_order(groups: Iterable[slice]) -> list[slice]:
 
 
 def _scores(q, weights, keys, key_scales) -> torch.Tensor:
-    # 128 products of e4m3 numbers, multiples of 2^-18, sum exactly in fp64.
+    # Products of e4m3 numbers sum exactly in fp64.
     keys = keys.double().t()
     sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
     for heads in _in_order(slices(q.shape[1], SUMS)):
         part = q[:, heads].double()
         products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
-        # Exact in fp64: fused with the sum.
+        # Exact in fp64.
         products = products.float().relu_().double()
         products.mul_(weights[:, heads, None])
         taken = sums[:, : part.shape[1]]

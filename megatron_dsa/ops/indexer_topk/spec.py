@@ -213,7 +213,6 @@ TOPK = Operation(
 def fake_scores(
     _candidate: Candidate, inputs: IndexerInputs, block: Block, _keys: torch.Tensor, _seen: Seen
 ) -> torch.Tensor:
-    # q may be fp8.
     return empty_sums(inputs.weights, inputs.q[block.tokens].shape[0], block.width)
 
 

@@ -122,7 +122,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     elements, per_element = _slot_counts(layout, ratio)
     visibility = visible_groups(layout, ratio)
     completes = global_layout.position % ratio == ratio - 1
-    if global_layout.real is not None:  # no padding
+    if global_layout.real is not None:
         completes &= global_layout.real
     slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
     if layout.key_ownership is None:
@@ -133,7 +133,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     halo = halo_of(layout, keys.sharding, reach)
     step, mine = keys.batch, keys.sharding.rank
     element = torch.arange(step, device=slots.device)
-    rows_of = (keys.table[..., None] * step + element).flatten(1)  # [ranks, tokens]
+    rows_of = (keys.table[..., None] * step + element).flatten(1)
     per_element = halo.length // ratio
     local = rows_of[mine]
     # Other ranks' predecessors are in the halo.
@@ -148,7 +148,6 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
         per_element,
         before.repeat_interleave(step, output_size=local.numel()) if overlap else None,
     )
-    # Index of each group, rank after rank.
     extended = torch.arange(keys.table.shape[1], device=slots.device) + reach * (halo.runs + 1)
     pooled = (extended - (ratio - 1)).div(ratio, rounding_mode="floor")[..., None]
     rank = torch.arange(keys.sharding.ranks, device=slots.device)[:, None, None]

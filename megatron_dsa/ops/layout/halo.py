@@ -70,7 +70,7 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     shared = torch.zeros(ranks, count + 1, dtype=torch.int64, device=device)
     shared.scatter_(1, shared_index, row.expand_as(global_positions))
 
-    spare = global_layout.num_queries // keys.batch  # past the end
+    spare = global_layout.num_queries // keys.batch
     in_shared = torch.full((spare + 1,), -1, device=device)
     of_rank = count * torch.arange(ranks, device=device)[:, None] + shared_index
     in_shared.scatter_(0, torch.where(needed, global_positions, spare).flatten(), of_rank.flatten())
@@ -80,7 +80,6 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     element = torch.arange(keys.batch, device=device)[:, None]
     held = (held * keys.batch + element).flatten()
 
-    # Absent runs begin past the end.
     first = torch.full((most + 1,), rows, device=device)
     rank = sharding.rank
     first.scatter_(

@@ -186,7 +186,7 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Cache of :meth:`derive`; emptied by ``replace``, since ranges may change.
+    #: Emptied by ``replace``, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False)
     #: Keys that another layout's :meth:`derive_large` may drop.
     large: set = field(default_factory=set, init=False, repr=False)
@@ -301,7 +301,6 @@ class Layout:
                 most = (before_cut if begin < before_cut else total) - begin
                 lo, hi = query_range.slots(begin, begin + 1)
                 most = max(1, min(most, tokens_for_width(hi - lo)))
-                # A longer block is wider.
                 lo, hi = query_range.slots(begin, begin + most)
                 end = begin + max(1, min(most, tokens_for_width(hi - lo)))
                 lo, hi = query_range.slots(begin, end)
@@ -329,7 +328,6 @@ class Layout:
         return self.derive(("seen", *block.key), columns)
 
 
-#: The last two layouts with large tensors, the latest last.
 _recent: list[weakref.ref[Layout]] = []
 
 

@@ -17,7 +17,7 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 #: Sorts behind every position.
 _NONE = torch.iinfo(torch.int32).max
-#: Per list entry: sorted values with their order, masks, slots.
+#: Sorted values with their order, masks, slots.
 _BYTES_PER_ENTRY = 64
 RULES = {
     "range": "entries must be -1 (no key) or positions from 0",

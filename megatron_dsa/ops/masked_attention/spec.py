@@ -20,7 +20,6 @@ from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
-#: Keys or queries of a group, and its words.
 GROUP, WORDS = 128, 4
 
 

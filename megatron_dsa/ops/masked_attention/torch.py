@@ -27,7 +27,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     unpack,
 )
 
-#: Temporary bytes per key of a query.
+#: Per key of a query.
 _BYTES_PACK, _BYTES_UNPACK = 16, 16
 MORE_KEYS = "topk must be at least the number of keys of each query, got {}: raise it"
 
@@ -52,7 +52,6 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
     if slots is None:
         slots = torch.arange(inputs.num_keys, dtype=torch.int32, device=inputs.start.device)
     bits = inputs.start.new_empty(queries, groups(inputs.num_keys), WORDS)
-    # Two comparisons and their conjunction.
     per_query = bits.shape[1] * GROUP * (3 + _BYTES_PACK)
     for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
         start, end = inputs.start[tokens, None], inputs.end[tokens, None]

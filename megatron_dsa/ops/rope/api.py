@@ -101,7 +101,6 @@ def rotate_index(
     )
     steps = [(cos, sin, transform)]
     if rounded and transform and cos.shape[1]:
-        # Tables without columns rotate nothing.
         steps = [(cos, sin, False), (cos[:, :0], sin[:, :0], True)]
     for cos, sin, transform in reversed(steps) if transposed else steps:
         x = INDEX_ROTATION.run(

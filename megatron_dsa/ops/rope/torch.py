@@ -9,7 +9,7 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: First or last dims, pairs of neighbours or halves, with or without transform.
+#: First dims, neighbours, transform.
 Kind = tuple[bool, bool, bool]
 _ROPE: Kind = (False, True, False)
 

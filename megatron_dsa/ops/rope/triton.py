@@ -321,7 +321,7 @@ class _NormRope(torch.autograd.Function):
 
 
 def _block(columns: int) -> int:
-    return max(16, next_power_of_2(columns))  # 16 for the matrix units
+    return max(16, next_power_of_2(columns))
 
 
 def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, bool]) -> torch.Tensor:
@@ -333,7 +333,6 @@ def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, boo
     rest = dim - 2 * half
     count = tokens * heads
     if count > 0 and dim > 0:
-        # The matrix is not read without a transform.
         signs = hadamard_signs(dim, torch.bfloat16, x.device) if transform else x
         launch(
             kernel, (ceil_div(count, _HEADS),),

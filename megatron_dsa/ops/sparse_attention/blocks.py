@@ -8,14 +8,14 @@ from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
-#: Most query heads, and most tokens, of a thread block.
+#: Most heads and tokens of a thread block.
 _ROWS, _TOGETHER = 64, 8
 #: Fewest waves of thread blocks (the last leaves SMs idle) and tokens (weight gradients are updated
 #: once per block).
 _WAVES, _TOKENS = 8, 1024
-#: The same for thread blocks of several tokens: long waves that take much memory.
+#: The same for thread blocks of several tokens.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
-#: Most blocks if each backward returns a gradient of all keys.
+#: If each backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16
 
 
@@ -47,7 +47,6 @@ def token_blocks(
             fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))
     wave = wave or 1
     most = max(fewest, policy.workspace_bytes // per_token // wave * wave)
-    # Within 2/3 and 3/2 of the wanted tokens.
     count = max(1, min(-(-tokens // most), round(tokens / fewest)))
     size = tokens if count == 1 else _up(-(-tokens // count), wave)
     return tuple(slices(tokens, size)) if tokens else (slice(0, 0),)

@@ -76,7 +76,6 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
         return dkv.float()
     wide = _accumulator(workspace, *dkv.shape)
     if _accumulator_fits is None:
-        # Once per process: verify the layout.
         _accumulator_fits = torch.equal(wide.to(dkv.dtype), dkv)
         if not _accumulator_fits:
             logger.warning(

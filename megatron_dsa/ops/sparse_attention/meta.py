@@ -35,7 +35,6 @@ def backward(candidate: Candidate, inputs: SparseAttentionInputs, out, lse, dout
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     dkv, p_sum = empty_sums(kv, *kv.shape), None
     if candidate.name == "cudnn":
-        # cuDNN's rounded gradient, and the accumulator in column order.
         rounded = torch.empty_like(kv)
         dkv = dkv.clone()
         del rounded

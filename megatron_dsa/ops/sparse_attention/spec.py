@@ -212,7 +212,7 @@ def reference(
     if topk_length is not None:
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
     rows = torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
-    keys = rows[torch.where(valid, indices, kv.shape[0]).long()]  # [Sq, K, D]
+    keys = rows[torch.where(valid, indices, kv.shape[0]).long()]
     logits = torch.einsum("qhd,qkd->qhk", q, keys) * softmax_scale
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)

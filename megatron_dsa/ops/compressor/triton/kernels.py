@@ -194,7 +194,6 @@ def _zero_gaps(
 ):  # fmt: skip
     row = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
-    # The token's group, or the next.
     number = row // row_step // RATIO
     near = first_row + row % row_step * slots + number
     here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)

@@ -146,7 +146,6 @@ def _shard(layout: Layout) -> TokenShard:
         "cu_seqlens": sequences.cu_seqlens,
         "cu_seqlens_padded": sequences.cu_seqlens_padded,
     }
-    # All sequences of a batch may be empty.
     if sharding.cp_layout == "zigzag" and cp > 1:
         longest = max(padded_bound(layout), 1)
         return PackedZigzagShard(cp, rank, count, max_seqlen=longest, **lengths)

@@ -192,7 +192,6 @@ class PackedRuns(PackedShard):
         )
         if self.cu_seqlens_padded is None:
             return local_part(covering([(end, end)], self.tokens, self.max_seqlen))
-        # Padding after a sequence is only known on the device.
         return local_part(
             covering(
                 [(real, real), (end, real), (end, end)], self.tokens, self.tokens, self.max_seqlen

@@ -20,7 +20,6 @@ from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
 from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
 from megatron_dsa.ops.layout.layout import Seen
 
-#: Rope dims; dims of a key without rope -> dims of its query.
 ROPE = 64
 DIMS = {128: 192, 192: 256}
 

@@ -27,7 +27,6 @@ from megatron_dsa.ops.layout.layout import Layout, Seen
 BLOCK = 128
 #: Of a tile, which shares expanded keys and queries.
 LONGEST_EDGE = 2048
-#: Fewest heads expanded at a time.
 FEWEST_HEADS = 16
 
 
@@ -85,7 +84,6 @@ def launches(device: torch.device) -> dict[str, Launch]:
 
 
 def dense(inputs: DenseLossInputs) -> IndexerLoss:
-    # Index heads of any power of two dims; deterministic.
     return dense_loss(inputs, TritonTiles(inputs))
 
 

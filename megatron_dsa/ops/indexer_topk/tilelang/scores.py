@@ -22,7 +22,6 @@ from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 #: Keys of a block; query heads of an accumulator, of a tile; dims.
 KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
 STAGES = 4
-#: Per tile, per consumer.
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
 #: Registers per thread of consumers and producer, of 504.

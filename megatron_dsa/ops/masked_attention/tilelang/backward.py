@@ -34,7 +34,6 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 
 #: More would exceed the registers.
 QUERIES = 64
-#: Bytes of a tile's lse or delta.
 NUMBERS = 4 * QUERIES
 
 
@@ -162,7 +161,6 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         dv = T.alloc_fragment([KEYS, dims.v], "float32")
     dq = T.alloc_fragment([QUERIES, dims.qk], "float32")
     words = T.alloc_local([2], "uint32")
-    # Previous, current and next.
     tile = T.alloc_local([3], "int32")
     numbers = T.alloc_local([1], "int32")
     numbers[0] = shared_address(m.numbers[0, 0, 0])

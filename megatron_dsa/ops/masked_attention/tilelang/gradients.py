@@ -91,7 +91,6 @@ __device__ __forceinline__ void dsa_end_turn(int* turn, int barrier) {
 """
 )
 
-#: For programs that compute P during a product.
 FORMED = r"""
 // Arrives at a barrier that is never waited for, when P is there (it has no sign): ptxas would form
 // P only after the next wait for a product.

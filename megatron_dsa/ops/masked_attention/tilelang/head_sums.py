@@ -20,7 +20,6 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 )
 
 QUERIES = 128
-#: Scores (and sums) per thread.
 OWN = QUERIES * KEYS // (2 * GROUP)
 
 SOURCE = r"""

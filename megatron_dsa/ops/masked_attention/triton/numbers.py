@@ -71,7 +71,6 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
         inside = group < key_groups
         at = (row + group)[:, None] * 4 + tl.arange(0, 4)[None, :]
         x = tl.load(bits + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
-        # Population count.
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F

@@ -97,7 +97,6 @@ def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
     query = query_group * 128 + row // 2 * 8 + query_word * 2 + row % 2
     at = (query.to(tl.int64) * key_groups + key_group) * 4 + key_word
     x = tl.load(bits + at, mask=query < queries, other=0).to(tl.uint32, bitcast=True)
-    # The first 16 are the first 64 queries.
     some = tl.max((x != 0).to(tl.int32), 1)
     half = tl.arange(0, 32) // 16
     for side in tl.static_range(2):
@@ -130,7 +129,6 @@ def _list_tiles(
     group = tl.program_id(0).to(tl.int64)
     found = 0
     if group < query_groups:
-        # Flags are per half of a group.
         first_half = flags + 2 * group * key_groups
         for first in range(0, key_groups, BLOCK):
             column = first + tl.arange(0, BLOCK)

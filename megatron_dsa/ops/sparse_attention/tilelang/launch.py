@@ -197,7 +197,6 @@ def key_lists(
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
         groups //= 2  # the caller still holds the previous part
-        # Whole waves.
         wave = 1 if indices.device.type == "cpu" else max(1, processors(indices.device))
         groups = groups // wave * wave or groups
     step = max(1, groups) * group

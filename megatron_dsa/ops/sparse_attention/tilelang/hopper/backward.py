@@ -207,7 +207,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Arrivals of copies and threads, for left and other columns of the keys.
+            # Arrivals of copies and threads, for parts of the keys.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

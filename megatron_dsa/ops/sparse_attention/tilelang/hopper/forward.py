@@ -41,7 +41,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
 
 #: Registers per thread of EVEN, ODD and GATHER, of 504.
 REGISTERS = (216, 216, 72)
-#: Halves of a buffer; (buffer, half) in the order of use.
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
 PAIR = 2 * TILE
@@ -306,7 +305,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Arrivals of copies and threads, for halves of both buffers; tops, p: EVEN, ODD.
+            # Arrivals of copies and threads, for halves of both buffers.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

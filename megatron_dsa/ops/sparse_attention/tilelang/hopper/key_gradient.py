@@ -161,8 +161,8 @@ def produce(Ids, PdS, m, done, at, keys, tiles, thread):
 
 @T.macro
 def consume(dKV, Units, m, done, at, tiles, wg, thread):
-    part = at.rank if tiles == 2 else wg  # columns, and keys of the tail
-    first = 0 if tiles == 2 else wg * HALF  # column in shared memory
+    part = at.rank if tiles == 2 else wg
+    first = 0 if tiles == 2 else wg * HALF
     owned, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
     tail = dim - V_DIM
     acc_0 = T.alloc_fragment([COLUMNS, TILE], "float32")

@@ -155,7 +155,6 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         for n, (left, right) in enumerate(key_parts(V_DIM)):
             T.barrier_wait(done.keys[n], i & 1)
             if n == 3:
-                # After the products of S.
                 T.barrier_wait(done.s_issued, i & 1)
             T.fence_proxy_async()
             T.wgmma_gemm(
