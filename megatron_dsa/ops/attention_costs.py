@@ -82,7 +82,6 @@ def attention_costs(
         heads: local query heads, interpolated in :data:`SPARSE_PS`.
         interleaved: sequences whose tokens alternate, as in unpacked batches: masked dense
             attention computes all against all.
-        dims: of keys and values; costs are taken to be proportional.
         expansion: ``n - 1`` times :func:`expansion_ps` for ``n`` context-parallel ranks.
         taught: share of the queries that the indexer is trained on.
     """

@@ -30,11 +30,9 @@ def differentiable(
     """Return the first ``results`` of ``forward``, differentiable in ``inputs``.
 
     Args:
-        inputs: tensors that get a gradient each.
         forward: called with the inputs; returns results and the tensors kept for the backward.
             Autograd allocates a zero gradient for each further result.
         backward: called with the kept tensors; returns the gradients.
-        workspace_bytes: temporary memory of forward and backward.
     """
     found = _Differentiable.apply(forward, backward, (workspace_bytes, results), *inputs)
     return found[0] if results == 1 else found[:results]

@@ -1,1 +1,1 @@
-"""Shared helpers: dtypes, products, argument checks, autograd."""
+"""Shared helpers."""

@@ -1,4 +1,4 @@
-"""Integers, accumulation dtype, products, chunks within a budget, valid list entries."""
+"""Small arithmetic and products in the accumulation dtype."""
 
 from collections.abc import Iterator
 

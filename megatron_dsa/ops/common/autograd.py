@@ -1,4 +1,4 @@
-"""Functions without a second derivative, detection of recomputation."""
+"""Autograd without second derivatives, detection of recomputation."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Argument checks: shapes, dtypes and devices on the host, values without synchronisation."""
+"""Argument checks without synchronisation."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -61,7 +61,6 @@ def exchange_parts(
             in each part holder by holder.
         holders: ranks of ``group`` with different tokens; 1: all have the same.
         parts: parts of the tokens, taught by this rank's heads.
-        group: ranks with different heads.
 
     Returns:
         ``[parts of all ranks * n, ...]`` each: the local tokens.

@@ -1,4 +1,4 @@
-"""FlashAttention 2 (package flash-attn): one head dim, packed or not."""
+"""FlashAttention 2 (flash-attn): one head dim, packed or not."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""FlashAttention 4 (package flash-attn-4): values may be narrower than keys.
+"""FlashAttention 4 (flash-attn-4): values may be narrower than keys.
 
 Private functions: the backward takes ``out`` and ``lse`` of the whole attention.
 """

@@ -1,4 +1,4 @@
-"""Visible keys of a block's query tokens, in the terms of attention kernels.
+"""Visible keys of a block, in the terms of attention kernels.
 
 Packed batches are cut into segments: queries of segment ``i`` see its keys. Blind queries and
 unseen keys are in segments whose other side is empty, so that ``cu_seqlens`` need no copies.

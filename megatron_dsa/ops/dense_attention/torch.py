@@ -1,4 +1,4 @@
-"""Attention to one block in torch, in chunks of queries."""
+"""Attention to one block in torch."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Choice among the implementations of an operation, logged once, with counts of calls.
+"""Choice among the implementations of an operation, logged once.
 
 A fallback is a warning, or an error under a strict policy.
 """

@@ -1,4 +1,4 @@
-"""Chosen implementations and their log: a line each, or one table for a whole model."""
+"""Log of chosen implementations: a line each, or one table for a model."""
 
 import contextlib
 import logging

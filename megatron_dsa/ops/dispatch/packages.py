@@ -1,4 +1,4 @@
-"""Optional kernel packages: usable versions, and the defects of others.
+"""Optional kernel packages and their usable versions.
 
 Versions are compared, not probed: packages change behaviour under the same signature.
 """
@@ -26,7 +26,6 @@ class Package:
     Attributes:
         install: how to get it; ``{floor}`` is the lowest usable version.
         distribution: ``None`` if it has no versions to compare.
-        minimum: lowest usable version.
         tested: newest version that was run.
         fixes: pairs of a version and the defect it repaired.
         needs: ``(since, distribution, minimum)``; the last whose ``since`` is reached counts.

@@ -1,4 +1,4 @@
-"""Implementations and the calls that they support, declared once.
+"""Implementations and the calls that they support.
 
 Read by dispatch, error messages, ``info``, ``doctor`` and the skips of the tests.
 """
@@ -28,9 +28,7 @@ class OpCall(HashedOnce):
         heads: local query heads, or index heads.
         qk_dim, v_dim: dims of a query/key and of a value (0 without values).
         rope_dim: dims of ``qk_dim`` shared by the keys of all heads, or ``None``.
-        topk: selected keys per query, or ``None``.
         packed: sequences of different lengths share the batch.
-        sink: the softmax has a learned sink.
         relu: index scores clamp each head's product at 0.
         deterministic: ``torch.use_deterministic_algorithms(True)`` is on.
         teacher: also return the head sum of the probabilities.

@@ -1,4 +1,4 @@
-"""Compilation of TileLang programs, cached by arguments, for any target and without a GPU."""
+"""Compilation of TileLang programs, cached, for any target and without a GPU."""
 
 import functools
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Hyper-connections: several residual streams that layers read and write."""
+"""Hyper-connections: several residual streams."""

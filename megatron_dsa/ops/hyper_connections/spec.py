@@ -1,4 +1,4 @@
-"""Inputs, operations, implementations, fakes and references of hyper-connections."""
+"""Hyper-connections: inputs, implementations, fakes, references."""
 
 from dataclasses import dataclass
 

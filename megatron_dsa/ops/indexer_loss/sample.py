@@ -31,7 +31,6 @@ class QuerySample:
     Attributes:
         tokens: int64 ``[n]``, unique, in ``parts`` equal parts, each with the same positions of
             every ascending tile; the last may wrap around.
-        total: number of all query tokens.
         parts: groups of heads; each teaches a part.
         neighbours: tokens of a tile in a part.
     """

@@ -54,7 +54,6 @@ class HeadSums:
 
     Attributes:
         packed: from :func:`train_on_selection`, or its alias in a later layer.
-        share: share of query tokens in the loss.
         drawn: from the packed selection; ``None`` for all query tokens.
     """
 

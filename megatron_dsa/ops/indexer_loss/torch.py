@@ -1,4 +1,4 @@
-"""Sparse indexer loss in torch, a block of queries at a time, with exact gradients."""
+"""Sparse indexer loss in torch."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Indexer training inside an attention's backward, which has the sparse loss's teacher."""
+"""Indexer training inside an attention's backward, which has the teacher."""
 
 from __future__ import annotations
 
@@ -164,7 +164,6 @@ class IndexerTraining:
     Attributes:
         inputs: the indexer's tensors; gradients flow to q (or the weight of
             :class:`LatentIndexerInputs`), k and weights.
-        layout: layout of the selection.
         weight: called in the backward; returns the factor on the gradient of the KL *sum*: a
             number, a scalar tensor on the device, or a :class:`Factor`.
         record: called in the backward with the KL sum (detached scalar).

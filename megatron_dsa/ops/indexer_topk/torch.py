@@ -1,4 +1,4 @@
-"""Scores, selection and its lists in torch, and the check for finite scores.
+"""Scores and selection in torch.
 
 ``torch.topk``, whose ties are undefined, only gives the k-th *value*.
 """

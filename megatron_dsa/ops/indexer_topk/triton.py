@@ -1,4 +1,4 @@
-"""Triton kernels of the selection: fp8 vectors, lists of key indices, largest magnitudes."""
+"""Triton kernels of the selection."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ class KeyLists:
     selection are ascending, which speeds up the backward.
 
     Attributes:
-        layout: sequences and visibility.
         window: number of latest visible positions, including the query's.
-        compressed: compressed keys of the layer, or ``None``.
         selected: int32 ``[Sq, topk]``, selected compressed slots, valid entries first; ``None``:
             all visible ones.
         selected_length: int32 ``[Sq]``, number of valid entries.

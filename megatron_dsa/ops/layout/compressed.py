@@ -1,4 +1,4 @@
-"""Compressed keys: groups of positions pooled into one key, and their visibility.
+"""Compressed keys: groups of positions pooled into one key.
 
 DeepSeek-V4 pools ``ratio`` consecutive positions into one key, except a sequence's tail. A query at
 position ``t`` sees the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
@@ -40,7 +40,6 @@ class CompressedKeys:
     """Compressed keys of one microbatch at one ratio.
 
     Attributes:
-        ratio: positions per key.
         layout: visibility of compressed slots.
         groups: local groups, in tokens of the microbatch or the extended tokens of ``halo``.
         halo: other ranks' tokens in local groups; ``None`` if one rank holds all.

@@ -38,11 +38,9 @@ class QueryRange:
     With ``ratio`` (compressed keys), ``lowest`` and ``highest`` use ``(...) // ratio``.
 
     Attributes:
-        tokens: slice of query tokens.
         origin: lowest visible slot.
         position: of the first query.
         lookback: upper bound of the sequence length.
-        ceiling: number of slots.
         step: positions between queries; more than 1 where ranks share a sequence.
         slack: largest deviation of a position, for lengths on the device.
         ratio: positions per slot.
@@ -157,7 +155,6 @@ class Layout:
     """Visibility of keys for flattened query tokens.
 
     Attributes:
-        num_queries: query tokens.
         num_keys: keys (and slots) of the key buffer.
         start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``.
         position: int64 ``[num_queries]``, position in the sequence (for rope).

@@ -54,8 +54,6 @@ def validate_indices(
             ``packed_layout``); for compressed keys ``compressed_keys(layout, 4).layout``.
         topk: largest allowed ``K``.
         ascending: also require ascending lists with ``-1`` last; replay does not.
-        name: argument in messages.
-        workspace_bytes: budget for temporary memory.
 
     Raises:
         ConfigError: names the argument, the broken rule, the first entry that breaks it, and the

@@ -92,7 +92,6 @@ class Sharding:
         """Return int64 ``[ranks, total / ranks]``: global positions of each rank's tokens.
 
         Args:
-            total: positions on all ranks.
             offsets: int ``[n + 1]``, cumulative (padded) lengths of packed sequences, each a
                 multiple of ``2 * cp``, or ``None``.
         """

@@ -1,4 +1,4 @@
-"""Triton kernel for head sums of probabilities, from a forward's log-sum-exp.
+"""Triton kernel for head sums of probabilities.
 
 A thread block gathers some keys of a query's list once for up to 128 heads.
 """

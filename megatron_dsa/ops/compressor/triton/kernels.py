@@ -1,4 +1,4 @@
-"""Kernels of compressor pooling: forward, backward, and the sums of partial gradients.
+"""Kernels of compressor pooling.
 
 A tile ``[groups, positions, channels]`` holds all positions of its groups; threads share channels
 first.

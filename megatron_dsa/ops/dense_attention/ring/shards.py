@@ -1,4 +1,4 @@
-"""Tokens of a context-parallel rank, and the keys of other ranks that they see.
+"""Tokens of a context-parallel rank, and the keys that they see.
 
 Zigzag: rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp`` per sequence. All its
 tokens see the first chunk of an earlier rank; its second chunk sees both chunks of a later rank:

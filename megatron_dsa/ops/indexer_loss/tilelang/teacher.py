@@ -1,4 +1,4 @@
-"""Dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a)."""
+"""Dense loss's teacher, a tile of 128 x 128 pairs per thread block (sm_90a)."""
 
 # TileLang reads shapes from annotations: postpone none.
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Sampled query tokens, and the spread of their gradients, in one launch each."""
+"""Sampled query tokens, and the spread of their gradients."""
 
 from collections.abc import Sequence
 

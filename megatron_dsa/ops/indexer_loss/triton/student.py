@@ -1,4 +1,4 @@
-"""Triton kernels of the dense loss's student: index scores with log-sum-exp or loss.
+"""Triton kernels of the dense loss's student.
 
 Queries and keys stay in shared memory while index heads pass.
 """

@@ -1,4 +1,4 @@
-"""Triton kernels of the dense loss's teacher: head sums of probabilities, and log-sum-exps.
+"""Triton kernels of the dense loss's teacher.
 
 One loop runs over (heads or blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap
 for any head dim.

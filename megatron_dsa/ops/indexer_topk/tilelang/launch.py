@@ -76,7 +76,6 @@ def scores(
         q: ``[Sq, HI, 128]`` bf16 or fp8 (e4m3), HI at most 64.
         keys: ``[width, 128]``, same dtype.
         weights: ``[Sq, HI]``, times the scales of q, if any.
-        seen: visible columns of each query.
         key_scales: fp32 ``[width]``, 0 or more; for fp8.
     """
     from megatron_dsa.ops.indexer_topk.tilelang.scores import DIM, HEADS, compiled

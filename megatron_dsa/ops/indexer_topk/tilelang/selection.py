@@ -1,4 +1,4 @@
-"""Exact, ordered selection of the best index scores per query on Hopper, in one read.
+"""Exact, ordered selection of the best index scores on Hopper, in one read.
 
 A thread block selects for one query; several share an SM, so that fetches and counting overlap.
 """

@@ -1,4 +1,4 @@
-"""Head sums of probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a)."""
+"""Head sums of probabilities of selected keys (sm_90a)."""
 
 from types import SimpleNamespace
 

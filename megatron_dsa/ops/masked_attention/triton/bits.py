@@ -1,4 +1,4 @@
-"""Key bits in Triton: of listed keys by atomics, of visible keys word by word."""
+"""Key bits in Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton helpers of the TileLang kernels: lse and delta, lists of keys, rounding."""
+"""Triton helpers of the TileLang kernels."""
 
 from __future__ import annotations
 

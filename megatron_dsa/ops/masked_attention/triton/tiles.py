@@ -1,4 +1,4 @@
-"""Lists of non-empty tiles of queries and keys, and the bits along queries for dkv."""
+"""Lists of non-empty tiles, and the bits along queries."""
 
 from __future__ import annotations
 

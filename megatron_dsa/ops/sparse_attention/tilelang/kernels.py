@@ -1,4 +1,4 @@
-"""Choice of TileLang kernels: wgmma on Hopper, portable elsewhere."""
+"""TileLang kernels per GPU: wgmma on Hopper, portable elsewhere."""
 
 from __future__ import annotations
 

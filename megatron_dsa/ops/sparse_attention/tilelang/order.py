@@ -1,4 +1,4 @@
-"""Head sums of probabilities, reordered from a kernel's lists to the caller's."""
+"""Head sums, reordered from a kernel's lists to the caller's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA of the backwards: delta, and P and dS from accumulators to shared memory.
+"""CUDA of the backwards.
 
 Addresses in shared memory are integers: given a pointer in a loop, TileLang puts a memory barrier
 before each product. For dS, P is in fp16, in units of :data:`P_UNIT`: bf16 would double the

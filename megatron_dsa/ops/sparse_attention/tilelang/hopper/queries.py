@@ -1,4 +1,4 @@
-"""Parts of the Hopper backwards: queries, dO, lse and delta; blocks of keys; dQ."""
+"""Common parts of the Hopper backwards."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Unions of the key lists of adjacent queries, with a membership bit per query.
+"""Unions of adjacent queries' key lists, with a membership bit per query.
 
 With few heads, a tile holds several adjacent queries, which select nearly the same keys. Unions are
 ascending: concurrent thread blocks add to the same, cached part of the key gradient.
