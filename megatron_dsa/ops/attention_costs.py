@@ -1,7 +1,7 @@
 """Costs of sparse and of masked dense attention to selected keys.
 
 Sparse attention computes the selected pairs, masked dense attention all visible ones, each for
-less; under context parallelism it also expands gathered latents on every rank.
+less. Under context parallelism the latter also expands gathered latents on every rank.
 """
 
 import bisect

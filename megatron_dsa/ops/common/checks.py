@@ -7,10 +7,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Of attention; fp64 is for references.
+#: Dtypes of attention; fp64 is for references.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-#: On the device; longer ones raise.
+#: Characters of a device assert; longer messages raise.
 LONGEST_MESSAGE = 254
 
 

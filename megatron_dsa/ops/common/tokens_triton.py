@@ -1,4 +1,4 @@
-"""Selection of tokens in one launch, whose host time exceeds the copy's."""
+"""Selection of tokens in one launch."""
 
 from collections.abc import Sequence
 

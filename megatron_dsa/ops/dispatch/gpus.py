@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
-#: Run on Hopper only.
+#: Compiled for all of these, but run on Hopper only.
 PORTABLE: dict[str, Any] = {
     "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
     "not_run": (AMPERE, ADA, BLACKWELL),

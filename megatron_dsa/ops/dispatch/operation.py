@@ -129,7 +129,7 @@ def _now(cuda: bool):
 TIMES = OperationTimes()
 
 
-#: Replace the real device and compute capability in a plan.
+#: Device and compute capability of a plan, instead of the real ones.
 _planned_for: tuple[str, tuple[int, int] | None] | None = None
 #: Run the fakes of torch's candidates without a choice: sizes may be symbols.
 _unchosen = False

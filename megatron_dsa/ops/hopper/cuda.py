@@ -1,4 +1,4 @@
-"""Calls of CUDA functions in TileLang programs, and small shared functions."""
+"""Calls of CUDA functions in TileLang programs."""
 
 # TileLang reads shapes from annotations: postpone none.
 from tilelang import language as T

@@ -139,7 +139,7 @@ def draw_number(
 ) -> torch.Tensor | None:
     """Draw the offset for :func:`sampled_tokens`, ``None`` if all tokens are taken.
 
-    From the device's torch generator, which Megatron saves and resumes; the same for ``group``.
+    From the device's torch generator, which Megatron saves and resumes. Ranks of ``group`` agree.
     """
     if sample_size(total, share) is None:
         return None

@@ -1,4 +1,4 @@
-"""Key lists of V4's attention in one Triton kernel, each entry written once."""
+"""Key lists of V4's attention in Triton."""
 
 from __future__ import annotations
 

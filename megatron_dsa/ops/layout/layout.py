@@ -228,6 +228,7 @@ class Layout:
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     def derive(self, key, make: Callable) -> Any:
+        """Return ``make()``, cached by ``key`` for the layers of a microbatch."""
         if key in self.derived:
             return self.derived[key]
         with torch.inference_mode(False):  # training also reads results of evaluation
@@ -237,7 +238,7 @@ class Layout:
         return made
 
     def derive_large(self, key, make: Callable) -> Any:
-        """Do the same for large tensors, which only the last two layouts keep.
+        """Cache large tensors like :meth:`derive`, but only for the last two layouts.
 
         Layouts of unpacked batches are cached for ever.
         """

@@ -74,8 +74,7 @@ def key_bits(
 
 
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
-    """Return the bits of each query's visible keys: int32 ``[num_queries, ceil(num_keys / 128),
-    4]``.
+    """Return visible keys' bits: int32 ``[num_queries, ceil(num_keys / 128), 4]``.
 
     8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for 128k; cached for the last two layouts up to
     :data:`MOST_KEPT` keys.

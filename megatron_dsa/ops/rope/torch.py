@@ -1,4 +1,4 @@
-"""Norm and rope in torch: any dims, memory bounded by a budget."""
+"""Norm and rope in torch."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Norm and rope in Triton, in one pass either way.
+"""Norm and rope in Triton.
 
 The transform is a product with a matrix of signs on matrix units; fp32 heads are split into two
 16-bit numbers with 16 bits of mantissa together, so that the result is rounded once.
@@ -80,7 +80,7 @@ def _norm_backward(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A rotation keeps inner products: rotate the difference once."""
+    """Rotate the difference once: a rotation keeps inner products."""
     row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)

@@ -13,7 +13,7 @@ _ROWS, _TOGETHER = 64, 8
 #: Fewest waves of thread blocks (the last leaves SMs idle) and tokens (weight gradients are updated
 #: once per block).
 _WAVES, _TOKENS = 8, 1024
-#: The same for thread blocks of several tokens.
+#: The same for thread blocks of several tokens, whose waves take much memory.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
 #: If each backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16

@@ -42,7 +42,7 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
     """
     acc, tokens = accumulation_dtype(dtype), slice(first, first + part.shape[0])
     old = lse[tokens]
-    # -inf - -inf for tokens that see nothing.
+    # -inf - -inf is NaN for tokens that see nothing.
     share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
     torch.logaddexp(old, part_lse, out=old)
     merged = torch.lerp(sums[tokens].to(acc), part.to(acc), share.to(acc))

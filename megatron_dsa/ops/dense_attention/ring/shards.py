@@ -173,8 +173,8 @@ def _order(source: int, rank: int) -> str:
 class PackedRuns(PackedShard):
     """Runs of neighbouring global positions, cut regardless of sequences.
 
-    Only the sequence with a run's first position has local keys before that run. Keys further away
-    than ``max_seqlen`` (real lengths) are skipped.
+    Only the sequence at a run's first position has keys before that run. Keys further away than
+    ``max_seqlen`` (real lengths) are skipped.
 
     Attributes:
         runs: pairs ``(first position, length)`` of every rank, in order.

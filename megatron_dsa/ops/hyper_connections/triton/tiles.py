@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_dsa.ops.common.arithmetic import ceil_div
 
 TOKENS, WEIGHT_WARPS = 16, 1
-#: Of ``fn``, and of the norm's weight, per program.
+#: Columns per program: ``fn``, weight of the norm.
 SUMMED_COLUMNS = 1024, 64
 
 
@@ -67,7 +67,7 @@ MOST_PARTS = 8
 def read_backward_tiles(
     tokens: int, channels: int, streams: int, outputs: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return the constants for the fewest parts that leave few SMs idle, parts and blocks."""
+    """Return constants, parts and blocks: the fewest parts that leave few SMs idle."""
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = ceil_div(tokens, kind.tokens)

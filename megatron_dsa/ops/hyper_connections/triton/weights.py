@@ -1,4 +1,4 @@
-"""Kernels of hyper-connections' weights.
+"""Kernels of hyper-connections: weights, and sums of partial gradients.
 
 ``project`` is bound by reading the streams. The others hold a token's ``[N, N]`` matrix in the
 registers of one or few threads.

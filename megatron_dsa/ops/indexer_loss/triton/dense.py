@@ -25,7 +25,7 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
 BLOCK = 128
-#: Of a tile, which shares expanded keys and queries.
+#: Tile edge: tokens share expanded keys, keys share queries.
 LONGEST_EDGE = 2048
 FEWEST_HEADS = 16
 
