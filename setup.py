@@ -56,6 +56,8 @@ setup(
         # FlashAttention 4, for dense attention where it is named (with CUDA 13: also
         # flash-attn-4[cu13]).
         "flash-attention-4": ["flash-attn-4>=4.0.0b36"],
+        # Kernels of Kimi Delta Attention.
+        "kda": ["fla-core>=0.6"],
         # --optimizer muon.
         "muon": ["emerging-optimizers>=0.3,<1"],
         # Checkpoints of Hugging Face.

@@ -1,10 +1,12 @@
-"""Measure a family of cases, or draw the charts of what was measured.
+"""Measure a family of cases, or write the charts and pages of what was measured.
 
     python -m benchmarks attention                       # writes benchmarks/attention.csv
     python -m benchmarks layer --tokens 8192 --ways ours dense
     python -m benchmarks ranks --quick                   # tiny shapes, on the CPU
     python -m benchmarks layer --help                    # the options of a family
     python -m benchmarks charts                          # draws all charts from the CSVs
+    python -m benchmarks pages                           # writes the tables of docs/performance.md
+                                                         # anew, and build/measurements/
 
 Every case runs in a process of its own. Every result is compared with float64, or with another way
 to do the same, and appended to the CSV at once, in the columns of benchmarks/schema.py.
@@ -18,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import appendix
+from benchmarks.comparisons import with_blocks
 from benchmarks.runner import Run, case_text, summary
 from benchmarks.schema import case_fields, open_csv
 from benchmarks.settings import FAMILIES, Settings, load
@@ -86,7 +90,6 @@ def settings_of(family: str, options: argparse.Namespace) -> Settings:
         budget=options.budget,
         timeout=options.timeout,
         quick=options.quick,
-        timelines=getattr(options, "timelines", None),
     )
 
 
@@ -133,6 +136,16 @@ def charts(argv: list[str]) -> None:
         print(f"wrote {chart}")
 
 
+def pages(argv: list[str]) -> None:
+    """Write the tables of docs/performance.md, and all figures as pages in build/measurements."""
+    argparse.ArgumentParser(prog="python -m benchmarks pages").parse_args(argv)
+    root = FOLDER.parent
+    page = root / "docs" / "performance.md"
+    page.write_text(with_blocks(page.read_text(encoding="utf-8"), FOLDER), encoding="utf-8")
+    for path in [page, *appendix.write(root / "build" / "measurements")]:
+        print(f"wrote {path}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; return 1 if a measurement failed."""
     argv = sys.argv[1:] if argv is None else argv
@@ -142,10 +155,11 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     families = "\n".join(f"{name:10} {what}" for name, what in FAMILIES.items())
     parser.epilog = f"families:\n\n{families}"
-    parser.add_argument("family", choices=[*FAMILIES, "charts"])
+    others = {"charts": charts, "pages": pages}
+    parser.add_argument("family", choices=[*FAMILIES, *others])
     family = parser.parse_args(argv[:1]).family
-    if family == "charts":
-        charts(argv[1:])
+    if family in others:
+        others[family](argv[1:])
         return 0
     return int(any(row["status"] == "failed" for row in measure(family, argv[1:])))
 

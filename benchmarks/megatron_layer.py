@@ -73,7 +73,8 @@ class LayerSpec:
     """What a layer, and a rank's part of it, follows from.
 
     Attributes:
-        preset: ``v3.2`` (also ``v3.2-h32``), ``v4-flash``, ``v4-pro`` or ``tiny``.
+        preset: ``v3.2`` (also ``v3.2-h32``), ``glm-5.3-flash``, ``glm-5.3-flash-kda`` (its linear
+            attention), ``v4-flash``, ``v4-pro`` or ``tiny``.
         tokens: of all ranks.
         ratio: compression ratio, ``None`` for DSA.
         heads: of a DSA layer's attention, ``None`` for the model's.
@@ -105,6 +106,10 @@ class LayerSpec:
     indexer_loss_queries: float = DSAOptions.indexer_loss_queries
     indexer_loss_heads: float = DSAOptions.indexer_loss_heads
     coefficient: float = 1.0
+
+    @property
+    def is_kda(self) -> bool:
+        return self.preset.endswith("-kda")
 
 
 def layer_config(spec: LayerSpec, **more):
@@ -140,6 +145,9 @@ def layer_config(spec: LayerSpec, **more):
         heads = {"num_attention_heads": spec.heads} if spec.heads else {}
         if tiny:
             config = DSATransformerConfig(**_TINY_DSA | changes | heads)
+        elif spec.preset.startswith("glm-5.3-flash"):
+            changes |= {"num_layers": 2, "linear_attention_freq": [0, 1]}
+            config = preset("glm-5.3-flash", **changes | heads)
         else:
             config = preset("v3.2", **changes | heads)
     config.finalize_model_grads_func = None
@@ -156,7 +164,7 @@ class Layer:
 
         self.config = config = layer_config(spec)
         number = 1 if spec.ratio is None else config.csa_compress_ratios.index(spec.ratio) + 1
-        built = dsa_layer_spec(config).submodules.self_attention
+        built = dsa_layer_spec(config, kda=spec.is_kda).submodules.self_attention
         module = build_module(built, config=config, layer_number=number)
         # Some parameters stay in fp32, as in a model that Megatron casts.
         self.module = module.to(device).bfloat16().train()
@@ -199,8 +207,8 @@ def fill(module, ranks: int, generator: torch.Generator) -> None:
 
     rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
-        for _, parameter in sorted(module.named_parameters()):
-            if parameter.dim() < 2:
+        for name, parameter in sorted(module.named_parameters()):
+            if parameter.dim() < 2 and not name.endswith("dt_bias"):
                 continue  # norms and sinks start alike everywhere
             shape, cut = list(parameter.shape), None
             if getattr(parameter, "tensor_model_parallel", False):
@@ -209,7 +217,7 @@ def fill(module, ranks: int, generator: torch.Generator) -> None:
             whole = torch.randn(
                 shape, dtype=parameter.dtype, device=parameter.device, generator=generator
             )
-            whole *= shape[1] ** -0.5
+            whole *= shape[-1] ** -0.5
             parameter.copy_(whole if cut is None else whole.chunk(ranks, cut)[rank])
 
 

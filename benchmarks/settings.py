@@ -33,7 +33,6 @@ class Settings:
         budget: seconds of timed calls of one measurement; there is one call at least.
         timeout: seconds until something that does not answer is ended.
         quick: the shapes are tiny and the results mean nothing.
-        timelines: file for traced steps of ``ranks``, a line each.
     """
 
     device: str
@@ -41,7 +40,6 @@ class Settings:
     budget: float = 5.0
     timeout: float = 600.0
     quick: bool = False
-    timelines: str | None = None
 
 
 class Work(NamedTuple):

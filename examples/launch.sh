@@ -1,4 +1,4 @@
-# Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, v4_flash.sh, v4_pro.sh), which set the
+# Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, glm_5_3_flash.sh, ...), which set the
 # array `model` before: --dsa-model, with all flags of the model. One call per node; slurm.sbatch makes these calls.
 #
 #   what is trained on what

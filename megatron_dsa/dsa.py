@@ -20,10 +20,11 @@ from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
 )
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.attention_choice import attention_of
 from megatron_dsa.config.model import options_of, validate
+from megatron_dsa.errors import require
 from megatron_dsa.layers.dsa_core import TopKIndices
 from megatron_dsa.layers.frame import SelfAttentionFrame
 from megatron_dsa.layers.linears import weight_gradient_by_autograd, weight_of
@@ -61,6 +62,13 @@ class _Latents(NamedTuple):
         if self.gathering is None:
             return self.shared.flatten(0, 1), None
         return finish_with_proxy(self.gathering)
+
+
+@dataclasses.dataclass
+class DSASelfAttentionSubmodules(MLASelfAttentionSubmodules):
+    """Parts of MLA, and the linear of ``--dsa-output-gate``."""
+
+    linear_gate: ModuleSpec | type | None = None
 
 
 class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
@@ -107,6 +115,21 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             choice=self.choice,
         )
         self.ranks = ranks_of(config, self.pg_collection, self.choice.tp_mode)
+        self.linear_gate: Any = None
+        if self.options.output_gate:
+            linear = getattr(submodules, "linear_gate", None)
+            require(
+                linear is not None,
+                "--dsa-output-gate needs linear_gate in the spec of the attention, got none: give "
+                "it megatron_dsa.dsa.DSASelfAttentionSubmodules",
+            )
+            columns = config.num_attention_heads * config.v_head_dim
+            self.linear_gate = build_module(
+                linear, config.hidden_size, columns, config=config,
+                init_method=config.init_method, gather_output=False, bias=False,
+                skip_bias_add=False, is_expert=False, tp_comm_buffer_name="gate",
+                tp_group=self.pg_collection.tp,
+            )  # fmt: skip
         if self.options.muon_per_head != "none":
             # A matrix of queries, of keys and of values per head.
             ranks = config.tensor_model_parallel_size
@@ -139,7 +162,13 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             rope = TokenRope(self.rotary_pos_emb, attended, self.config)
         core_forward, tensors = _WAYS[way](self, latents, rope)
         out = self._run(core_forward, tensors, layout, index_inputs)
-        return sequence_to_heads(out, ranks.tp) if ranks.by_sequence else out
+        out = sequence_to_heads(out, ranks.tp) if ranks.by_sequence else out
+        return out if self.linear_gate is None else self._gated(out, hidden_states)
+
+    def _gated(self, out: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Multiply ``out [tokens, H, V]`` by the gate of each channel."""
+        gate = self.maybe_recomputed(lambda x: self.linear_gate(x)[0], hidden_states)
+        return out * torch.sigmoid(gate).view_as(out)
 
     def _latents(self, hidden_states: torch.Tensor, rope: TokenRope) -> _Latents:
         config, ranks = self.config, self.ranks
@@ -296,6 +325,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """See :class:`SelfAttentionFrame`."""
         config = self.config
         linears = [self.linear_kv_down_proj, self.linear_proj, self._query_linear()]
+        if self.linear_gate is not None:
+            linears.append(self.linear_gate)
         if config.q_lora_rank is not None:
             linears.append(self.linear_q_down_proj)
         if not self.shares_latents:

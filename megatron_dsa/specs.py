@@ -12,6 +12,7 @@
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -41,6 +41,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_dsa.config.extras import optional_extra
 from megatron_dsa.config.model import (
     has_adapters,
+    has_learned_head,
     hash_layers,
     options_of,
     shares_indices,
@@ -49,9 +50,10 @@ from megatron_dsa.config.model import (
     validate,
 )
 from megatron_dsa.config.rules.hyper_connections import predicts_apart
+from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
-from megatron_dsa.dsa import DSASelfAttention
+from megatron_dsa.dsa import DSASelfAttention, DSASelfAttentionSubmodules
 from megatron_dsa.layers.backends import (
     LocalBackend as LocalBackend,
 )
@@ -70,11 +72,13 @@ from megatron_dsa.layers.index_sharing import (
     IndexSharingHyperConnectionLayer,
     IndexSharingLayer,
 )
+from megatron_dsa.layers.kda.attention import KDASelfAttention, KDASelfAttentionSubmodules
 from megatron_dsa.layers.linears import ReplicatedLinear
 from megatron_dsa.layers.v4.hash_routing import with_hash_routing
 from megatron_dsa.layers.v4.hyper_connections import (
     HyperConnectionLayer,
     StreamsHead,
+    StreamsMean,
     StreamsNorm,
     StreamsWrite,
 )
@@ -138,7 +142,7 @@ def _attention_spec(
     return ModuleSpec(
         module=DSASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
+        submodules=DSASelfAttentionSubmodules(
             linear_q_proj=backend.column_parallel_linear(),
             linear_q_down_proj=backend.latent_linear(),
             linear_q_up_proj=backend.column_parallel_linear(),
@@ -149,9 +153,21 @@ def _attention_spec(
                 params={"is_mtp": is_mtp},
                 submodules=DSACoreAttentionSubmodules(indexer=indexer),
             ),
+            linear_gate=backend.column_parallel_linear(),
             linear_proj=backend.row_parallel_linear(),
             q_layernorm=latent_norm,
             kv_layernorm=latent_norm,
+        ),
+    )
+
+
+def _kda_spec(backend) -> ModuleSpec:
+    return ModuleSpec(
+        module=KDASelfAttention,
+        submodules=KDASelfAttentionSubmodules(
+            by_heads=backend.column_parallel_linear(),
+            of_tokens=backend.linear(),
+            linear_proj=backend.row_parallel_linear(),
         ),
     )
 
@@ -201,7 +217,9 @@ def _transformer_config(config):
     return getattr(config, "transformer", config)
 
 
-def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> ModuleSpec:
+def dsa_layer_spec(
+    config, *, moe: bool = False, is_mtp: bool = False, kda: bool = False
+) -> ModuleSpec:
     """Return the spec of one decoder layer with sparse attention.
 
     V4's attention if the configuration has ``csa_compress_ratios``, else DSA.
@@ -210,6 +228,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
         config: a transformer configuration, or a model configuration with one inside.
         moe: an expert layer instead of a dense MLP.
         is_mtp: the layer belongs to a multi-token-prediction block.
+        kda: Kimi Delta Attention in place of sparse attention.
 
     Raises:
         ConfigError: the configuration is not supported.
@@ -221,7 +240,9 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
-    if uses_csa(config):
+    if kda:
+        attention = _kda_spec(backend)
+    elif uses_csa(config):
         attention = csa_attention_spec(backend, is_mtp=is_mtp, fp8_indexer=fp8_indexer)
     else:
         attention = _attention_spec(
@@ -231,15 +252,17 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
             is_mtp=is_mtp,
             fp8_indexer=fp8_indexer,
         )
+    streams = has_learned_head(config) if is_mtp else uses_streams(config)
+    shares = shares_indices(config) and not (is_mtp or kda)
     spec = _layer_spec(
-        SeparateNorms(backend) if uses_streams(config) or has_adapters(config) else backend,
+        SeparateNorms(backend) if streams or has_adapters(config) else backend,
         attention,
-        layer=IndexSharingLayer if shares_indices(config) and not is_mtp else GraphedLayer,
+        layer=IndexSharingLayer if shares else GraphedLayer,
         rms_norm=rms_norm,
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
-    return _with_streams(config, spec) if uses_streams(config) else spec
+    return _with_streams(config, spec) if streams else spec
 
 
 def dsa_block_spec(
@@ -260,13 +283,19 @@ def dsa_block_spec(
         # The stage of the last layer sends more than the stages before it: shapes are sent as well.
         config.mtp_standalone = True
     install_for_model(config)
-    kinds = (False,) if config.num_moe_experts is None else (False, True)
-    specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
-    hashed = with_hash_routing(specs[True]) if hash_layers(config) else None
+
+    @functools.cache
+    def layer(moe: bool, kda: bool) -> ModuleSpec:
+        return dsa_layer_spec(config, moe=moe, kda=kda)
+
+    hashed = with_hash_routing(layer(True, False)) if hash_layers(config) else None
     layer_ids = layers_of_stage(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
         layer_specs=[
-            hashed if i < hash_layers(config) else specs[is_moe_layer(config, i)] for i in layer_ids
+            hashed
+            if i < hash_layers(config)
+            else layer(is_moe_layer(config, i), is_kda_layer(config, i))
+            for i in layer_ids
         ],
         layer_norm=_final_norm(config),
     )
@@ -276,6 +305,8 @@ def _final_norm(config) -> type:
     if not uses_streams(config):
         backend = get_backend(config.transformer_impl)
         return backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    if not has_learned_head(config):
+        return StreamsMean
     return HeadBeforePrediction if config.mtp_num_layers else StreamsHead
 
 
@@ -290,7 +321,7 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
     block = gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
         config=config, spec=layer, backend=backend, vp_stage=vp_stage
     )
-    if block is None or not uses_streams(config):
+    if block is None or not has_learned_head(config):
         return block
     return on_streams(block, backend.linear())
 

@@ -47,6 +47,7 @@ OPTIONAL_PACKAGES = {
         "dense attention where --dsa-impl dense_attention=flash4 names it "
         "(extra: flash-attention-4)",
     ),
+    "fla-core": ("fla", "layers of Kimi Delta Attention (extra: kda)"),
     "emerging-optimizers": ("emerging_optimizers", "--optimizer muon (extra: muon)"),
 }
 

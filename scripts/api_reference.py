@@ -22,6 +22,7 @@ MODULES = (
     "pretrain",
     "arguments",
     "ops.compressor.api",
+    "ops.kda.api",
     "ops.hyper_connections.api",
     "ops.rope.api",
     "ops.layout.layout",

@@ -1,12 +1,17 @@
-"""Hook of ``mkdocs.yml``: navigation, and links that lead where they lead on GitHub."""
+"""Hook of ``mkdocs.yml``: navigation, links as on GitHub, and pages made from the CSVs."""
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import appendix  # noqa: E402
+
 #: Pages that lie elsewhere on the site: file in the repository -> page.
 MOVED = {
     "README.md": "index.md",
@@ -14,6 +19,8 @@ MOVED = {
     "CONTRIBUTING.md": "develop/contributing.md",
     "CHANGELOG.md": "changes.md",
 }
+#: CSV -> its page, which is built and not in git.
+MEASURED = {f"benchmarks/{name}.csv": f"measurements/{name}.md" for name in appendix.families()}
 SOURCES = {page: source for source, page in MOVED.items()}
 #: Tabs: title -> beginnings of the names of its pages, in order.
 TABS = {
@@ -22,7 +29,7 @@ TABS = {
     "Design": ("design/",),
     "Kernels": ("kernels/",),
     "Develop": ("develop/contributing.md", "develop/", "changes.md"),
-    "Performance": ("performance.md", "evidence.md"),
+    "Performance": ("performance.md", "evidence.md", "measurements/"),
 }
 TITLES = {"index.md": "megatron-dsa", "pages.md": "All pages", "changes.md": "Changes"}
 #: A relative link, or code, in which there is none.
@@ -41,6 +48,7 @@ def on_config(config):
         if link["path"]:
             page = _page(os.path.normpath(f"docs/{link['path']}"))
             titles.setdefault(page, link["text"][:1].upper() + link["text"][1:])
+    titles |= {page: Path(page).stem for page in MEASURED.values()}
     config.nav = []
     for tab, beginnings in TABS.items():
         pages = [page for x in beginnings for page in list(titles) if page.startswith(x)]
@@ -50,10 +58,13 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Put the pages of :data:`MOVED` on the site."""
+    """Put the pages of :data:`MOVED` and :data:`MEASURED` on the site."""
     files.remove(files.get_file_from_path("README.md"))
     for source, page in MOVED.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for source, page in MEASURED.items():
+        text = f"---\nsearch:\n  exclude: true\n---\n{appendix.page(Path(source).stem)}"
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -73,7 +84,7 @@ def on_page_markdown(markdown, page, config, files):
             target = f"files/{path}"
             if files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(ROOT / path)))
-        elif path in MOVED or path.startswith("docs/"):
+        elif path in MOVED or path in MEASURED or path.startswith("docs/"):
             target = _page(path)
         elif config.extra["repository"]:
             kind = "tree" if (ROOT / path).is_dir() else "blob"
@@ -89,4 +100,4 @@ def on_page_markdown(markdown, page, config, files):
 
 def _page(path: str) -> str:
     """Return the page of a file, given relative to the repository."""
-    return MOVED.get(path, path.removeprefix("docs/"))
+    return (MOVED | MEASURED).get(path, path.removeprefix("docs/"))

@@ -156,10 +156,13 @@ def attention_module(config, layer_number=1, seed=3, full=None):
     """
     from megatron.core.transformer.spec_utils import build_module
 
+    from megatron_dsa.config.rules.kda import is_kda_layer
     from megatron_dsa.specs import dsa_layer_spec
 
     device = start()
-    spec = dsa_layer_spec(config).submodules.self_attention
+    spec = dsa_layer_spec(
+        config, kda=is_kda_layer(config, layer_number - 1)
+    ).submodules.self_attention
     module = build_module(spec, config=config, layer_number=layer_number).to(device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

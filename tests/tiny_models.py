@@ -69,6 +69,7 @@ _CLASSES = {
     "deepseek_v32": "DeepseekV32",
     "glm_moe_dsa": "GlmMoeDsa",
     "deepseek_v4": "DeepseekV4",
+    "glm5_next": "Glm5Next",
 }
 
 
@@ -84,6 +85,45 @@ def transformers_v4(**changes):
     for name in ("compress_ratios", "num_hash_layers"):
         del config[name]
     return config
+
+
+def tiny_glm_5_3(**changes):
+    """config.json of a GLM-5.3-Flash, as transformers writes it; ``changes``: of the text."""
+    text = {
+        "num_hidden_layers": 4,
+        "qk_rope_head_dim": 0,
+        "index_topk": 8,
+        "index_kpool": 4,
+        "layer_types": ["indexed_attention"] * 4,
+        "indexer_types": ["full"] * 4,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 0.5,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "pad_token_id": None,
+    }
+    left = ("model_type", "rope_theta", "first_k_dense_replace", "torch_dtype")
+    common = {key: x for key, x in tiny_config().items() if key not in left}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 16,
+        "out_hidden_size": 32,
+        "projection_intermediate_size": 16,
+    }
+    return {
+        "model_type": "glm5_next",
+        "text_config": common | text | changes,
+        "vision_config": vision,
+    }
 
 
 def tiny_config(kind="deepseek_v32", **changes):
@@ -139,7 +179,7 @@ def tiny_model(
     _randomise(model, seed, 0.3)
     with torch.no_grad():
         for weight in (model.embedding.word_embeddings.weight, model.output_layer.weight):
-            weight[config["vocab_size"] :] = 0
+            weight[hf.vocab_size :] = 0
     return model.eval()
 
 
@@ -204,9 +244,10 @@ def transformers_classes(kind):
     # 5.12 rotates the index queries and keys of GLM-5 as those of V3.2, and has other names in V4.
     transformers = pytest.importorskip("transformers", minversion="5.23")
     name = _CLASSES[kind]
-    if not hasattr(transformers, f"{name}ForCausalLM"):
-        pytest.skip(f"this transformers has no {name}ForCausalLM")
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    model = f"{name}For{'ConditionalGeneration' if kind == 'glm5_next' else 'CausalLM'}"
+    if not hasattr(transformers, model):
+        pytest.skip(f"this transformers has no {model}")
+    return getattr(transformers, f"{name}Config"), getattr(transformers, model)
 
 
 def published(config, folder):

@@ -33,6 +33,10 @@ PRESETS = {
     # V4's lists hold the window of 128 keys and the selected compressed keys (512 or 1024).
     "v4-flash": Preset(64, 512, 512, 640, 512**-0.5, sink=True),
     "v4-pro": Preset(128, 512, 512, 1152, 512**-0.5, sink=True),
+    # No rope; pools of 4 tokens and the 3 of an unfinished one.
+    "glm-5.3": Preset(64, 512, 512, 2051, 256**-0.5),
+    # The shape of cuDNN front end's published table.
+    "h64-d512": Preset(64, 512, 512, 2048, 512**-0.5),
     # For trying the benchmark itself on any machine.
     "tiny": Preset(4, 48, 32, 16, 48**-0.5, sink=True),
 }

@@ -5,6 +5,7 @@
     python -m benchmarks layer --presets v3.2 --ways ours sparse recomputed masked dense
     python -m benchmarks layer --presets v3.2 --heads 16 --ways masked-rank dense-rank
     python -m benchmarks layer --presets v3.2 --heads 16 --tokens 4096 --ways ours graph
+    python -m benchmarks layer --presets glm-5.3-flash glm-5.3-flash-kda
     python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
 
 A step is the forward in training mode of one causal sequence, and the backward of a random
@@ -62,20 +63,29 @@ from megatron_dsa.testing.comparison import relative_error
 
 CEILINGS = ()
 ON_DEVICE = True
-#: Ways of a DSA layer, of a CSA layer, and of the core.
+#: Ways of a DSA layer, and of a CSA layer.
 DSA_WAYS = (
     "ours", "all-queries", "frozen", "sparse", "recomputed", "masked", "dense", "ours-dense",
     *rank.WAYS, GRAPH, "bundled",
 )  # fmt: skip
 DENSE_WAYS = ("dense", "ours-dense")
-CSA_WAYS, CORE_WAYS = ("ours", "all-queries", "frozen", "torch", GRAPH), ("torch",)
+#: Ways that select other keys than ``ours``.
+UNLIKE = (*DENSE_WAYS, "unpooled")
+CSA_WAYS = ("ours", "all-queries", "frozen", "torch", GRAPH)
 #: Heads of a DSA layer of all tensor-parallel ranks together.
-ALL_HEADS = {"v3.2": 128, "tiny": 32}
+ALL_HEADS = {"v3.2": 128, "glm-5.3-flash": 64, "glm-5.3-flash-kda": 64, "tiny": 32}
 RATIOS = (0, 4, 128)
 CORE = "core"
-PRESETS = ("v3.2", "v4-flash", "v4-pro", CORE, "tiny", "tiny-csa")
+POOLED, KDA = "glm-5.3-flash", "glm-5.3-flash-kda"
+#: Ways by preset; others have those of CSA layers.
+WAYS = {
+    "v3.2": DSA_WAYS, "tiny": DSA_WAYS, CORE: ("torch",), KDA: ("ours", "torch"),
+    POOLED: ("ours", "unpooled", "frozen", "sparse", "masked", "dense", "ours-dense"),
+}  # fmt: skip
+PRESETS = ("v3.2", POOLED, KDA, "v4-flash", "v4-pro", CORE, "tiny", "tiny-csa")
 LENGTHS = {
-    "v3.2": [4096 * 2**i for i in range(6)], CORE: [1024, 2048, 4096, 8192], "tiny": [64, 128],
+    "v3.2": [4096 * 2**i for i in range(6)], POOLED: [4096, 8192, 16384, 32768, 65536],
+    KDA: [4096, 8192, 16384, 32768, 65536], CORE: [1024, 2048, 4096, 8192], "tiny": [64, 128],
     "tiny-csa": [256],
 }  # fmt: skip
 CSA_LENGTHS = [4096, 16384, 65536]
@@ -147,18 +157,15 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     found = []
     for preset in options.presets or default:
         lengths = options.tokens or LENGTHS.get(preset, CSA_LENGTHS)
-        csa, dsa = preset.startswith("v4") or preset == "tiny-csa", preset in ("v3.2", "tiny")
-        heads = options.heads if preset == "v3.2" else [4] if dsa else [None]
-        ratios = options.ratios if csa else [None]
+        heads = options.heads if preset == "v3.2" else [4] if preset == "tiny" else [None]
+        ratios = [None] if preset in WAYS else options.ratios
         for tokens, count, ratio in itertools.product(sorted(lengths), heads, ratios):
             case = Case(preset, tokens, count, ratio, options.workspace_mib)
-            ways = CSA_WAYS if csa else _dsa_ways(case) if dsa else CORE_WAYS
+            ways = [
+                way for way in WAYS.get(preset, CSA_WAYS) if way not in rank.WAYS or case.ranks > 1
+            ]
             found.append((case, [Work("step", way) for way in ways]))
     return found
-
-
-def _dsa_ways(case: Case) -> list[str]:
-    return [way for way in DSA_WAYS if case.ranks > 1 or way not in rank.WAYS]
 
 
 class _Measurer:
@@ -202,7 +209,7 @@ class _Measurer:
         yield "forward", {"status": "ok", **self._times(layer.forward, once)}
         times = self._times(layer.step, once)
         yield work.part, result | times | {"tokens_per_s": case.tokens / times["ms"] * 1e3}
-        if way in CSA_WAYS or way in rank.WAYS:
+        if way in (*CSA_WAYS, *rank.WAYS, "unpooled"):
             yield from profiled(layer.step, self.device)
 
     def _measure_graph(self, layer: Layer, ran: str) -> dict:
@@ -256,7 +263,7 @@ class _Measurer:
         pairs = {name: (tensor, self._first[name]) for name, tensor in own.items()}
         row = {"status": "ok", "out_error": relative_error(*pairs.pop("out"))}
         limits = {"out_error": OUT_ERROR_LIMIT}
-        if way not in DENSE_WAYS:
+        if way not in UNLIKE:
             row["end_error"] = max(relative_error(*pair) for pair in pairs.values())
             limits["end_error"] = END_ERROR_LIMIT
         for name, limit in limits.items():

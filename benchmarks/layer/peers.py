@@ -5,7 +5,8 @@
 * ``sparse``, ``masked``: the same, by sparse attention or by masked dense attention as asked for.
   ``recomputed``: sparse attention with ``--dsa-recompute latent_output``.
 * ``all-queries``: ``ours`` with ``--dsa-indexer-loss-queries 1``. ``frozen``: with
-  ``--dsa-indexer-loss-coeff 0``, which trains no indexer.
+  ``--dsa-indexer-loss-coeff 0``, which trains no indexer. ``unpooled``: with
+  ``--dsa-indexer-pool-size 1``.
 * ``bundled``: megatron-core's own DSA layer with its TileLang kernels. Its Hadamard rotation of
   index queries and keys, which changes no score, needs a package; where that is missing it goes
   without.
@@ -62,7 +63,10 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
     layer = Layer(dataclasses.replace(spec, **losses.get(way, {})), device)
     if way in ("ours", GRAPH, *losses):
         return layer, ""
-    makers = {"dense": dense_module, "ours-dense": own_dense_module, "bundled": bundled_module}
+    makers = {
+        "dense": dense_module, "ours-dense": own_dense_module, "bundled": bundled_module,
+        "unpooled": lambda config, _: changed_module(config, indexer_pool_size=1),
+    }  # fmt: skip
     module, remark = makers[way](layer.config, device)
     layer.module = with_weights(module.to(device).bfloat16().train(), layer.module)
     return layer, remark
@@ -97,16 +101,18 @@ def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.M
 
 
 def own_dense_module(config, _device: torch.device | None = None, **options):
-    """Return the layer of a configuration in stage ``dense``, and nothing special in it.
+    """Return the layer of a configuration in stage ``dense``, and no remark."""
+    return changed_module(config, stage="dense", **options)
 
-    ``options`` change those of the configuration.
-    """
+
+def changed_module(config, **options):
+    """Return the layer of a configuration with changed ``options``, and no remark."""
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_dsa.specs import dsa_layer_spec
 
     config = copy.copy(config)
-    config.dsa = dataclasses.replace(config.dsa, stage="dense", **options)
+    config.dsa = dataclasses.replace(config.dsa, **options)
     spec = dsa_layer_spec(config).submodules.self_attention
     return build_module(spec, config=config, layer_number=1), ""
 

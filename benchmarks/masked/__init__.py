@@ -40,6 +40,7 @@ LONGEST_TORCH = 8192
 MODELS = {
     "v3.2": ({"nope": 128, "rope": 64, "v": 128}, [128, 64, 16]),
     "glm-5": ({"nope": 192, "rope": 64, "v": 256}, [64, 32, 8]),
+    "glm-5.3": ({"nope": 256, "rope": 0, "v": 256}, [64, 32, 8]),
 }
 #: Dims and K of the quick run.
 TINY = {"nope": 12, "rope": 8, "v": 10, "topk": 16}

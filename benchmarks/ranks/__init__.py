@@ -26,7 +26,6 @@ one CUDA graph each (:mod:`benchmarks.layer.graph`).
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 
 import torch
@@ -45,7 +44,6 @@ from benchmarks.ranks.cases import (
 )
 from benchmarks.ranks.merge import Judge, merge
 from benchmarks.ranks.processes import Grids, RankFailed
-from benchmarks.schema import case_fields, environment
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 
@@ -70,8 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chain", type=int, default=1, metavar="N",
         help="layers in a chain: the host is ahead of the GPU, as in a model (1)")  # fmt: skip
     add("--graph", action="store_true", help="steps of layers as CUDA graphs")
-    add("--timelines", metavar="FILE", help="file to append a line per way to: when NCCL and "
-        "other kernels run on each rank in the traced step, in ms")  # fmt: skip
     add("--heads", type=int, help="of dense attention, on each GPU (128, with --quick 2)")
 
 
@@ -126,18 +122,8 @@ class _Measurer:
         except RankFailed as error:
             yield work.part, {"status": "failed", "reason": str(error)}
             return
-        if self.settings.timelines and "timeline" in answers[0]:
-            self._keep_timelines(work.way, answers)
         for part, result in merge(answers):
             yield part, self._judge.judged(work.way, part, result, answers)
-
-    def _keep_timelines(self, way: str, answers: list[dict]) -> None:
-        line = environment(self._device) | {
-            "case": case_fields(self.case), "way": way,
-            "ranks": [answer["timeline"] for answer in answers],
-        }  # fmt: skip
-        with open(self.settings.timelines, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 prepare = _Measurer

@@ -4,10 +4,6 @@ from collections.abc import Iterable
 
 #: Name of the traced range.
 STEP = "benchmarks.ranks step"
-#: What a timeline has intervals of.
-COMMUNICATION, OTHER_KERNELS = "NCCL", "other kernels"
-#: Parts of a step that can be told apart in a chart.
-SEEN = 1000
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -32,24 +28,11 @@ def outside(intervals, others) -> float:
     return length(union([*intervals, *others])) - length(union(others))
 
 
-def without_gaps(intervals: Iterable[tuple[float, float]], gap: float) -> list[list[float]]:
-    """Join disjoint intervals in order that are at most ``gap`` apart."""
-    joined: list[list[float]] = []
-    for begin, end in intervals:
-        if joined and begin - joined[-1][1] <= gap:
-            joined[-1][1] = end
-        else:
-            joined.append([begin, end])
-    return joined
-
-
 def communication_shares(events: Iterable[dict]) -> dict:
     """Shares of a traced step in which NCCL runs, and in which nothing but NCCL does.
 
-    ``timeline`` has when the two run, in ms from the first kernel on; gaps that are too short to be
-    seen in a chart are left out. The step is the range :data:`STEP`, up to the end of its last
-    kernel. NCCL's kernels also wait for other ranks, so what one rank does slower than the others
-    is in these shares.
+    The step is the range :data:`STEP`, up to the end of its last kernel. NCCL's kernels also wait
+    for slower ranks, so these shares include that wait.
     """
     events = [event for event in events if event.get("ph") == "X"]
     begins = [e["ts"] for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"]
@@ -64,15 +47,7 @@ def communication_shares(events: Iterable[dict]) -> dict:
         raise RuntimeError("the profiler recorded no kernels")
     first = min(begin for begin, _ in ours + others)
     span = max(end for _, end in ours + others) - first
-    timeline = {
-        name: [
-            [round((point - first) / 1e3, 3) for point in interval]
-            for interval in without_gaps(union(found), span / SEEN)
-        ]
-        for name, found in ((COMMUNICATION, ours), (OTHER_KERNELS, others))
-    }
     return {
         "communication_share": length(union(ours)) / span,
         "exposed_share": outside(ours, others) / span,
-        "timeline": timeline,
     }

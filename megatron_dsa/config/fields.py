@@ -79,10 +79,13 @@ _NAMES = {
 }
 #: What other flags say already, and Megatron's defaults.
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
+#: Lists with an entry per layer, which Megatron reads as an expression.
+_PATTERNS = {"moe_layer_freq", "linear_attention_freq"}
 #: Flags for ``False``.
 _NEGATIVE = {
     "add_bias_linear": "--disable-bias-linear",
     "bias_activation_fusion": "--no-bias-swiglu-fusion",
+    "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
 }
 
 
@@ -105,7 +108,7 @@ def flag_words(name: str, value: Any) -> list[str]:
         return [flag]
     if value is False:
         return [_NEGATIVE[name]] if name in _NEGATIVE else []
-    if name == "moe_layer_freq" and isinstance(value, list):  # without blanks: ([0]*3+[1]*58)
+    if name in _PATTERNS and isinstance(value, list):  # without blanks: ([0]*3+[1]*58)
         runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
         return [flag, f"({'+'.join(runs)})"]
     if isinstance(value, list):

@@ -1,15 +1,19 @@
-"""Layer patterns of hybrid models: kinds of layers, pipeline stages, prediction layers.
+"""Kinds of layers: patterns of hybrid models, pipeline stages, prediction layers, KDA layers.
 
-A layer of a hybrid model is attention or an MLP. Layers of a GPT, which has no pattern, are both.
+A layer of a hybrid model is attention or an MLP. Layers of a GPT, which has no pattern, are both,
+and their attention may be KDA.
 Megatron is not imported: commands that only print read these.
 """
 
 from typing import Any
 
+from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
 #: Megatron's letters. Layers with other letters are Megatron's own.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
+#: Attention of a GPT's layers by ``linear_attention_freq``; no letter of Megatron's.
+KDA = "K"
 
 
 def has_pattern(config: Any) -> bool:
@@ -38,23 +42,24 @@ def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
         pattern = config.layer_pattern
         return predictions_of(pattern)[number - 1] if is_mtp else decoder_of(pattern)[number - 1]
     index = config.num_layers - 1 if is_mtp else number - 1
-    return ATTENTION + (EXPERTS if is_moe_layer(config, index) else MLP)
+    attention = KDA if not is_mtp and is_kda_layer(config, number - 1) else ATTENTION
+    return attention + (EXPERTS if is_moe_layer(config, index) else MLP)
 
 
 def attention_layers(config: Any) -> list[int]:
-    """Return the numbers (from 1) of the decoder layers with attention of this package."""
-    layers = range(1, config.num_layers + 1)
-    if not has_pattern(config):
-        return list(layers)
-    letters = decoder_of(config.layer_pattern)
-    return [number for number, letter in enumerate(letters, 1) if letter == ATTENTION]
+    """Return the numbers (from 1) of the decoder layers with sparse attention of this package."""
+    if has_pattern(config):
+        letters = decoder_of(config.layer_pattern)
+        return [number for number, letter in enumerate(letters, 1) if letter == ATTENTION]
+    layers = range(config.num_layers)
+    return [index + 1 for index in layers if not is_kda_layer(config, index)]
 
 
 def attention_number(config: Any, layer_number: int) -> int:
-    """Return the index (from 1) of a decoder layer among the layers with our attention."""
-    if not has_pattern(config):
-        return layer_number
-    return decoder_of(config.layer_pattern)[:layer_number].count(ATTENTION)
+    """Return the index (from 1) of a decoder layer among :func:`attention_layers`."""
+    if has_pattern(config):
+        return decoder_of(config.layer_pattern)[:layer_number].count(ATTENTION)
+    return layer_number - sum(is_kda_layer(config, index) for index in range(layer_number))
 
 
 def logged_layers(config: Any) -> int:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dsa.config.fields import option
 from megatron_dsa.config.hybrid import attention_layers, attention_number
@@ -17,8 +17,9 @@ from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
 from megatron_dsa.config.rules.hash_routing import hash_rules
 from megatron_dsa.config.rules.hybrid import hybrid_rules
 from megatron_dsa.config.rules.hyper_connections import hyper_connection_rules
+from megatron_dsa.config.rules.kda import kda_rules
 from megatron_dsa.config.rules.lora import adapted_linears, adapts_indexer, lora_rules
-from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
+from megatron_dsa.config.rules.model import dsa_rules, masked_rules, sink_rules, tp_mode_rules
 from megatron_dsa.config.rules.ranges import option_rules
 from megatron_dsa.config.rules.table import uses_csa
 from megatron_dsa.errors import require
@@ -29,7 +30,7 @@ LORA_A, LORA_B = "_lora_A", "_lora_B"
 
 @dataclass
 class StreamFields:
-    """Fields of hyper-connections and hash routing, of any attention."""
+    """Fields of hyper-connections and hash routing, of any attention, and of KDA layers."""
 
     hc_mult: int = option(
         1,
@@ -47,6 +48,13 @@ class StreamFields:
         "--hc-eps",
         "Added to the weights of hyper-connections and to the sums that divide them.",
     )
+    hc_collapse: Literal["learned", "mean"] = option(
+        "learned",
+        "--hc-collapse",
+        "How streams become one after the last layer: summed with weights of every token "
+        "(DeepSeek-V4), or their mean (GLM-5.3), from which multi-token prediction goes on with "
+        "plain residuals.",
+    )
     moe_hash_layers: int = option(
         0,
         "--moe-hash-layers",
@@ -59,6 +67,11 @@ class StreamFields:
     )
     #: Rows of these tables: the padded vocabulary, which the model's builder sets.
     moe_hash_vocab_size: int | None = None
+    kda_gate_lower_bound: float = option(
+        -5.0,
+        "--kda-gate-lower-bound",
+        "Least log decay of a step in layers of Kimi Delta Attention (--linear-attention-freq).",
+    )
 
 
 @dataclass
@@ -107,6 +120,16 @@ def options_of(config: Any) -> DSAOptions:
 def uses_streams(config: Any) -> bool:
     """Return whether the residual is several streams, with hyper-connections."""
     return getattr(config, "hc_mult", 1) > 1
+
+
+def has_learned_head(config: Any) -> bool:
+    """Return whether a learned head ends the streams; multi-token prediction reads them also."""
+    return uses_streams(config) and config.hc_collapse == "learned"
+
+
+def uses_sinks(config: Any) -> bool:
+    """Return whether layers of V3.2's attention have a learned sink per head (Hy4)."""
+    return getattr(config, "softmax_type", None) == "learnable"
 
 
 def hash_layers(config: Any) -> int:
@@ -208,9 +231,11 @@ def validate(config: Any) -> None:
     elif isinstance(config, StreamFields):
         rules = chain(option_rules(StreamFields, config), rules)
     rules = chain(rules, hyper_connection_rules(config), hash_rules(config))
+    rules = chain(rules, kda_rules(config, options))
     rules = chain(rules, hybrid_rules(config, options, functools.partial(selects_keys, config)))
     rules = chain(rules, masked_rules(config, options), lora_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
+    rules = chain(rules, sink_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]
     require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
 

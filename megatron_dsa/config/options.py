@@ -61,6 +61,12 @@ class DSAOptions:
         "Consecutive tokens whose index keys are pooled into one; --dsa-indexer-topk // size pools "
         "are selected, and the last tokens that fill no pool. GLM-5.3 has 4.",
     )
+    output_gate: bool = option(
+        False,
+        "--dsa-output-gate",
+        "Multiply the heads' outputs by a sigmoid gate, a linear map of the layer's input, before "
+        "the output projection. Hy4 has one, and --softmax-type learnable: a sink per head.",
+    )
     health_tokens: int = option(
         16,
         "--dsa-health-tokens",

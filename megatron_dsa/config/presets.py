@@ -40,6 +40,22 @@ def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+#: Fields of the options, by the names of their flags.
+LATENT_EPSILON, POOL_SIZE = "dsa_latent_norm_epsilon", "dsa_indexer_pool_size"
+_OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size"}
+
+
+def _glm_5_3(*, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Return what GLM-5.3's attention has besides: no rope, pools, KDA in three of four layers."""
+    return {
+        "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False, POOL_SIZE: 4,
+        "linear_attention_freq": [int(layer % 4 != 3) for layer in range(layers)],
+        "linear_num_key_heads": heads, "linear_num_value_heads": heads,
+        "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim,
+        "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+
+
 def _yarn(factor: float, original: int) -> dict[str, Any]:
     return {
         "rope_type": "yarn", "rotary_scaling_factor": factor, "beta_fast": 32, "beta_slow": 1,
@@ -53,6 +69,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
     "glm-5": _shapes(layers=78, hidden=6144, heads=64, q_lora=2048, topk=2048, index_heads=32)
     | {"qk_head_dim": 192, "v_head_dim": 256},
+    "glm-5.3-flash": _shapes(
+        layers=45, hidden=4096, heads=64, q_lora=1536, topk=2048, index_heads=32
+    )
+    | {"qk_head_dim": 256, "v_head_dim": 256}
+    | _glm_5_3(layers=45, heads=64, head_dim=128),
     "v4-flash": _shapes(layers=43, hidden=4096, heads=64, q_lora=1024, topk=512)
     | _v4(layers=43, groups=8, first=0),
     "v4-pro": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=1024)
@@ -70,8 +91,8 @@ def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, 
     }  # fmt: skip
 
 
-def _after_dense_layers(*, layers: int, dense_size: int) -> dict[str, Any]:
-    return _experts(number=256, size=2048, chosen=8, scale=2.5) | {
+def _after_dense_layers(*, layers: int, dense_size: int, number: int = 256) -> dict[str, Any]:
+    return _experts(number=number, size=2048, chosen=8, scale=2.5) | {
         "ffn_hidden_size": dense_size,
         "moe_layer_freq": [0] * 3 + [1] * (layers - 3),
         "mtp_num_layers": 1,
@@ -79,17 +100,18 @@ def _after_dense_layers(*, layers: int, dense_size: int) -> dict[str, Any]:
     }
 
 
+#: Megatron's fused SwiGLU leaves out the clamp.
+_CLAMPED = {"activation_func_clamp_value": 10.0, "bias_activation_fusion": False}
+_STREAMS = {"hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
+
+
 def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
     return _experts(number=number, size=size, chosen=6, scale=scale) | {
-        "moe_layer_freq": 1, "moe_router_score_function": "sqrtsoftplus",
-        # Megatron's fused SwiGLU leaves out the clamp.
-        "activation_func_clamp_value": 10.0, "bias_activation_fusion": False,
-        "moe_hash_layers": 3, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20,
+        "moe_layer_freq": 1, "moe_router_score_function": "sqrtsoftplus", "moe_hash_layers": 3,
+        **_CLAMPED, **_STREAMS,
     }  # fmt: skip
 
 
-#: A field of the options, by the name of its flag.
-LATENT_EPSILON = "dsa_latent_norm_epsilon"
 #: MLPs, residual and norms of the models of :data:`PRESETS`, likewise.
 AROUND: dict[str, dict[str, Any]] = {
     "v3.2": _after_dense_layers(layers=61, dense_size=18432)
@@ -104,6 +126,11 @@ AROUND: dict[str, dict[str, Any]] = {
         "rotary_scaling_factor": 1.0, "dsa_indexer_k_norm_epsilon": 1e-6,
         LATENT_EPSILON: 1e-6,
     },
+    "glm-5.3-flash": _after_dense_layers(layers=45, dense_size=12288, number=288)
+    | {
+        "layernorm_epsilon": 1e-5, "rope_type": "rope", "rotary_scaling_factor": 1.0,
+        "dsa_indexer_k_norm_epsilon": 1e-6, "hc_collapse": "mean", **_CLAMPED, **_STREAMS,
+    },
     "v4-flash": _around_v4(number=256, size=2048, scale=1.5),
     "v4-pro": _around_v4(number=384, size=3072, scale=2.5),
 }  # fmt: skip
@@ -111,6 +138,7 @@ AROUND: dict[str, dict[str, Any]] = {
 VOCABULARY = {
     "v3.2": 129280,
     "glm-5": 154880,
+    "glm-5.3-flash": 154880,
     "v4-flash": 129280,
     "v4-pro": 129280,
 }
@@ -155,14 +183,14 @@ def _configuration(
     if unknown:
         raise ConfigError(f"preset {name!r}: no such configuration field: {', '.join(unknown)}")
     fields = PRESETS[name] | around.get(name, {})
-    epsilon = fields.pop(LATENT_EPSILON, None)
+    of_model = {ours: fields.pop(flag) for flag, ours in _OPTIONS.items() if flag in fields}
     if fields.get("gated_linear_unit"):
         fields["activation_func"] = silu
     fields |= changes
-    # Given options say how the model runs; its epsilon belongs to the model.
-    options = fields.get("dsa", DSAOptions())
-    if epsilon is not None and options.latent_norm_epsilon is None:
-        options = dataclasses.replace(options, latent_norm_epsilon=epsilon)
+    # Given options say how the model runs; unless they say otherwise, these belong to the model.
+    options, default = fields.get("dsa", DSAOptions()), DSAOptions()
+    unsaid = {x: y for x, y in of_model.items() if getattr(options, x) == getattr(default, x)}
+    options = dataclasses.replace(options, **unsaid)
     return kind(**fields | {"dsa": options})
 
 
@@ -175,6 +203,7 @@ ALWAYS = (
 _POSITIONS = {
     "v3.2": 163840,
     "glm-5": 202752,
+    "glm-5.3-flash": 1048576,
     "v4-flash": 1048576,
     "v4-pro": 1048576,
 }
@@ -187,7 +216,7 @@ _BALANCE = {
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 1e-4,
 }
-#: What the two small models have in common; they train on a CPU.
+#: What the small models have in common; they train on a CPU.
 _TINY: dict[str, Any] = {
     "multi_latent_attention": True, "hidden_size": 128, "num_attention_heads": 8,
     "q_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "qk_layernorm": True,
@@ -202,6 +231,17 @@ TINY: dict[str, dict[str, Any]] = {
         "num_layers": 4, "ffn_hidden_size": 256, "kv_lora_rank": 64, "v_head_dim": 32,
         "dsa_indexer_topk": 48,
     },
+    "glm-5.3-tiny": _TINY
+    | _glm_5_3(layers=4, heads=4, head_dim=32)
+    | {
+        "num_layers": 4, "mtp_num_layers": 1, "ffn_hidden_size": 256, "kv_lora_rank": 64,
+        "v_head_dim": 32, "dsa_indexer_topk": 48, "dsa_indexer_k_norm_epsilon": 1e-6,
+        "num_moe_experts": 8, "moe_layer_freq": [0, 1, 1, 1], "moe_ffn_hidden_size": 96,
+        "moe_shared_expert_intermediate_size": 96, "moe_router_topk": 2,
+        "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
+        "layernorm_epsilon": 1e-5, "hc_collapse": "mean", **_CLAMPED, **_STREAMS,
+    },
     "v4-tiny": _TINY
     | {
         "num_layers": 5, "mtp_num_layers": 1,
@@ -209,17 +249,19 @@ TINY: dict[str, dict[str, Any]] = {
         "v_head_dim": 48, "o_groups": 4, "o_lora_rank": 32,
         "csa_compress_ratios": [0, 4, 16, 4, 16, 0], "csa_window_size": 32,
         "csa_compress_rotary_base": 10000,
-        "dsa_indexer_topk": 12, "dsa_indexer_rope_interleaved": True, "hc_mult": 4,
+        "dsa_indexer_topk": 12, "dsa_indexer_rope_interleaved": True,
         "num_moe_experts": 8, "moe_layer_freq": 1, "moe_ffn_hidden_size": 96,
         "moe_shared_expert_intermediate_size": 96, "moe_router_topk": 2,
         "moe_router_score_function": "sqrtsoftplus", "moe_router_topk_scaling_factor": 1.5,
         "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32", "moe_hash_layers": 1,
-        "activation_func_clamp_value": 10.0, "bias_activation_fusion": False,
-        "layernorm_epsilon": 1e-6,
+        "layernorm_epsilon": 1e-6, **_CLAMPED, **_STREAMS,
     },
 }  # fmt: skip
 #: Values of ``--dsa-model``.
-MODELS = ("v3.2-tiny", "v3.2", "glm-5", "v4-tiny", "v4-flash", "v4-pro")
+MODELS = (
+    *("v3.2-tiny", "v3.2", "glm-5", "glm-5.3-tiny", "glm-5.3-flash"),
+    *("v4-tiny", "v4-flash", "v4-pro"),
+)
 
 
 def model_flags(name: str) -> list[str]:

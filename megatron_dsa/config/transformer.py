@@ -30,8 +30,8 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
         validate(self)
 
     def _derive(self) -> None:
-        if self.moe_hash_layers:
-            # Layers with and without a table cannot be stacked in one checkpoint tensor.
+        if self.moe_hash_layers or self.linear_attention_freq is not None:
+            # Layers of two kinds cannot be stacked in one checkpoint tensor.
             self.hetereogenous_dist_checkpoint = True
 
     @classmethod

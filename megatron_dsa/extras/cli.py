@@ -258,7 +258,8 @@ def _add_data(commands) -> None:
 
 def _add_conversions(commands) -> None:
     into = commands.add_parser(
-        "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
+        "import-hf",
+        help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, GLM-5.3, V4)",
     )
     into.add_argument("--input", required=True, help="directory of config.json and safetensors")
     into.add_argument("--output", required=True, help="directory for --load")

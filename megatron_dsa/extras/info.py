@@ -15,7 +15,13 @@ from megatron_dsa.config.model import CSAFields, DSAOptions
 from megatron_dsa.config.presets import AROUND, PRESETS
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import did_you_mean, require
-from megatron_dsa.layers.required_ops import RequiredOp, required_ops, stream_ops, visible_ops
+from megatron_dsa.layers.required_ops import (
+    RequiredOp,
+    kda_ops,
+    required_ops,
+    stream_ops,
+    visible_ops,
+)
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
 from megatron_dsa.ops.dispatch import OpCall, Operation, Policy, choices_unlogged
@@ -113,7 +119,7 @@ def model_ops(name: str) -> dict[str, RequiredOp]:
     if _is_v4(name):
         ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
     else:
-        for op in visible_ops(config):
+        for op in (*visible_ops(config), *kda_ops(config)):
             ops.setdefault(op.operation, op)
     return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
 
@@ -127,6 +133,7 @@ _MEGATRON = {
     "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
     "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
     "dsa_indexer_scoring_relu": True, "dsa_indexer_rotate_activation": True,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128,
 }  # fmt: skip
 
 
@@ -168,6 +175,9 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
 _REMARKS = {
     **dict.fromkeys(
         (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
+    ),
+    **dict.fromkeys(
+        (name for name in OPERATIONS if name.startswith("kda_")), "with --linear-attention-freq"
     ),
     "indexer_engine_scores": "with --dsa-indexer-numerics deepgemm-fp8",
     **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),

@@ -4,9 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
 from megatron_dsa.config.model import (
@@ -19,7 +24,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules.cuda_graphs import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.linears import replicated_linear
+from megatron_dsa.layers.linears import Fp32Parameters, new_parameter, replicated_linear
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
 from megatron_dsa.layers.parallel.groups import Ranks, gather_detached, gather_same
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
@@ -87,7 +92,7 @@ class Indexer(MegatronModule):
         self.linear_weights_proj.backward_dw()
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(Fp32Parameters, MegatronModule):
     """A core attention that may have an indexer, as ``self_attention.core_attention``.
 
     Args:
@@ -141,6 +146,7 @@ class CoreAttention(MegatronModule):
         self.selection_source: Any = None
         self.selection_sink: Any = None
         self.indexer: Any = None
+        self.attn_sink: Any = None
         self.indexer_is_trained = indexer_is_trained(config)
         self.loss_is_sparse = loss_is_sparse(config)
         self.loss_scale = install_loss_scale(config)
@@ -163,6 +169,31 @@ class CoreAttention(MegatronModule):
         if not self.indexer_is_trained:
             # A parameter without a gradient would stall the overlapped gradient reduction.
             self.indexer.requires_grad_(False)
+
+    def build_sink(self) -> None:
+        """Build ``attn_sink``, a logit per local head with a share in the softmax and no value."""
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        sink: Any = new_parameter(self.config, heads)
+        sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
+        self.attn_sink = sink
+        self.fp32_parameters = ("attn_sink",)
+
+    def sinks(self, ranks: Ranks) -> torch.Tensor | None:
+        """Return the sinks of the heads that this rank attends with, if the layer has any."""
+        if self.attn_sink is None or not ranks.by_sequence:
+            return self.attn_sink
+        return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
+        """Shard ``attn_sink`` over tensor-parallel ranks like the heads."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.attn_sink is not None:
+            metadata = ensure_metadata_has_dp_cp_group(metadata)
+            state |= make_sharded_tensors_for_checkpoint(
+                {"attn_sink": self.attn_sink}, prefix, {"attn_sink": 0}, sharded_offsets,
+                tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
+            )  # fmt: skip
+        return state
 
     def required_ops(self) -> list[RequiredOp]:
         """Return the operations that this layer calls."""

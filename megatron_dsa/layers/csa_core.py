@@ -6,21 +6,14 @@ and in stage sparse a CSA layer (ratio 4) selects among them.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 
 from megatron_dsa.config.model import uses_indexer
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
 from megatron_dsa.layers.core import CoreAttention
-from megatron_dsa.layers.linears import Fp32Parameters, new_parameter
 from megatron_dsa.layers.parallel.csa_keys import join_keys_of_ranks
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope
@@ -42,24 +35,18 @@ class CSACoreAttentionSubmodules:
     indexer: ModuleSpec | type = None
 
 
-class CSACoreAttention(Fp32Parameters, CoreAttention):
+class CSACoreAttention(CoreAttention):
     """Attention to the window and to compressed keys, with a learned sink per head.
 
     Takes the arguments of :class:`CoreAttention`, submodules after the configuration.
     """
-
-    fp32_parameters = ("attn_sink",)
 
     def __init__(
         self, config, submodules: CSACoreAttentionSubmodules, layer_number: int, *args, **kwargs
     ):
         super().__init__(config, layer_number, *args, **kwargs)
         self.ratio = config.ratio(layer_number, self.is_mtp)
-        local_heads = config.num_attention_heads // config.tensor_model_parallel_size
-        self.attn_sink = new_parameter(config, local_heads)
-        sink: Any = self.attn_sink
-        sink.tensor_model_parallel = True
-        sink.partition_dim, sink.partition_stride = 0, 1
+        self.build_sink()
         self.compressor = None
         if self.ratio:
             self.compressor = build_module(
@@ -111,7 +98,8 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
                 kv = torch.cat([compressed, kv])
         else:
             kv, kv_grad = join_keys_of_ranks(kv, compressed, keys, halo, ranks)
-        sink = self._sinks(ranks)
+        sink = self.sinks(ranks)
+        assert sink is not None
         trains, evaluates = self.trains_indexer_now(), self.evaluates_indexer_now()
         given = None
         if self.attends_to_selected:
@@ -173,11 +161,6 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         self.note_selection(indices, lists.compressed.layout)
         return dataclasses.replace(lists, selected=indices, selected_length=length, checked=checked)
 
-    def _sinks(self, ranks: Ranks) -> torch.Tensor:
-        if not ranks.by_sequence:
-            return self.attn_sink
-        return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
-
     def _dense_loss(
         self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor, sample: QuerySample | None = None
     ) -> torch.Tensor:
@@ -215,13 +198,3 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             inputs, lists.compressed.layout, lists.selected, lists.selected_length, p_sum, policy,
             self.heads_group(),
         ).value  # fmt: skip
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        """Shard ``attn_sink`` over tensor-parallel ranks like the heads."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        state |= make_sharded_tensors_for_checkpoint(
-            {"attn_sink": self.attn_sink}, prefix, {"attn_sink": 0}, sharded_offsets,
-            tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
-        return state

@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.config.hybrid import attention_layers
-from megatron_dsa.config.model import selects_keys, shares_teacher, uses_indexer
+from megatron_dsa.config.model import selects_keys, shares_teacher, uses_indexer, uses_sinks
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
     IndexerInputs,
@@ -113,6 +113,8 @@ class DSACoreAttention(CoreAttention):
         self.shares_teacher = shares_teacher(config, layer_number, self.is_mtp)
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
+        if uses_sinks(config):
+            self.build_sink()
         if resolving() and not on_meta():
             level = logging.DEBUG if choices_are_collected() else logging.INFO
             log_once(level, self.choice.describe())
@@ -141,7 +143,7 @@ class DSACoreAttention(CoreAttention):
         rank; ``weights [local heads, 256, 512]`` expand latents to keys and values.
         """
         selection = self._select(layout, index_inputs, given, ranks)
-        group = ranks.tp if ranks.by_sequence else None
+        group, sink = ranks.tp if ranks.by_sequence else None, self.sinks(ranks)
         result = absorbed_attention(
             q,
             kv,
@@ -149,6 +151,7 @@ class DSACoreAttention(CoreAttention):
             selection.indices,
             softmax_scale=self.softmax_scale,
             topk_length=selection.length,
+            attn_sink=sink,
             kv_grad=kv_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             in_order=True,
@@ -158,7 +161,7 @@ class DSACoreAttention(CoreAttention):
             policy=self.policy,
         )
         out = self._trained_and_measured(
-            result, index_inputs, layout, selection, q, kv,
+            result, index_inputs, layout, selection, q, kv, sink,
             w_uk=weights[:, : self.config.qk_head_dim], group=group,
         )  # fmt: skip
         return out, selection
@@ -190,6 +193,7 @@ class DSACoreAttention(CoreAttention):
             bits,
             softmax_scale=self.softmax_scale,
             topk=selection.indices.shape[1],
+            attn_sink=self.attn_sink,
             k_pe_grad=k_pe_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             indexer=self._loss_in_backward(index_inputs, layout, selection),
@@ -198,7 +202,9 @@ class DSACoreAttention(CoreAttention):
         )
         result = result._replace(lse=ranks.queries_of(result.lse))
         q = ranks.queries_of(q)
-        out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe=k_pe)
+        out = self._trained_and_measured(
+            result, index_inputs, layout, selection, q, kv, self.attn_sink, k_pe=k_pe
+        )
         return out, selection
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
@@ -267,7 +273,7 @@ class DSACoreAttention(CoreAttention):
         return layout if pools is None else pools.keys.layout
 
     def _trained_and_measured(
-        self, result, index_inputs, layout, selection, q, kv, **keys
+        self, result, index_inputs, layout, selection, q, kv, sink, **keys
     ) -> torch.Tensor:
         """Return the output of attention to selected keys, with a loss over all keys attached.
 
@@ -276,9 +282,10 @@ class DSACoreAttention(CoreAttention):
         sample = self.draw_sample(layout)
         if index_inputs is None:
             return result.out
+        mass = result.lse if sink is None else torch.logaddexp(result.lse, sink.detach())
         attended = Attended(
             index_inputs, layout, self.config.dsa_indexer_topk, layout, q, kv, selection.indices,
-            result.lse, self.softmax_scale, **keys,
+            mass, self.softmax_scale, **keys,
         )  # fmt: skip
         out = result.out
         if self.trains_indexer_now() and not self.loss_is_sparse:

@@ -1,4 +1,4 @@
-"""The frame of both self-attentions: refusals, layout, recompute and the output projection."""
+"""The frame of all self-attentions: refusals, layout, recompute and the output projection."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_dsa.ops.layout.layout import Layout
 class SelfAttentionFrame:
     """The forward pass around :meth:`attend`, which subclasses define.
 
-    Attributes have the names of Megatron's MLA.
+    Attributes have the names of Megatron's MLA; ``core_attention`` is ``None`` without a core.
     """
 
     ranks: Ranks
@@ -110,4 +110,5 @@ class SelfAttentionFrame:
         for linear in self.delayed_linears():
             if linear.weight.requires_grad:
                 linear.backward_dw()
-        self.core_attention.backward_dw()
+        if self.core_attention is not None:
+            self.core_attention.backward_dw()

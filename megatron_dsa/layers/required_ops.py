@@ -13,6 +13,7 @@ import torch
 
 from megatron_dsa.config.attention_choice import LayerCalls, attention_of, query_heads
 from megatron_dsa.config.model import (
+    has_learned_head,
     indexer_is_trained,
     loss_is_sparse,
     options_of,
@@ -22,14 +23,17 @@ from megatron_dsa.config.model import (
     shares_teacher,
     uses_csa,
     uses_indexer,
+    uses_sinks,
     uses_streams,
 )
 from megatron_dsa.config.rules.csa import CSA_RATIO
+from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.ops.dispatch import Operation, Policy
 from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.hyper_connections.spec import HEAD, READ, WRITE
 from megatron_dsa.ops.indexer_topk.api import selection_calls
+from megatron_dsa.ops.kda import spec as kda
 from megatron_dsa.ops.masked_attention import spec as masked
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teacher
 
@@ -82,16 +86,31 @@ def required_ops(
     ``layer_number`` counts from 1; ``device``: ``cuda`` or ``cpu``, by default the one that
     training would use here.
     """
+    if not is_mtp and is_kda_layer(config, layer_number - 1):
+        return kda_ops(config, device)
     declare = _csa_ops if uses_csa(config) else _dsa_ops
     return list(declare(LayerCalls(config, device), layer_number, is_mtp))
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
     """Return what attention and MLP of a layer call for their streams, or the model's ``head``."""
-    if not uses_streams(config):
+    if not (has_learned_head(config) if head else uses_streams(config)):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
     return [RequiredOp(each.name, call) for each in ((HEAD,) if head else (READ, WRITE))]
+
+
+def kda_ops(config: Any, device: str | None = None) -> list[RequiredOp]:
+    """Return the operations that a KDA layer calls."""
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    heads //= config.tensor_model_parallel_size
+    calls = LayerCalls(config, device)
+    convolution, of_heads = calls.of(1, heads * dim, heads * dim), calls.of(heads, dim, dim)
+    return [
+        RequiredOp(kda.CONVOLUTION.name, convolution),
+        RequiredOp(kda.ATTENTION.name, of_heads),
+        RequiredOp(kda.NORM.name, of_heads),
+    ]
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
@@ -110,10 +129,13 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     taught = indexer or shares_teacher(config, layer_number, is_mtp)
     masks = attention_of(config, calls.device).masked
     if indexer:
-        head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        yield RequiredOp("index_rotation", calls.of(*head))
+        rotates = rope > 0 or config.dsa_indexer_rotate_activation
+        if rotates:
+            head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+            yield RequiredOp("index_rotation", calls.of(*head))
         of_keys = "index_rotation" if options.indexer_pool_size == 1 else "compressor"
-        yield RequiredOp(of_keys, calls.of(1, config.dsa_indexer_head_dim))
+        if rotates or of_keys == "compressor":
+            yield RequiredOp(of_keys, calls.of(1, config.dsa_indexer_head_dim))
     if options.stage != "sparse":
         call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
         if masks:
@@ -131,7 +153,9 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         yield from _masked_ops(calls, indexer, taught, visible, selected)
         return
     yield from _ropes(calls, heads)
-    attention = calls.of(heads, latent + rope, latent, topk=selected_tokens(config))
+    attention = calls.of(
+        heads, latent + rope, latent, topk=selected_tokens(config), sink=uses_sinks(config)
+    )
     teaches = taught and _all_are_taught(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
     backward = replace(attention, teacher=teaches)
@@ -156,8 +180,9 @@ def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
 
 def _ropes(calls: LayerCalls, heads: int) -> Iterator[RequiredOp]:
     rope = calls.config.qk_pos_emb_head_dim
-    yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
-    yield RequiredOp("rotate", calls.of(1, rope))
+    if rope > 0:
+        yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
+        yield RequiredOp("rotate", calls.of(1, rope))
 
 
 def _masked_ops(

@@ -27,6 +27,8 @@ from megatron_dsa.layers.required_ops import RequiredOp, called_ops
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy, on_meta, uncounted
 from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.kda.api import delta_attention, gated_norm, short_convolution
+from megatron_dsa.ops.kda.spec import LOWEST_GATE
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention.spec import (
     BACKWARD,
@@ -93,6 +95,20 @@ def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale
         inputs = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
         with uncounted():
             _index(fused, inputs, policy)
+    if "kda_attention" in fused:
+        with uncounted(), torch.enable_grad():
+            _delta_rule(fused["kda_attention"], policy)
+
+
+def _delta_rule(call: OpCall, policy: Policy) -> None:
+    shape, dtype = (1, _TOKENS, call.heads * call.qk_dim), call.dtype
+    weight = _values(shape[2], 1, 4, dtype=torch.float32).requires_grad_()
+    x = short_convolution(_values(*shape, dtype=dtype), weight, policy=policy)
+    x = x.unflatten(2, (call.heads, -1))
+    ones = torch.ones(call.heads, device=_DEVICE), torch.ones(shape[2], device=_DEVICE)
+    out = delta_attention(x, x, x, x, x[..., 0], *ones, lower_bound=LOWEST_GATE, policy=policy)
+    out = gated_norm(out, x, torch.ones_like(x[0, 0, 0]), 1e-6, policy=policy)
+    torch.autograd.grad(out, weight, out.detach())
 
 
 def _device() -> torch.device:

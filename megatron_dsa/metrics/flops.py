@@ -3,8 +3,8 @@
 Counted are the matrix products that the mathematics asks for, each once, with two operations per
 multiply-add. Not counted are products that are computed again (scores in a backward pass,
 recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
-everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads,
-sums of residual streams).
+everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, short convolutions,
+sums over index heads, sums of residual streams).
 Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
@@ -18,6 +18,7 @@ Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM 
 * Masked dense attention counts all visible keys: it computes them.
 * In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
+* A KDA layer counts its recurrence: per token and head the state is read twice and written once.
 * Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
@@ -26,9 +27,10 @@ In a frozen ``warmup`` no gradient of the main model is needed, so none is count
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, MLP, parts_of_layer
+from megatron_dsa.config.hybrid import ATTENTION, EXPERTS, KDA, MLP, parts_of_layer
 from megatron_dsa.config.model import (
     has_adapters,
+    has_learned_head,
     indexer_is_trained,
     options_of,
     selects_keys,
@@ -81,7 +83,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
     # One product for the embedding, one for the hidden state or for each of its streams.
-    projections = (1 + (config.hc_mult if uses_streams(config) else 1)) * config.hidden_size**2
+    projections = (1 + (config.hc_mult if has_learned_head(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
@@ -99,13 +101,15 @@ def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
         if part == ATTENTION:
             weights = _csa_weights if uses_csa(config) else _dsa_weights
             work += [*weights(config, number, is_mtp), *_pair_work(config, number, is_mtp)]
+        elif part == KDA:
+            work += _kda_work(config)
         elif part in MLP + EXPERTS:
             work += _mlp_work(config, part == EXPERTS)
-    return [*work, *_streams(config)]
+    return [*work, *_streams(config, is_mtp)]
 
 
-def _streams(config) -> Iterator[Work]:
-    if uses_streams(config):
+def _streams(config, is_mtp: bool) -> Iterator[Work]:
+    if has_learned_head(config) if is_mtp else uses_streams(config):
         outputs = config.hc_mult * (2 + config.hc_mult)
         products = 2 * _projection(config, outputs)
         yield _linear("hyper-connections", products, _weight_gradients(config))
@@ -113,7 +117,7 @@ def _streams(config) -> Iterator[Work]:
 
 def _head(config) -> Iterator[Work]:
     """Yield the projection of the connection that reads the streams for the output layer."""
-    if uses_streams(config):
+    if has_learned_head(config):
         products = _projection(config, config.hc_mult)
         yield _linear("hyper-connections", products, _weight_gradients(config))
 
@@ -130,7 +134,8 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
         queries = hidden * query
     else:
         queries = config.q_lora_rank * (hidden + query)
-    down_and_output = hidden * (latent + rope) + heads * config.v_head_dim * hidden
+    outputs = 2 if options_of(config).output_gate else 1
+    down_and_output = hidden * (latent + rope) + outputs * heads * config.v_head_dim * hidden
     # Absorbed into queries and outputs or expanding the latents: as many products.
     up = latent * heads * (config.qk_head_dim + config.v_head_dim)
     work = [
@@ -157,6 +162,22 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     if ratio == CSA_RATIO and uses_indexer(config):
         work.append(_indexer_weights(config, compressor * config.dsa_indexer_head_dim))
     return work
+
+
+def _kda_work(config) -> list[Work]:
+    hidden, heads, dim = (
+        config.hidden_size,
+        config.linear_num_value_heads,
+        config.linear_value_head_dim,
+    )
+    width = heads * dim
+    # Queries, keys, values and output; gates of low rank; beta.
+    weights = hidden * (4 * width + heads) + 2 * dim * (hidden + width)
+    state = 3 * width * dim  # read by the key, written, read by the query
+    return [
+        _linear("projections", weights, _weight_gradients(config)),
+        _linear("delta rule", state, _main_gradients(config)),
+    ]
 
 
 def _indexer_weights(config, keys: int) -> Work:

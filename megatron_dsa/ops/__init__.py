@@ -11,6 +11,7 @@ from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.hyper_connections import spec as hyper_connections
 from megatron_dsa.ops.indexer_loss.spec import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.spec import ENGINE_SCORES, SCORES, TOPK
+from megatron_dsa.ops.kda import spec as kda
 from megatron_dsa.ops.key_lists.spec import KEY_LISTS
 from megatron_dsa.ops.masked_attention.spec import BACKWARD as MASKED_BACKWARD
 from megatron_dsa.ops.masked_attention.spec import FORWARD as MASKED_FORWARD
@@ -43,6 +44,9 @@ OPERATIONS: dict[str, Operation] = {
         DENSE_ATTENTION,
         SPARSE_LOSS,
         DENSE_LOSS,
+        kda.CONVOLUTION,
+        kda.ATTENTION,
+        kda.NORM,
         hyper_connections.WRITE,
         hyper_connections.HEAD,
     )

@@ -1,4 +1,4 @@
-"""One DSA layer and one CSA layer in plain torch: the first file to read.
+"""One DSA, one CSA and one KDA layer in plain torch: the first file to read.
 
 ``x [s, hidden]`` is one causal sequence, ``w`` the weights by checkpoint name, ``rope`` the result
 of :func:`rope_tables`. All scores exist at once; the package computes the same numbers block by
@@ -10,7 +10,7 @@ other dims of V3.2's queries, ``V`` of its values, ``D`` dims of V4's heads.
 """
 
 import torch
-from torch.nn.functional import layer_norm, rms_norm
+from torch.nn.functional import layer_norm, pad, rms_norm, silu
 
 EPS = 1e-6  # of all norms
 
@@ -93,7 +93,8 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
     """DeepSeek-V3.2: attend to the keys that the indexer selects, in the latent space.
 
     Returns the output ``[s, hidden]`` and the indexer's loss. The stages ``warmup`` and ``dense``
-    attend to all keys; ``dense`` has no indexer and no loss.
+    attend to all keys; ``dense`` has no indexer, so its loss is None. Hy4 also has a sink per head
+    and an output gate.
     """
     rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])  # P, R
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
@@ -114,8 +115,11 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
         scores = dsa_index_scores(x.detach(), q_latent.detach(), w, rope)
     if stage == "sparse":
         seen = indexer_topk(scores, seen, topk)
-    out, p_sum = sparse_attention(q, kv, seen, softmax_scale, rank)  # [s, H, R]
+    sink = w.get("core_attention.attn_sink")
+    out, p_sum = sparse_attention(q, kv, seen, softmax_scale, rank, sink)  # [s, H, R]
     out = torch.einsum("thr,hvr->thv", out, w_uv).flatten(1)
+    if "linear_gate.weight" in w:
+        out = out * linear(x, w, "linear_gate").sigmoid()
     loss = None if scores is None else indexer_loss(scores, p_sum, seen)
     return linear(out, w, "linear_proj"), loss
 
@@ -197,3 +201,54 @@ def join_previous(x, nothing) -> torch.Tensor:
     previous, current = x.chunk(2, -1)
     first = torch.full_like(previous[:1], nothing)
     return torch.cat([torch.cat([first, previous[:-1]]), current], 1)
+
+
+def kda_layer(x, w, heads, lower_bound=-5.0) -> torch.Tensor:
+    """Kimi Delta Attention: a state ``[D, D]`` per head in place of keys.
+
+    Returns ``[s, hidden]``. ``D`` is the dim of a head; queries, keys and values pass a short
+    convolution.
+    """
+    by_head = heads, -1
+    q, k, v = (
+        kda_convolution(linear(x, w, f"linear_{n}_proj"), w[f"{n}_conv1d.weight"]) for n in "qkv"
+    )
+    g = linear(linear(x, w, "linear_f_a_proj"), w, "linear_f_b_proj")
+    gate = linear(linear(x, w, "linear_g_a_proj"), w, "linear_g_b_proj")
+    q, k, v, g, gate = (t.unflatten(-1, by_head) for t in (q, k, v, g, gate))  # [s, H, D]
+    beta = linear(x, w, "linear_b_proj")  # [s, H]
+    out = kda_attention(q, k, v, g, beta, w["A_log"], w["dt_bias"], lower_bound)
+    out = kda_norm(out, gate, w["o_norm.weight"], EPS)
+    return linear(out.flatten(1), w, "linear_proj")
+
+
+def kda_convolution(x, weight) -> torch.Tensor:
+    """SiLU of a causal convolution of ``x [s, channels]`` with ``weight [channels, 1, K]``."""
+    width = weight.shape[2]
+    windows = pad(x, (0, 0, width - 1, 0)).unfold(0, width, 1)  # [s, channels, K]
+    return silu((windows * weight[:, 0]).sum(-1))
+
+
+def kda_attention(q, k, v, g, beta, A_log, dt_bias, lower_bound) -> torch.Tensor:
+    """Decay the state per channel of the keys, write ``v`` under ``k``, read it with ``q``.
+
+    ``q, k, v, g [s, H, D]`` and ``beta [s, H]`` come from projections; gates, the norms of queries
+    and keys and the scale ``D^-0.5`` are inside. Returns ``[s, H, D]``.
+    """
+    heads, dim = q.shape[1:]
+    rate = A_log.exp()[:, None]
+    decay = (lower_bound * torch.sigmoid(rate * (g + dt_bias.view(heads, dim)))).exp()
+    q, k = (t / (t.square().sum(-1, keepdim=True) + EPS).sqrt() for t in (q, k))
+    beta, outputs = beta.sigmoid(), []
+    state = v.new_zeros(heads, dim, dim)  # [H, key dim, value dim]
+    for t in range(len(q)):
+        state = decay[t][..., None] * state
+        error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
+        state = state + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * error)
+        outputs.append(torch.einsum("hk,hkv->hv", q[t] * dim**-0.5, state))
+    return torch.stack(outputs)
+
+
+def kda_norm(x, gate, weight, eps) -> torch.Tensor:
+    """Norm of each head of ``x [..., H, D]`` times ``weight [D]`` and the sigmoid of ``gate``."""
+    return rms_norm(x, x.shape[-1:], weight, eps) * gate.sigmoid()

@@ -74,10 +74,15 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield (
         fp32_gradients
         or not args.use_precision_aware_optimizer
-        or not (args.csa_compress_ratios or max(args.hc_mult, args.dsa_indexer_pool_size) > 1),
-        "--main-grads-dtype must be fp32 with --csa-compress-ratios, and with --hc-mult or "
-        f"--dsa-indexer-pool-size above 1, got {args.main_grads_dtype}: some parameters stay in "
-        "fp32, and transformer-engine reads all gradients in one dtype to clip them; drop it",
+        or not (
+            args.csa_compress_ratios
+            or max(args.hc_mult, args.dsa_indexer_pool_size) > 1
+            or args.softmax_type == "learnable"
+        ),
+        "--main-grads-dtype must be fp32 with --csa-compress-ratios or --softmax-type learnable, "
+        f"and with --hc-mult or --dsa-indexer-pool-size above 1, got {args.main_grads_dtype}: some "
+        "parameters stay in fp32, and transformer-engine reads all gradients in one dtype to clip "
+        "them; drop it",
     )
     yield from _rank_rules(args)
 
@@ -169,8 +174,17 @@ _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
     ("lora_load", lambda args: args.lora_rank, "with --lora-rank"),
-    ("hc_sinkhorn_iters hc_eps", lambda args: args.hc_mult > 1, "with --hc-mult of 2 or more"),
+    (
+        "hc_sinkhorn_iters hc_eps hc_collapse",
+        lambda args: args.hc_mult > 1,
+        "with --hc-mult of 2 or more",
+    ),
     ("moe_hash_seed", lambda args: args.moe_hash_layers, "with --moe-hash-layers of 1 or more"),
+    (
+        "kda_gate_lower_bound",
+        lambda args: args.linear_attention_freq is not None,
+        "with --linear-attention-freq",
+    ),
     ("dsa_warmup_train_all", lambda args: args.dsa_stage == "warmup", "in --dsa-stage warmup"),
     ("dsa_indexer_numerics", lambda args: args.dsa_stage == "sparse", "in --dsa-stage sparse"),
     (

@@ -14,6 +14,8 @@ DSA = Case(
         "linear_q_up_proj",
         "linear_kv_down_proj",
         "linear_kv_up_proj",
+        "linear_gate",
+        "attn_sink",
     ),
     by_columns=("linear_proj",),
     rows=96,
@@ -38,6 +40,8 @@ MASKED = {"selected_attention": "masked"}
 POOLED = {
     "indexer_pool_size": 4, "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False,
 }  # fmt: skip
+#: A sink per head and an output gate (Hy4).
+SINKS = {"softmax_type": "learnable", "output_gate": True}
 VISIBLE = {
     "stage": "warmup", "freeze_main": False, "sequence_length": 96,
     "dsa_indexer_use_sparse_loss": False,
@@ -52,6 +56,10 @@ LAYERS = {
     "DSA masked dense loss": (DSA, (), MASKED | {"dsa_indexer_use_sparse_loss": False}),
     "DSA masked recomputed": (DSA, (), MASKED | RECOMPUTED),
     "DSA masked fp32": (DSA, (), MASKED | {"dtype": torch.float32}),
+    "DSA with sinks": (DSA, (), SINKS),
+    "DSA with sinks, recomputed": (DSA, (), SINKS | RECOMPUTED),
+    "DSA masked, with sinks": (DSA, (), SINKS | MASKED | SAMPLED),
+    "DSA masked, with sinks, recomputed": (DSA, (), SINKS | MASKED | RECOMPUTED),
     "DSA pooled": (DSA, (), POOLED),
     "DSA pooled masked sampled": (DSA, (), POOLED | MASKED | SAMPLED),
     "dense MLA, pooled warm-up": (

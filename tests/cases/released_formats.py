@@ -17,6 +17,9 @@ V4_FP8 = re.compile(
 V32_FP8 = re.compile(
     r".*\.self_attn\.(\w+proj|\w+_mqa|indexer\.w(q_b|k))\.weight|.*\.mlp\..*_proj.*"
 )
+#: MLPs of a GLM-5.3-Flash are fp8, these tensors fp32, the others bf16.
+GLM_5_3_FP8 = re.compile(r"model\.language_model\..*\.mlp\..*_proj\.weight")
+GLM_5_3_FP32 = re.compile(r".*(hc_|_conv1d|A_log|dt_bias|_compress_ape|e_score_correction).*")
 #: Rows and columns of a block, small as the models; columns that share a scale in fp4.
 BLOCK, FP4_COLUMNS = (16, 8), 4
 
@@ -57,6 +60,22 @@ def write_v32(config, source, target):
     return expected
 
 
+def write_glm_5_3(config, source, target):
+    """Write a GLM-5.3-Flash with fp8 MLPs and bf16 weights."""
+    generator = torch.Generator().manual_seed(3)
+
+    def quantised(name, weight):
+        if GLM_5_3_FP8.fullmatch(name):
+            return fp8(weight, torch.rand(blocks(weight), generator=generator) / 100 + 1e-4)
+        return None
+
+    def stored(name, weight):
+        return weight if GLM_5_3_FP32.fullmatch(name) else weight.bfloat16()
+
+    _write(source, target, quantised, "{}.weight_scale_inv", stored)
+    _write_config(config | {"dtype": "bfloat16"}, target)
+
+
 def blocks(weight):
     """Rows and columns of a matrix's scales."""
     return (
@@ -82,14 +101,14 @@ def fp4(weight, scale, generator):
     return packed.view(torch.int8), scale, (CODES[codes.long()] * wide).bfloat16()
 
 
-def _write(source, target, quantised, scale_name):
+def _write(source, target, quantised, scale_name, stored=lambda _name, weight: weight):
     reader, expected = CheckpointReader(source), {}
     with CheckpointWriter(target, shard_bytes=30_000) as writer:
         for name in reader.names():
             weight = reader.read(name)
             found = quantised(name, weight)
             if found is None:
-                writer.add(name, weight)
+                writer.add(name, stored(name, weight))
                 continue
             small, scale, expected[name] = found
             writer.add(name, small)

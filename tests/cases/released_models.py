@@ -116,8 +116,60 @@ V4_PRO = V4 | {
     "routed_scaling_factor": 2.5,
     "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
 }
+GLM_5_3_FLASH = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "text_config": MOE
+    | {
+        "model_type": "glm5_next_text",
+        "vocab_size": 154880,
+        "num_hidden_layers": 45,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "n_routed_experts": 288,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 0,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 256,
+        "mla_use_nope": True,
+        "index_n_heads": 32,
+        "index_kpool": 4,
+        "index_kpool_compress": True,
+        "index_kpool_always_select_tail": True,
+        "index_share_for_mtp_iteration": True,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full"] * 45,
+        "layer_types": [
+            "deepseek_sparse_attention" if layer % 4 == 3 else "linear_attention"
+            for layer in range(45)
+        ],
+        "linear_attn_config": {
+            "num_heads": 64,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "safe_gate": True,
+            "kda_layers": [layer for layer in range(45) if layer % 4 != 3],
+            "full_attn_layers": list(range(3, 45, 4)),
+        },
+        "mhc": True,
+        "hc_mult": 4,
+        "hc_eps": 1e-06,
+        "hc_sinkhorn_iters": 20,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 10.0,
+    },
+    "vision_config": {"model_type": "glm5_next_vision", "depth": 24},
+}
 #: By name of the preset.
 CONFIGS = {
+    "glm-5.3-flash": GLM_5_3_FLASH,
     "v3.2": DEEPSEEK_V32,
     "glm-5": GLM_5,
     "v4-flash": V4_FLASH,

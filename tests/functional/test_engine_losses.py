@@ -41,6 +41,30 @@ def test_losses(model, precision):
         assert engine.steps[-1]["mtp_1 loss"] < engine.steps[0]["mtp_1 loss"]
 
 
+#: A model, and the layers of the hybrid model that equals it.
+HYBRIDS = {"DSA": "D-D-D-D-", "experts": "D-DEDEDE", "MTP": "D-D-D-D-/D-"}
+
+
+def hybrid(pattern):
+    return {"--num-layers": None, "--mtp-num-layers": None, "--hybrid-layer-pattern": pattern}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_losses_of_hybrid_models(name, source):
+    """A GPT and the hybrid model with its layers draw equal weights."""
+    flags = MODELS[name] | {"--data-path": source}
+    gpt, equal = run(flags, ENGINE), run(flags, ENGINE)
+    got = run(flags | hybrid(HYBRIDS[name]), ENGINE)
+    check_losses(got, gpt, BOUNDS[name, "bf16"], noise_of(gpt, equal))
+
+
+def test_gated_delta_net_in_hybrid_models(source):
+    pytest.importorskip("fla")
+    got = run(MODELS["DSA"] | hybrid("GD-GD-") | {"--data-path": source}, ENGINE)
+    assert got.steps[-1]["lm loss"] < got.steps[0]["lm loss"]
+    assert got.steps[-1]["indexer loss"] > 0
+
+
 def test_delayed_scaling_needs_a_loss_scale(model):
     """Without the preset one, E5M2 rounds the first step's gradients to 0 layer after layer."""
     _, flags, local, _ = model

@@ -263,6 +263,16 @@ def causal_mask(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
+def attention_probabilities(params: dict[str, Tensor], scores: Tensor, mask: Tensor) -> Tensor:
+    """Softmax of [H, S, Skv] over the mask, with a column without a value for each head's sink."""
+    sink = params.get("core_attention.attn_sink")
+    if sink is None:
+        return masked_softmax(scores, mask)
+    column = sink[:, None, None].expand(-1, scores.shape[1], 1)
+    seen = torch.nn.functional.pad(mask, (0, 1), value=True)
+    return masked_softmax(torch.cat([scores, column], dim=-1), seen)[..., :-1]
+
+
 def select(index_scores: Tensor, k: int) -> Tensor:
     """T_t = top-min(k, t + 1) of I[t, :t + 1], as a bool mask [S, S]."""
     length = index_scores.shape[0]
@@ -325,9 +335,12 @@ def _attend(
         raise ValueError("sparse mode needs an indexer in params, or indices")
 
     attended = causal if mode == "dense" else selected
-    probs = masked_softmax(scores, attended)
+    probs = attention_probabilities(params, scores, attended)
     heads_out = torch.einsum("hts,shd->thd", probs, value)
-    out = heads_out.reshape(length, shape.heads * shape.v) @ params["linear_proj.weight"].T
+    heads_out = heads_out.reshape(length, shape.heads * shape.v)
+    if "linear_gate.weight" in params:
+        heads_out = heads_out / (1 + torch.exp(-x @ params["linear_gate.weight"].T))
+    out = heads_out @ params["linear_proj.weight"].T
 
     dense_probs = masked_softmax(scores.detach(), causal)
     captured = (dense_probs * selected).sum(dim=-1)
@@ -340,7 +353,7 @@ def _attend(
         if shape.pool > 1 and loss == "dense":
             whole = visible.repeat_interleave(shape.pool, dim=1)  # tokens of pools
             loss_keys = torch.nn.functional.pad(whole, (0, length - whole.shape[1]))
-        teacher = masked_softmax(scores.detach(), loss_keys).sum(dim=0)
+        teacher = attention_probabilities(params, scores, loss_keys).detach().sum(dim=0)
         if shape.pool > 1:
             teacher = teacher[:, : visible.shape[1] * shape.pool]
             teacher = teacher.unflatten(1, (visible.shape[1], shape.pool)).sum(dim=-1)

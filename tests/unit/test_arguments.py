@@ -283,7 +283,14 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
         ),
         (
             ["--hc-mult", "4", "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
-            "--main-grads-dtype must be fp32 with --csa-compress-ratios, and with --hc-mult or ",
+            "--main-grads-dtype must be fp32 with .*, and with --hc-mult or ",
+        ),
+        (
+            [
+                *("--softmax-type", "learnable", "--use-precision-aware-optimizer"),
+                *("--main-grads-dtype", "bf16"),
+            ],
+            "--main-grads-dtype must be fp32 with --csa-compress-ratios or --softmax-type learnab",
         ),
         (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
         (

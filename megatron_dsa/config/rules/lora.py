@@ -50,6 +50,7 @@ ALL = "all-linear"
 _ROWS = (
     Must("delay_wgrad_compute", False, "frozen weights have no gradient"),
     Must("indexer_pool_size", 1, "the gate of pools has no adapter", "--dsa-indexer-pool-size"),
+    Must("output_gate", False, "the gate has no adapter", "--dsa-output-gate"),
     Must("fp8_param", False, "the optimizer, which quantises such weights, holds no frozen ones"),
     Must("cuda_graph_impl", "none", "they were not run together"),
     Must("overlap_moe_expert_parallel_comm", False, "they were not run together"),

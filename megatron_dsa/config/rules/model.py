@@ -33,14 +33,13 @@ ATTENTION = (
         "a bias of linears",
     ),
     Must("add_qkv_bias", False, "no released model has one"),
-    Must("softmax_type", "vanilla", _ONE_MASK),
+    Must("softmax_type", ("vanilla", "learnable"), "no released model has a sink fixed at 0"),
     Must("window_size", None, _ONE_MASK),
     Must("window_attn_skip_freq", None, _ONE_MASK),
     Must(
         "softmax_scale", None, "the softmax scale is that of MLA's head dims",
         "--use-mup (or softmax_scale)",
     ),
-    Must("linear_attention_freq", None, "every layer has the attention of this package"),
     Must(
         "dsa_kernel_backend", "none", "it chooses kernels of Megatron's bundled DSA; name kernels "
         "of this package by operation (--dsa-impl, docs/guide/flags.md)",
@@ -115,6 +114,21 @@ _MASKED = (
         "V4's layers attend to lists of window and compressed keys; drop --dsa-selected-attention",
     ),
 )  # fmt: skip
+#: With ``--softmax-type learnable``.
+_SINKS = (
+    Must("csa_compress_ratios", None, "V4's layers always have sinks; drop --softmax-type"),
+    Must(
+        "stage", "sparse", "attention to all visible keys has no sinks; use sparse, whose indexers "
+        "learn from selected keys", "--dsa-stage",
+    ),
+)  # fmt: skip
+_SINKS_DENSE_LOSS = Must(
+    "dsa_indexer_use_sparse_loss", True, "a teacher of all visible keys has no sinks; add it"
+)
+#: With ``--dsa-output-gate``.
+_GATE_CSA = Must(
+    "csa_compress_ratios", None, "V4's layers have output groups; drop --dsa-output-gate"
+)
 _EXPANDED_BY_HEADS = Must(
     "tp_mode", Not(("sequence",)),
     "a rank expands the keys of its local heads only; use heads or select, or "
@@ -279,6 +293,17 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         yield from check_rows(_MASKED, config, options, case)
         if config.tensor_model_parallel_size > 1:
             yield _EXPANDED_BY_HEADS.check(config, options, case)
+
+
+def sink_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
+    """Yield where layers of V3.2's attention cannot have sinks or an output gate."""
+    if config.softmax_type == "learnable":
+        case = "with --softmax-type learnable"
+        yield from check_rows(_SINKS, config, options, case)
+        if dense_loss and options.stage == "sparse":
+            yield _SINKS_DENSE_LOSS.check(config, options, case)
+    if options.output_gate:
+        yield _GATE_CSA.check(config, options, "with --dsa-output-gate")
 
 
 def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:

@@ -54,6 +54,8 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     (
         Range(1, 2**16, "it counts heads, groups, streams or experts, or dimensions of a head"),
         "--num-attention-heads --num-query-groups --kv-channels --qk-head-dim --v-head-dim "
+        "--linear-num-key-heads --linear-num-value-heads --linear-key-head-dim "
+        "--linear-value-head-dim --linear-conv-kernel-dim "
         "--dsa-indexer-n-heads --num-experts --moe-router-topk --moe-router-num-groups "
         "--moe-router-group-topk --o-groups --hc-mult --dsa-indexer-pool-size",
     ),
@@ -118,6 +120,10 @@ _ROWS: tuple[tuple[Range, str], ...] = (
         "--dsa-indexer-loss-queries --dsa-indexer-loss-heads",
     ),
     (Range(0, 1, "it is a probability"), "--attention-dropout --hidden-dropout"),
+    (
+        Range(-5, -1e-6, "kernels multiply the decays of 16 steps in fp32"),
+        "--kda-gate-lower-bound",
+    ),
     (
         Range(0, 1 - 2**-53, "averages with a factor of 1 never move"),
         "--adam-beta1 --adam-beta2 --sgd-momentum --muon-momentum --lion-beta1 --lion-beta2",

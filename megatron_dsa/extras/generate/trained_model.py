@@ -61,6 +61,7 @@ _MODEL = (
     *("untie_embeddings_and_output_weights", "padded_vocab_size", "make_vocab_size_divisible_by"),
     *("bf16", "fp16", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher", "dsa_indexer_pool_size"),
+    "dsa_output_gate",
     *("dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets"),
 )
 #: How the training reads its data.

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of DeepSeek-V3, V3.2, V4 and GLM-5, in and out.
+"""Hugging Face checkpoints of DeepSeek-V3, V3.2, V4, GLM-5 and GLM-5.3, in and out.
 
 * ``models.py``, ``keys.py``, ``pairs.py`` - keys of config.json: the table of models, how keys are
   read, keys that say one thing twice

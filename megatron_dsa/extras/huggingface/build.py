@@ -8,6 +8,7 @@ import torch
 
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.model import DSAOptions, has_adapters
+from megatron_dsa.config.presets import POOL_SIZE
 from megatron_dsa.config.transformer import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.flags import fields_of
@@ -38,7 +39,11 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": True,
         "dsa_indexer_loss_coeff": 0.0,  # nothing is trained
-        "dsa": DSAOptions(stage=stage, latent_norm_epsilon=hf.latent_norm_epsilon),
+        "dsa": DSAOptions(
+            stage=stage,
+            latent_norm_epsilon=hf.latent_norm_epsilon,
+            indexer_pool_size=fields.pop(POOL_SIZE, 1),
+        ),
     }
     return kind(**fields | fixed | settings)
 
@@ -95,7 +100,7 @@ def empty_model(
         **settings,
     )
     with torch.device("meta"), without_kernels():
-        return gpt_model(config, hf.vocab_size, hf.raw.get("max_position_embeddings", 4096))
+        return gpt_model(config, hf.vocab_size, hf.text.get("max_position_embeddings", 4096))
 
 
 def widest_dtype(

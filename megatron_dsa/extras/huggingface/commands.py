@@ -24,7 +24,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.adapters import export_adapter
 from megatron_dsa.extras.huggingface.build import empty_model, widest_dtype
-from megatron_dsa.extras.huggingface.config_json import HFModel, read_config
+from megatron_dsa.extras.huggingface.config_json import TEXT, HFModel, read_config
 from megatron_dsa.extras.huggingface.convert import Import, export_model, open_checkpoint
 from megatron_dsa.extras.huggingface.features import (
     check_features,
@@ -108,6 +108,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
     _note(*hf.remarks)
+    if TEXT in hf.raw:
+        _note("the text model is written; copy the tensors of the vision tower from the release")
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import computes_topk, options_of, uses_indexer, uses_streams
+from megatron_dsa.config.presets import POOL_SIZE
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.files import read_json
 from megatron_dsa.extras.huggingface.keys import SIZE, check_keys, check_values, refuse, required
@@ -32,11 +33,16 @@ UNSAID: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "qk_l2_norm": False,
     "attention_output_gate": False,
+    "softmax_type": "vanilla",
     "no_rope_freq": None,
     "rotary_percent": 1.0,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
+    POOL_SIZE: 1,
 }
+#: Part of a multimodal model's config.json, and keys beside it that also count for the text.
+TEXT = "text_config"
+_BESIDE_TEXT = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class HFModel:
 
     Attributes:
         raw: config.json as it is.
+        text: its part for the text model, all of it in models of text only.
         fields: arguments of the transformer configuration that describe the same model.
         num_layers, mtp_layers: decoder and multi-token-prediction layers.
         vocab_size: without padding.
@@ -57,6 +64,7 @@ class HFModel:
     """
 
     raw: dict[str, Any]
+    text: dict[str, Any]
     fields: dict[str, Any]
     num_layers: int
     mtp_layers: int
@@ -95,7 +103,8 @@ def _parsed(config: dict) -> HFModel:
     kind: Any = config.get("model_type")
     if kind not in tuple(MODELS):
         refuse("model_type", kind, f"must be one of {', '.join(MODELS)}; others are unknown")
-    model, raw = MODELS[kind], config
+    model, raw, config = MODELS[kind], config, _text_of(config)
+    text = config
     check_values(config)
     config, notes = resolved(config, model)
     check_keys(config, model)
@@ -105,6 +114,7 @@ def _parsed(config: dict) -> HFModel:
     epsilon, dtype = model.latent_norm_epsilon, _unquantised_dtype(config)
     return HFModel(
         raw=raw,
+        text=text,
         fields=fields | _COMMON,
         num_layers=config["num_hidden_layers"],
         mtp_layers=config.get("num_nextn_predict_layers") or 0,
@@ -116,6 +126,16 @@ def _parsed(config: dict) -> HFModel:
         latent_norm_epsilon=None if epsilon == fields["layernorm_epsilon"] else epsilon,
         remarks=notes + tuple(remark for key, remark in model.remarks.items() if config.get(key)),
     )
+
+
+def _text_of(config: dict) -> dict:
+    text = config.get(TEXT)
+    if text is None:
+        return config
+    if not isinstance(text, dict):
+        refuse(TEXT, text, "must be a JSON object")
+    beside = {key: config[key] for key in _BESIDE_TEXT if text.get(key) is None and key in config}
+    return text | beside | {"model_type": config["model_type"]}
 
 
 def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
@@ -173,9 +193,11 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
         # The router's dtype says how it computes, not what.
         if name == "moe_router_dtype" or (name.startswith("dsa_") and not uses_indexer(config)):
             continue
-        actual = getattr(config, name, None)
         if name in left_out:
             continue
+        actual = getattr(config, name, None)
+        if name == POOL_SIZE:
+            actual = options_of(config).indexer_pool_size
         if name == "moe_layer_freq" and isinstance(actual, int):
             actual = [int(layer % actual == 0) for layer in range(config.num_layers)]
         if name == "dsa_indexer_k_norm_epsilon" and actual is None:

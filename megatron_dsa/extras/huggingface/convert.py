@@ -24,6 +24,7 @@ from megatron_dsa.extras.huggingface.checks import (
     left_by_rank,
 )
 from megatron_dsa.extras.huggingface.config_json import (
+    TEXT,
     HFModel,
     check_model,
     model_features,
@@ -79,6 +80,9 @@ class Import:
         self.reader = open_checkpoint(directory, self.hf)
         self._model, self._directory = model, directory
         names = set(self.reader.names())
+        outside = {name for name in names if self.hf.names.outside.match(name)}
+        names -= outside
+        self._outside = len(outside)
         left = left_tensors(self.hf, self.reader, model.config, set(without))
         names -= {name for group in left.values() for name in group}
         located = {name: self.hf.names.locate(name, self.hf.num_layers) for name in names}
@@ -191,6 +195,7 @@ class Import:
             (len(report.rounded), "%d tensors were rounded to the model's dtype"),
             (indexers, "%d tensors of indexers were not read: the model has none"),
             (prediction, "%d tensors of multi-token prediction were not read"),
+            (self._outside, "%d tensors of the vision tower were not read"),
             (announced, "num_nextn_predict_layers = %d, and the checkpoint has no such layers"),
         ):
             if count:
@@ -321,14 +326,19 @@ def export_model(
                 dtypes.add(tensor.dtype)
         nonfinite.check()  # without its index, the directory is no checkpoint
         said = {k: v for k, v in config.items() if k != "quantization_config"}
+        text = said
+        if TEXT in said:
+            text = said[TEXT] = {k: v for k, v in said[TEXT].items() if k != "quantization_config"}
         if "expert_dtype" in said:
             said["expert_dtype"] = None
         if hf.mtp_layers != _mtp_layers(model):
-            said["num_nextn_predict_layers"] = _mtp_layers(model)
-        said |= _without_features(writer, hf, model) | (precision.config if precision else {})
+            text["num_nextn_predict_layers"] = _mtp_layers(model)
+        text |= _without_features(writer, hf, model)
+        said |= precision.config if precision else {}
         # The router's bias is fp32 in every model.
-        narrowest = min(dtypes, key=lambda x: x.itemsize)
-        said["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
+        narrowest = str(min(dtypes, key=lambda x: x.itemsize)).split(".")[1]
+        for part in (said, *([text] if {"dtype", "torch_dtype"} & text.keys() else [])):
+            part["dtype" if "dtype" in part else "torch_dtype"] = narrowest
         text = json.dumps(said, indent=2, sort_keys=True) + "\n"
         writer.path("config.json").write_text(text)
 
@@ -351,12 +361,12 @@ def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:
     if HYPER_CONNECTIONS in hf.names.features.keys() - features:
         mtp = hf.names.mtp_prefixes(_mtp_layers(model), hf.num_layers)
         layers = [hf.names.prefix(layer, False, hf.num_layers) for layer in range(hf.num_layers)]
-        streams = hf.raw.get("hc_mult") or 1
+        streams = hf.text.get("hc_mult") or 1
         for name, tensor in identity(streams, model.config.hidden_size, layers + mtp, ["", *mtp]):
             writer.add(name, tensor)
         changes["hc_mult"] = streams
     if HASH_ROUTING in hf.names.features.keys() - features:
-        if "mlp_layer_types" in hf.raw:
+        if "mlp_layer_types" in hf.text:
             changes["mlp_layer_types"] = ["moe"] * hf.num_layers
         else:
             changes["num_hash_layers"] = 0

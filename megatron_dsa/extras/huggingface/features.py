@@ -43,7 +43,7 @@ def check_prediction(hf: HFModel, features: Collection[str]) -> None:
     DeepSeek-V4-Flash-0731 has stages of DSpark instead: ``mtp.0`` to ``mtp.2``, a ratio for each,
     and one counted layer.
     """
-    listed = len(hf.raw.get("compress_ratios") or ())
+    listed = len(hf.text.get("compress_ratios") or ())
     require(
         PREDICTION not in features or listed <= hf.num_layers + hf.mtp_layers,
         f"compress_ratios has {listed} entries, and config.json counts {hf.num_layers} layers and "
@@ -103,9 +103,19 @@ def left_tensors(
 
 
 def check_features(hf: HFModel, features: Collection[str], what: str) -> None:
-    """Raise if ``what``, a model, has hyper-connections or hash routing and config.json has not."""
+    """Raise if ``what``, a model, has hyper-connections or hash routing and config.json has not.
+
+    Also if it lacks hyper-connections that no ``--without`` leaves out.
+    """
     more = sorted(set(features) - described_features(hf) - {PREDICTION})
     keys = {HYPER_CONNECTIONS: "hc_mult", HASH_ROUTING: "num_hash_layers or mlp_layer_types"}
+    less = described_features(hf) - set(features) - set(hf.names.features) - {PREDICTION}
+    require(
+        not less,
+        f"{what} has no {' and '.join(sorted(less))}, and config.json, of a "
+        f"{hf.raw['model_type']}, has ({', '.join(keys[x] for x in sorted(less))}): give the "
+        "config.json of the model that was trained",
+    )
     require(
         not more,
         f"{what} has {' and '.join(more)}, and config.json, of a {hf.raw['model_type']}, has not "
@@ -117,7 +127,7 @@ def leaves_plain_residuals(
     hf: HFModel, reader: CheckpointReader, tensors: dict[str, list[str]]
 ) -> bool:
     """Return if a checkpoint's hyper-connections (``tensors`` by feature) do nothing."""
-    connections, streams = tensors.get(HYPER_CONNECTIONS), hf.raw.get("hc_mult")
+    connections, streams = tensors.get(HYPER_CONNECTIONS), hf.text.get("hc_mult")
     return bool(connections and streams and is_identity(reader, connections, streams))
 
 

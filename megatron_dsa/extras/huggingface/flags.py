@@ -48,7 +48,7 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
         "mtp_num_layers": mtp or None,
         # The model's own size: a tokenizer may have fewer tokens.
         "padded_vocab_size": hf.vocab_size,
-        "max_position_embeddings": hf.raw.get("max_position_embeddings"),
+        "max_position_embeddings": hf.text.get("max_position_embeddings"),
     }
     if "csa_compress_ratios" in fields:
         fields["csa_compress_ratios"] = fields["csa_compress_ratios"][: hf.num_layers + mtp]
@@ -58,8 +58,8 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
 def unsaid(hf: HFModel) -> list[str]:
     """Return what these flags cannot say of the model, a sentence each."""
     notes = list(hf.remarks)
-    base = hf.fields["rotary_base"]
-    if base != int(base):
+    base = hf.fields.get("rotary_base")
+    if base is not None and base != int(base):
         notes.append(f"rope_theta = {base}: --rotary-base takes whole numbers")
     notes.append(
         "--dsa-indexer-loss-coeff is yours to add: 1.0 trains the indexers, 0 freezes them"

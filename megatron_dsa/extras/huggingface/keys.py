@@ -114,9 +114,11 @@ _NUMBERS = {
     **dict.fromkeys(
         (
             *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
-            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "index_kpool"),
             *("index_n_heads", "index_head_dim", "index_topk", "index_topk_freq"),
+            *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "num_heads"),
+            *("short_conv_kernel_size",),
             *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
             *("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters"),
             *("max_position_embeddings", "original_max_position_embeddings"),
@@ -126,10 +128,11 @@ _NUMBERS = {
     **dict.fromkeys(
         (
             *("num_nextn_predict_layers", "first_k_dense_replace", "n_shared_experts"),
-            *("num_hash_layers", "index_skip_topk_offset"),
+            *("num_hash_layers", "index_skip_topk_offset", "qk_rope_head_dim"),
         ),
         COUNT,
     ),
+    "head_dim": COUNT,
     **dict.fromkeys(("rope_theta", "compress_rope_theta"), Number(above=1)),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE),
     **dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE),
@@ -146,6 +149,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
     **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),
     **dict.fromkeys(("indexer_types", "modules_to_not_convert"), (list, "list")),
+    "linear_attn_config": (dict, "object"),
     "index_topk_pattern": ((str, list), "string or list"),
 }
 

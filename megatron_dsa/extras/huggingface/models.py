@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_dsa.config.model import computes_topk
+from megatron_dsa.config.presets import POOL_SIZE
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.extras.huggingface.keys import (
     COUNT,
@@ -28,7 +29,13 @@ from megatron_dsa.extras.huggingface.keys import (
     required,
     yarn_fields,
 )
-from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
+from megatron_dsa.extras.huggingface.names import (
+    GLM_5_3,
+    HASH_ROUTING,
+    HYPER_CONNECTIONS,
+    V3,
+    V4,
+)
 
 _ALIASES = {
     "num_local_experts": "n_routed_experts",
@@ -43,13 +50,17 @@ _LATENT_NORM_EPSILON = 1e-6
 _MSCALES = ("mscale", "mscale_all_dim")
 
 
-def _mla(config: dict) -> Fields:
-    """Return the fields of rope, which pairs neighbouring dims in both packages."""
+def _heads(config: dict) -> Fields:
     heads = config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads", heads)
     if key_heads != heads:
         rule = f"must be num_attention_heads ({heads}): multi-latent attention shares no heads"
         refuse("num_key_value_heads", key_heads, rule)
+    return {}
+
+
+def _mla(config: dict) -> Fields:
+    """Return the fields of rope, which pairs neighbouring dims in both packages."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(where) or {}
     stretched = is_yarn(rope, where, set(_MSCALES))
@@ -174,7 +185,7 @@ _DEEPSEEK_V3 = Model(
         ("qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
     ),
     aliases=_ALIASES,
-    converters=(_mla, _grouped_experts),
+    converters=(_heads, _mla, _grouped_experts),
     latent_norm_epsilon=_LATENT_NORM_EPSILON,
     remarks={
         "index_share_for_mtp_iteration": "index_share_for_mtp_iteration has no counterpart: layers "
@@ -198,7 +209,7 @@ def _with_indexer(architecture: str, interleaved: bool) -> Model:
 HASH_LAYERS = "moe_hash_layers"
 #: Features that a model may be built without -> the fields that describe them.
 FEATURE_FIELDS = {
-    HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters"),
+    HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters", "hc_collapse"),
     HASH_ROUTING: (HASH_LAYERS,),
 }
 
@@ -261,14 +272,18 @@ def _v4_rope(config: dict) -> Fields:
 
 
 def _v4_experts(config: dict) -> Fields:
-    score, limit = config["scoring_func"], config.get("swiglu_limit") or None
+    score = config["scoring_func"]
     if score not in ("sqrtsoftplus", "sigmoid"):
         refuse("scoring_func", score, "must be sqrtsoftplus or sigmoid")
-    fields = expert_fields(config, [1] * config["num_hidden_layers"]) | {
+    return expert_fields(config, [1] * config["num_hidden_layers"]) | {
         "moe_router_num_groups": None,
         "moe_router_group_topk": None,
-        "activation_func_clamp_value": limit,
     }
+
+
+def _clamp(config: dict) -> Fields:
+    limit = config.get("swiglu_limit") or None
+    fields = {"activation_func_clamp_value": limit}
     # Megatron's fused SwiGLU silently leaves out the clamp.
     return fields if limit is None else fields | {"bias_activation_fusion": False}
 
@@ -335,7 +350,106 @@ _DEEPSEEK_V4 = Model(
         "compress_": ("compress_ratios", "compress_rates", "compress_rope_theta"),
     },
     aliases=_ALIASES | {"intermediate_size": "moe_intermediate_size"},
-    converters=(_v4_rope, _v4_experts, _csa, _streams, _hash_layers),
+    converters=(_v4_rope, _v4_experts, _clamp, _csa, _streams, _hash_layers),
+)
+
+# --------------------------------------------------------------------------------- GLM-5.3-Flash
+
+#: Kinds of layers -> whether they are KDA; transformers and the release name DSA differently.
+_IS_KDA = {
+    "linear_attention": 1,
+    "indexed_attention": 0,
+    "deepseek_sparse_attention": 0,
+    "full_attention": 0,
+}
+#: Object of KDA's dims, whose keys win over those beside it, as in transformers.
+_KDA = "linear_attn_config"
+_KDA_KEYS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+    "gate_lower_bound": "linear_lower_bound",
+}
+#: What transformers takes for a key that is absent.
+_GLM_5_3_DEFAULTS = {"first_k_dense_replace": 3, "swiglu_limit": 10.0}
+
+
+def _clamped_experts(config: dict) -> Fields:
+    config = _GLM_5_3_DEFAULTS | {key: x for key, x in config.items() if x is not None}
+    return _grouped_experts(config) | _clamp(config)
+
+
+def _kda(config: dict) -> Fields:
+    layers, kinds = config["num_hidden_layers"], required(config, "layer_types")
+    if len(kinds) != layers or any(kind not in _IS_KDA for kind in kinds):
+        refuse("layer_types", kinds, f"must say {' or '.join(_IS_KDA)} for every layer")
+    pattern = [_IS_KDA[kind] for kind in kinds]
+    if not any(pattern):
+        return {"linear_attention_freq": None}
+    given = config.get(_KDA) or {}
+    listed = given.get("kda_layers")
+    if listed is not None and listed != [i for i, is_kda in enumerate(pattern) if is_kda]:
+        refuse(f"{_KDA}.kda_layers", listed, "contradicts layer_types: keep one of them")
+    said = {flat: given.get(key, config.get(flat)) for key, flat in _KDA_KEYS.items()}
+    bound = said["linear_lower_bound"]
+    if bound is None:
+        if given.get("safe_gate") is False or not (given or "linear_lower_bound" not in config):
+            refuse("linear_lower_bound", None, "only gates with a lower bound are supported")
+        bound = -5.0  # as in transformers
+    heads, dim = required(said, "linear_num_heads"), required(said, "linear_head_dim")
+    return {
+        "linear_attention_freq": pattern,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": dim,
+        "linear_value_head_dim": dim,
+        "linear_conv_kernel_dim": required(said, "linear_conv_kernel_dim"),
+        "kda_gate_lower_bound": bound,
+    }
+
+
+def _pooled_indexer(config: dict) -> Fields:
+    size, layers = required(config, "index_kpool"), config.get("layer_types") or ()
+    kinds = config.get("indexer_types")
+    if kinds and len(kinds) == len(layers) and any(_IS_KDA.get(kind) for kind in layers):
+        own = [x for x, kind in zip(kinds, layers, strict=True) if not _IS_KDA.get(kind)]
+        if any(kind not in ("full", "F") for kind in own):
+            refuse("indexer_types", kinds, "no selection is shared across layers of KDA")
+        config = {key: x for key, x in config.items() if key not in _SHARING}
+    return _dsa_indexer(config, interleaved=True) | {
+        POOL_SIZE: size,
+        "dsa_indexer_rotate_activation": False,
+        "rope_type": "rope",  # of no dims
+        "rotary_scaling_factor": 1.0,
+    }
+
+
+def _mean_of_streams(config: dict) -> Fields:
+    fields = _streams(config)
+    return fields if fields["hc_mult"] == 1 else fields | {"hc_collapse": "mean"}
+
+
+_GLM_5_3_FLASH = dataclasses.replace(
+    _DEEPSEEK_V3,
+    architecture="Glm5NextForConditionalGeneration",
+    names=GLM_5_3,
+    only={
+        "scoring_func": "sigmoid",
+        "qk_rope_head_dim": 0,
+        "mla_use_nope": True,
+        "mhc": True,
+        "index_kpool_compress": True,
+        "index_kpool_always_select_tail": True,
+    },
+    closed={
+        "index": (
+            *("index_kpool", "index_kpool_compress", "index_kpool_always_select_tail"),
+            *("indexer_rope_interleave", "index_share_for_mtp_iteration", *INDEXER, *_SHARING),
+        ),
+        "linear_": (_KDA, *_KDA_KEYS.values()),
+    },
+    converters=(_heads, _clamped_experts, _kda, _pooled_indexer, _mean_of_streams),
+    latent_norm_epsilon=None,
 )
 
 
@@ -344,6 +458,7 @@ MODELS = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _with_indexer("DeepseekV32ForCausalLM", interleaved=False),
     "glm_moe_dsa": _with_indexer("GlmMoeDsaForCausalLM", interleaved=True),
+    "glm5_next": _GLM_5_3_FLASH,
     "deepseek_v4": _DEEPSEEK_V4,
 }
 
@@ -365,6 +480,8 @@ _KEYS = {
     "moe_router_score_function": "scoring_func",
     "moe_hash_layers": "num_hash_layers, or mlp_layer_types",
     "activation_func_clamp_value": "swiglu_limit",
+    POOL_SIZE: "index_kpool",
+    "linear_attention_freq": "layer_types",
 }
 
 

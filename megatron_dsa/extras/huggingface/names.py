@@ -1,11 +1,13 @@
 """Names: which tensors of a Hugging Face checkpoint make up which parameter of a Megatron model.
 
-One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names come
+One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, with additions for GLM-5.3-Flash, one for
+DeepSeek-V4. Hugging Face's names come
 from released checkpoints (one tensor per expert), Megatron's from its MLA, MoE and bundled DSA, as
 in Megatron-Bridge. Linears have the same orientation on both sides and no weight is permuted: a
 conversion only joins tensors, such as the gate and the up projection.
 """
 
+import dataclasses
 import enum
 import functools
 import re
@@ -95,6 +97,7 @@ class Names:
         quantised: pattern of the weights that are quantised where a model is released so.
         scale: name of their scales, with ``{}`` for the weight's name without ``.weight``.
         rename: turns the name in a file into the released one.
+        outside: pattern of tensors of other parts than the text model.
     """
 
     models: str
@@ -109,6 +112,7 @@ class Names:
     quantised: re.Pattern = re.compile(r"(?!)")
     scale: str = "{}.weight_scale_inv"
     rename: Callable[[str], str] = str
+    outside: re.Pattern = re.compile(r"(?!)")
 
     def match(self, name: str, num_layers: int) -> Match:
         """Return the tensors that make up the Megatron parameter ``name``.
@@ -200,6 +204,11 @@ def _mlp(prefix: str, ours: tuple[str, ...], gate: str, up: str, down: str) -> t
     return _entry(both, fc1, Split.ROWS), _entry(f"{prefix}{down}.weight", fc2, Split.COLUMNS)
 
 
+def _connection(kind: str, ours: str = "") -> tuple[Entry, ...]:
+    names = [f"hc_{kind}_{part}" for part in ("fn", "base", "scale")]
+    return tuple(_entry(name, f"{ours}{name}") for name in names)
+
+
 _ATTN = "self_attention."
 _CORE = f"{_ATTN}core_attention."
 INDEXER = f"{_CORE}indexer."
@@ -268,6 +277,54 @@ V3 = Names(
     ),
 )
 
+# ------------------------------------------------------------------------------- GLM-5.3-Flash
+# Released names, which save_pretrained of transformers writes also.
+
+
+def _kda(hf: str, ours: str, split: Split = Split.ROWS) -> Entry:
+    return _entry(f"self_attn.{hf}", f"{_ATTN}{ours}", split)
+
+
+GLM_5_3 = dataclasses.replace(
+    V3,
+    models="GLM-5.3-Flash",
+    model=(
+        _entry(
+            "model.language_model.embed_tokens.weight",
+            "embedding.word_embeddings.weight",
+            Split.VOCABULARY,
+        ),
+        _entry("model.language_model.norm.weight", "decoder.final_layernorm.weight"),
+        _entry("lm_head.weight", "output_layer.weight", Split.VOCABULARY),
+    ),
+    layer=(
+        *V3.layer,
+        _entry("self_attn.indexer.index_kpool_compress_gate", f"{INDEXER}linear_pool_gate.weight"),
+        _entry("self_attn.indexer.index_kpool_compress_ape", f"{INDEXER}pool_ape"),
+        *_connection("attn"),
+        *_connection("ffn"),
+        *(_kda(f"{x}_proj.weight", f"linear_{x}_proj.weight") for x in ("q", "k", "v", "b")),
+        *(_kda(f"{x}_conv1d.weight", f"{x}_conv1d.weight") for x in ("q", "k", "v")),
+        *(_kda(f"{x}_a_proj.weight", f"linear_{x}_a_proj.weight", Split.WHOLE) for x in "fg"),
+        *(_kda(f"{x}_b_proj.weight", f"linear_{x}_b_proj.weight") for x in "fg"),
+        _kda("dt_bias", "dt_bias"),
+        _kda("A_log", "A_log"),
+        _kda("o_norm.weight", "o_norm.weight", Split.WHOLE),
+    ),
+    layer_prefix="model.language_model.layers.{}.",
+    copies={
+        "embed_tokens.weight": "model.language_model.embed_tokens.weight",
+        "shared_head.head.weight": "lm_head.weight",
+    },
+    writes_copies=False,
+    quantised=re.compile(r".*\.mlp\.(.*\.)?(gate|up|down)_proj\.weight"),
+    # Checkpoints of text only leave out the middle part.
+    rename=functools.partial(
+        re.sub, r"^model\.(?!language_model\.|visual\.)", "model.language_model."
+    ),
+    outside=re.compile(r"model\.visual\."),
+)
+
 # ----------------------------------------------------------------------------------- DeepSeek-V4
 # Sources: the conversion table of transformers (deepseek_v4) and Megatron-Bridge's
 # deepseek_v4_bridge.py, which agree. Plain residuals and hyper-connections have different layers of
@@ -299,11 +356,6 @@ def _v4_compressor(hf: str, ours: str) -> tuple[Entry, ...]:
         _entry(f"{hf}ape", f"{ours}ape"),
         _entry(f"{hf}norm.weight", f"{ours}norm.weight"),
     )
-
-
-def _connection(kind: str, ours: str = "") -> tuple[Entry, ...]:
-    names = [f"hc_{kind}_{part}" for part in ("fn", "base", "scale")]
-    return tuple(_entry(name, f"{ours}{name}") for name in names)
 
 
 V4 = Names(

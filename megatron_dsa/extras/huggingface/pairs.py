@@ -27,7 +27,8 @@ def resolved(config: dict[str, Any], model: Model) -> tuple[dict[str, Any], tupl
         if (value := config.pop(alias, None)) is not None:
             _agree(alias, value, key, config.get(key))
             config[key] = value
-    notes += _one_rope(config, v4)
+    if config.get("qk_rope_head_dim") != 0:
+        notes += _one_rope(config, v4)
     for key, others in model.same:
         terms = [config.get(other) for other in others.split(" + ")]
         _agree(key, config.get(key), others, None if None in terms else sum(terms))

@@ -38,7 +38,7 @@ class ReleasedPrecision:
 
     def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
         require(mode in MODES, f"quantise must be {' or '.join(MODES)}, got {mode!r}")
-        said: dict[str, Any] | None = hf.raw.get("quantization_config")
+        said: dict[str, Any] | None = hf.text.get("quantization_config")
         fp4 = hf.quantisation.fp4_experts
         if mode == "fp8":
             require(

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import uses_csa
+from megatron_dsa.config.presets import POOL_SIZE
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.config_json import UNSAID, HFModel, differences
 from megatron_dsa.extras.huggingface.keys import shown
@@ -64,8 +65,8 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
             f"{flag_of('csa_compress_ratios')}"
         )
         return
-    if (size := getattr(saved, "dsa_indexer_pool_size", 1)) != 1:
-        yield f"no key says {flag_of('dsa_indexer_pool_size')}, which was {size} in training"
+    if getattr(saved, "dsa_output_gate", False):
+        yield f"no key says {flag_of('dsa_output_gate')}, which was True in training"
     for name, (actual, expected) in differences(hf, trained).items():
         if name in _FIXED and getattr(saved, name, None) is None:
             continue
@@ -75,7 +76,7 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
             yield _said(key_of(name), expected, flag_of(name), actual)
     for name, (key, expected) in _ARGUMENTS.items():
         if (actual := getattr(saved, name, expected)) != expected:
-            yield _said(key, hf.raw.get(key), flag_of(name), actual)
+            yield _said(key, hf.text.get(key), flag_of(name), actual)
     prediction = trained.mtp_num_layers or 0
     if prediction and hf.mtp_layers not in (0, prediction):
         key = "num_nextn_predict_layers"
@@ -85,7 +86,7 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
     rows = getattr(saved, "padded_vocab_size", None)
     if rows is not None and hf.vocab_size > rows:
         yield _said("vocab_size", hf.vocab_size, "--padded-vocab-size", rows)
-    positions = hf.raw.get("max_position_embeddings")
+    positions = hf.text.get("max_position_embeddings")
     if positions is not None and positions < saved.seq_length:
         yield _said("max_position_embeddings", positions, "--seq-length", saved.seq_length)
 
@@ -101,7 +102,7 @@ def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str
             f"{trained.layernorm_epsilon:g}; programs that load a {hf.raw['model_type']} use "
             f"{expected:g}"
         )
-    key, positions = "max_position_embeddings", hf.raw.get("max_position_embeddings")
+    key, positions = "max_position_embeddings", hf.text.get("max_position_embeddings")
     if positions not in (None, saved.max_position_embeddings):
         was = f"{flag_of(key)} was {saved.max_position_embeddings} in training"
         yield f"{key} = {positions} by config.json, {was}"
@@ -132,7 +133,7 @@ def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
     said.setdefault("dsa_stage", "sparse" if hf.has_indexer else "dense")
     # Rules for trainings that do not matter to a model.
     said |= {"attention_dropout": 0.0, "experimental_attention_variant": None}
-    unsaid = {name: said.pop(name) for name in UNSAID if name in said}
+    unsaid = {name: said.pop(name) for name in UNSAID if name in said and name != POOL_SIZE}
     with planner.parsed(["megatron_dsa"], 1, False, generate.adding(said)) as args:
         config: Any = model_config_from_args(args).transformer
     # Not every set of layers takes them, which matters to runs only.

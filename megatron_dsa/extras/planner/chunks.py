@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config.model import uses_streams
+from megatron_dsa.config.model import has_learned_head
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.layers.required_ops import RequiredOp, called_ops, stream_ops
@@ -177,7 +177,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
         # The output of the head, and the streams that it has read.
-        tensors = 1 + (config.hc_mult if uses_streams(config) else 0)
+        tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers
     return tensors * tokens, batch_size, config.hidden_size
@@ -211,7 +211,7 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         if isinstance(module, TransformerLayer)
     ]
     for index, (name, module) in enumerate(modules):
-        core = module.self_attention.core_attention
+        core = _calling_part(module)
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
             OPERATIONS[operation].choose(call, core.options.policy)
@@ -237,17 +237,21 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
 
 
 def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
-    ops = stream_ops(layer.config)
+    ops = stream_ops(layer.config) if has_learned_head(layer.config) or not is_mtp else []
     if is_mtp or layer.layer_number == layer.config.num_layers:
         ops += stream_ops(layer.config, head=True)
     return ops
 
 
-def kind_of(layer) -> str:
-    """Return the attention and the MLP of a transformer layer in words."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+def _calling_part(layer) -> Any:
+    """Return the core of a layer's attention, or KDA, which has none."""
+    return layer.self_attention.core_attention or layer.self_attention
 
-    core, config = layer.self_attention.core_attention, layer.config
+
+def _attention_of(layer) -> str:
+    core = layer.self_attention.core_attention
+    if core is None:
+        return "KDA"
     ratio = getattr(core, "ratio", None)
     if ratio is not None:
         name = "window" if ratio == 0 else "CSA" if ratio == 4 else "HCA"
@@ -259,6 +263,14 @@ def kind_of(layer) -> str:
         attention += " with indexer"
     elif ratio is None and core.options.stage == "sparse":
         attention += ", selection of an earlier layer"
+    return attention
+
+
+def kind_of(layer) -> str:
+    """Return the attention and the MLP of a transformer layer in words."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    attention, config = _attention_of(layer), layer.config
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
         mlp = f"{config.num_moe_experts} experts"

@@ -1,4 +1,4 @@
-"""Hyper-connections around Megatron's transformer layer: reads, write-backs and the head.
+"""Hyper-connections around Megatron's transformer layer: reads, write-backs and the end.
 
 A layer's hidden states are ``[s, b, n * C]``, ``n`` streams one after the other. Megatron's layer
 takes a pair (output, residual) from its norms: here, the read and the streams. The write-back
@@ -171,3 +171,15 @@ class StreamsHead(Fp32Parameters, MegatronModule):
         tokens = _by_token(streams, self.config)
         normed = read_head(tokens, connection, self.weight, policy=self.policy)
         return normed.view(*streams.shape[:2], -1)
+
+
+class StreamsMean(MegatronModule):
+    """Mean of the streams after the last layer and its norm, in place of the final norm."""
+
+    def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
+        super().__init__(config=config)
+        self.weight, self.eps = new_norm_weight(config, hidden_size), eps
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        mean = streams.unflatten(-1, (self.config.hc_mult, -1)).mean(-2)
+        return torch.nn.functional.rms_norm(mean, self.weight.shape, self.weight, self.eps)

@@ -7,7 +7,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dsa.config.model import computes_topk, shares_indices
+from megatron_dsa.config.hybrid import attention_layers
+from megatron_dsa.config.model import selects_keys
 from megatron_dsa.errors import require
 
 
@@ -30,10 +31,11 @@ def layers_of_stage(
         first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
         count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
         layers = range(first, first + count)
+    attention = [number for number in attention_layers(config) if number - 1 in layers]
     require(
-        not shares_indices(config) or not len(layers) or computes_topk(config, layers[0] + 1),
-        f"layer {layers[0] + 1 if len(layers) else 0} starts a pipeline stage but reuses the "
-        "selection of an earlier layer: index sharing does not cross pipeline stages. Choose a "
+        not attention or selects_keys(config, attention[0]),
+        f"layer {(*attention, 0)[0]} is the first sparse attention of a pipeline stage but reuses "
+        "the selection of an earlier layer: index sharing does not cross pipeline stages. Choose a "
         "split whose stages start with a layer that selects (--dsa-indexer-topk-freq "
         f"{config.dsa_indexer_topk_freq}, --dsa-indexer-skip-topk-offset "
         f"{config.dsa_indexer_skip_topk_offset}).",

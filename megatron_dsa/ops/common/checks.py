@@ -76,6 +76,12 @@ def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Ten
         require_tensor("topk_length", topk_length, q.shape[:1], (torch.int32,), q, fix)
 
 
+def require_sink(attn_sink: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise a :class:`ConfigError` unless there is a logit per head of ``q``, or none."""
+    if attn_sink is not None:
+        require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
+
+
 def require_layout(
     layout, queries: Mapping[str, torch.Tensor], keys: Mapping[str, torch.Tensor]
 ) -> None:

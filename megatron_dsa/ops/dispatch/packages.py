@@ -140,6 +140,14 @@ FLASH_ATTENTION_4 = Package(
     needs=(("4.0.0b36", "nvidia-cutlass-dsl", "4.6.2"),),
 )
 
+FLA = Package(
+    module="fla",
+    install="pip install 'fla-core>={floor}' (the extra 'kda')",
+    distribution="fla-core",
+    minimum="0.6",
+    tested="0.6.0",
+)
+
 TRITON = Package(
     module="triton",
     install="it comes with torch's CUDA builds (>= 2.11)",

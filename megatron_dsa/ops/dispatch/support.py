@@ -66,7 +66,7 @@ class Support:
         covers: covered results or inputs, in a few words.
         minimum: lowest version of ``package`` for this operation, if above the package's.
         not_run: capabilities for which the kernels were only compiled.
-        dims: pairs ``(qk_dim, v_dim)``.
+        dims: ``(qk_dim, v_dim)`` or ``(qk_dim, v_dim, rope_dim)``.
         heads, topk: inclusive ranges.
         packed, sink, without_relu: takes such calls.
         deterministic: bitwise repeatable.
@@ -84,8 +84,7 @@ class Support:
     capabilities: tuple[tuple[int, int], ...] | None = None
     not_run: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[torch.dtype, ...] | None = None
-    dims: tuple[tuple[int, int], ...] | None = None
-    rope_dim: int | None = None
+    dims: tuple[tuple[int, ...], ...] | None = None
     teacher_dims: tuple[int, ...] | None = None
     heads: tuple[int, int] | None = None
     topk: tuple[int, int] | None = None
@@ -129,12 +128,13 @@ class Support:
         if self.dtypes is not None and call.dtype not in self.dtypes:
             wanted = " or ".join(map(short_dtype, self.dtypes))
             return Reason(f"needs {wanted}", f", got {call.dtype}")
-        if self.dims is not None and (call.qk_dim, call.v_dim) not in self.dims:
-            wanted = " or ".join(f"{qk_dim}/{v_dim}" for qk_dim, v_dim in self.dims)
-            got = f"{call.qk_dim}/{call.v_dim}"
-            return Reason(f"needs dims {wanted}", f" (query and key/value), got {got}")
-        if self.rope_dim is not None and call.rope_dim != self.rope_dim:
-            return Reason(f"needs {self.rope_dim} rope dims of all heads", f", got {call.rope_dim}")
+        if self.dims is not None:
+            names = ("query and key", "value", "rope dims of all heads")[: len(self.dims[0])]
+            got = (call.qk_dim, call.v_dim, call.rope_dim)[: len(names)]
+            if got not in self.dims:
+                wanted = " or ".join("/".join(map(str, dims)) for dims in self.dims)
+                given = "/".join(map(str, got))
+                return Reason(f"needs dims {wanted}", f" ({'/'.join(names)}), got {given}")
         if self.teacher_dims is not None and call.teacher_dim not in self.teacher_dims:
             wanted = " or ".join(map(str, self.teacher_dims))
             return Reason(f"needs a teacher of {wanted} dims", f", got {call.teacher_dim}")

@@ -12,7 +12,13 @@ import torch
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.checks import (
+    FLOATS,
+    require_lists,
+    require_scale,
+    require_sink,
+    require_tensor,
+)
 from megatron_dsa.ops.common.collectives import (
     all_gather_async,
     exchange_parts,
@@ -99,7 +105,7 @@ def describe_visible_call(device: torch.device | str, topk: int | None = None) -
 class MaskedAttentionOutput(NamedTuple):
     #: ``[Sq, H, Dv]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32 (fp64), natural log, ``-inf`` without keys.
+    #: ``[Sq, H]`` fp32 (fp64), natural log, without sink; ``-inf`` without keys.
     lse: torch.Tensor
     #: ``[tokens of bits, topk]``, dtype of ``lse``: probabilities summed over all ranks' heads,
     #: ascending by key, then 0, or ``None``.
@@ -186,15 +192,45 @@ class _Settings:
             del found  # frees memory
 
 
+def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """Scale ``out`` in place by the share of the keys; return the lse of keys and sink.
+
+    Operations that get both compute probabilities and gradients with a sink.
+    """
+    if sink is None:
+        return lse
+    total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
+    out.mul_(torch.exp(lse - _finite(total))[..., None])
+    return total
+
+
+def _finite(total: torch.Tensor) -> torch.Tensor:
+    """Return ``total``, finite also for queries without a key and sinks of ``-inf``."""
+    return total.clamp_min(torch.finfo(total.dtype).min)
+
+
+def _sink_gradient(
+    sink: torch.Tensor, out: torch.Tensor, total: torch.Tensor, dout: torch.Tensor, workspace: int
+) -> torch.Tensor:
+    """Return ``-sum_t p_sink * rowsum(dO * O)`` for each head."""
+    grad = total.new_zeros(total.shape[1])
+    per_token = 3 * out.shape[1:].numel() * total.element_size()
+    for tokens in slices(len(out), rows_in_budget(workspace, per_token)):
+        delta = (dout[tokens].to(total.dtype) * out[tokens].to(total.dtype)).sum(-1)
+        grad -= (torch.exp(sink.to(total.dtype) - _finite(total[tokens])) * delta).sum(0)
+    return grad.to(sink.dtype)
+
+
 class _MaskedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, kv, k_pe, k_pe_grad, bits, s, *index_tensors):
+    def forward(ctx, q, kv, k_pe, k_pe_grad, sink, bits, s, *index_tensors):
         inputs = s.inputs(q, kv, k_pe, bits)
         out, lse = FORWARD.run(s.call, s.policy, inputs)
+        total = _add_sink(out, lse, sink)
         p_sum = None
         if s.want_p_sum:
-            p_sum = s.listed(inputs, lse, slice(0, len(bits))).p_sum
-        ctx.save_for_backward(q, kv, k_pe, bits, out, lse, *index_tensors)
+            p_sum = s.listed(inputs, total, slice(0, len(bits))).p_sum
+        ctx.save_for_backward(q, kv, k_pe, sink, bits, out, total, *index_tensors)
         ctx.settings = s
         ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
@@ -207,13 +243,13 @@ class _MaskedAttention(torch.autograd.Function):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
-        q, kv, k_pe, bits, out, lse, *index_tensors = ctx.saved_tensors
+        q, kv, k_pe, sink, bits, out, lse, *index_tensors = ctx.saved_tensors
         inputs = s.inputs(q, kv, k_pe, bits)
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
 
         def train(indexer: Taught | None) -> None:
             nonlocal index_grads
-            if indexer is None or not any(ctx.needs_input_grad[6:]):
+            if indexer is None or not any(ctx.needs_input_grad[7:]):
                 return
             sample = indexer.sample(len(bits), bits.device)
             parts: Iterable[TeacherPart]
@@ -229,10 +265,13 @@ class _MaskedAttention(torch.autograd.Function):
         before = s.part_size(len(bits)) < len(bits)
         train(s.indexer if before else None)
         dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
+        dsink = None
+        if sink is not None:
+            dsink = _sink_gradient(sink, out, lse, dout, s.policy.workspace_bytes)
         train(None if before else s.indexer)
         separate = ctx.separate_k_pe_grad
         to_k_pe, to_proxy = (None, dk_pe) if separate else (dk_pe.to(k_pe.dtype), None)
-        return dq, dkv, to_k_pe, to_proxy, None, None, *index_grads
+        return dq, dkv, to_k_pe, to_proxy, dsink, None, None, *index_grads
 
 
 def masked_attention(
@@ -243,6 +282,7 @@ def masked_attention(
     *,
     softmax_scale: float,
     topk: int | None = None,
+    attn_sink: torch.Tensor | None = None,
     k_pe_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     indexer: Taught | None = None,
@@ -263,6 +303,8 @@ def masked_attention(
             ``group`` of this rank's part of the tokens, in the order of ranks.
         softmax_scale: factor on ``q . k``.
         topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
+        attn_sink: ``[H]``, logits without a value; no kernel reads them: outputs are scaled by the
+            share of the keys.
         k_pe_grad: fp32 ``[Skv, R]``: receives the unrounded gradient of ``k_pe`` in its stead.
         want_p_sum: also return the head sum of the probabilities.
         indexer: trained in the backward on these probabilities, for the tokens of ``bits``.
@@ -270,7 +312,7 @@ def masked_attention(
             backward.
 
     Returns:
-        ``out`` is differentiable in q, kv and k_pe.
+        ``out`` is differentiable in q, kv, k_pe and attn_sink.
 
     Raises:
         ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small (on a GPU an
@@ -284,13 +326,16 @@ def masked_attention(
         fix = "pass the rope dims of the proxy of finish_with_proxy (layers/parallel/gather.py)"
         require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
     check_topk(topk, want_p_sum or indexer is not None)
+    require_sink(attn_sink, q)
     call = describe_attention(q, kv, k_pe, topk)
     if isinstance(indexer, IndexerTraining):
         indexer.check_parts(q.shape[1], group or indexer.head_group)
     indexer, trained = separate_tensors(indexer, bits=bits)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
     return MaskedAttentionOutput(
-        *_MaskedAttention.apply(q, kv, k_pe, k_pe_grad, bits.contiguous(), settings, *trained)
+        *_MaskedAttention.apply(
+            q, kv, k_pe, k_pe_grad, attn_sink, bits.contiguous(), settings, *trained
+        )
     )
 
 

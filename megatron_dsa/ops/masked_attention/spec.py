@@ -122,13 +122,12 @@ class MaskedAttentionInputs:
 
 
 _HERE = __package__
-#: V3.2 (128 dims without rope, 64 with, values of 128) and GLM-5 (192, 64, 256).
+#: Plain MLA of V3.2, GLM-5 and GLM-5.3 (no rope), in our own kernels.
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
     "capabilities": (HOPPER,),
     "dtypes": (torch.bfloat16,),
-    "dims": ((192, 128), (256, 256)),
-    "rope_dim": 64,
+    "dims": ((192, 128, 64), (256, 256, 64), (256, 256, 0)),
     "sink": False,
 }
 

@@ -22,7 +22,13 @@ from megatron_dsa.ops.common.arithmetic import (
     slices,
 )
 from megatron_dsa.ops.common.autograd import once_differentiable
-from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.checks import (
+    FLOATS,
+    require_lists,
+    require_scale,
+    require_sink,
+    require_tensor,
+)
 from megatron_dsa.ops.common.collectives import (
     all_gather_async,
     exchange_parts,
@@ -66,9 +72,10 @@ class _Plan:
 
 
 class _Blocks:
-    def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
+    def __init__(self, plan: _Plan, heads: int, q, kv, weights, sink, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
+        self.sink = sink
         self.rank = weights.shape[2]
         self.nope = q.shape[2] - (kv.shape[1] - self.rank)
         self.w_uk, self.w_uv = weights[:, : self.nope], weights[:, self.nope :]
@@ -93,15 +100,16 @@ class _Blocks:
         absorbed = padded[:, : q.shape[1]]
         write_head_products(q[..., : self.nope], self.w_uk[heads], absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.nope :]
-        inputs = self.attention.inputs(absorbed, self.kv, None, indices, length, want_p_sum)
+        sink = None if self.sink is None else self.sink[heads]
+        inputs = self.attention.inputs(absorbed, self.kv, sink, indices, length, want_p_sum)
         return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
 
 
 class _AbsorbedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
+    def forward(ctx, q, kv, kv_grad, weights, sink, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
-        blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, indices, length)
+        blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, sink, indices, length)
         out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         latents, lses, p_sums = [], [], []
         for tokens in p.blocks:
@@ -117,7 +125,7 @@ class _AbsorbedAttention(torch.autograd.Function):
                 latents.append(latent.contiguous())  # drop padding
             del inputs, latent, p_sum  # frees memory
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
-        ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
+        ctx.save_for_backward(q, kv, weights, sink, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
@@ -128,16 +136,16 @@ class _AbsorbedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
         p: _Plan = ctx.plan
-        q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
+        q, kv, weights, sink, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
-        blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
+        blocks = _Blocks(p, q.shape[1], q, kv, all_weights, sink, indices, length)
         if dout is None:  # other ranks take part
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
-        indexer = p.attention.indexer if any(wanted[7:]) else None
+        indexer = p.attention.indexer if any(wanted[8:]) else None
         sample = None if indexer is None else indexer.sample(len(q), q.device)
         if indexer is None or sample is not None:
             for tokens in p.blocks:
@@ -155,7 +163,8 @@ class _AbsorbedAttention(torch.autograd.Function):
         if travel is not None:
             dweights = travel.wait().to(weights.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
-        return backward.dq, to_kv, to_proxy, dweights, None, None, None, *index_grads
+        dsink = None if sink is None else backward.dsink.to(sink.dtype)
+        return backward.dq, to_kv, to_proxy, dweights, dsink, None, None, None, *index_grads
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -173,6 +182,7 @@ class _Backward:
         self.wants_q, self.wants_weights = wants_q, wants_weights
         self.dq: torch.Tensor | None = None
         self.dweights: torch.Tensor | None = None
+        self.dsink: Any = None
 
     def teachers(self) -> Iterator[TeacherPart]:
         """Yield teachers in large parts: the loss allocates a key gradient for each."""
@@ -226,10 +236,12 @@ class _Backward:
         dlatent, lse = self.dlatent[: len(dout)], self.lse[tokens]
         write_head_products(dout, blocks.w_uv, dlatent)
         inputs = replace(inputs, want_p_sum=teaches, key_sum=self.keys)
-        absorbed, dkv, _, p_sum = attention.run(
+        absorbed, dkv, dsink, p_sum = attention.run(
             BACKWARD, inputs, latent, lse, dlatent, teacher=teaches
         )
         self.keys.add(dkv)
+        if dsink is not None:
+            self.dsink = dsink if self.dsink is None else self.dsink + dsink
         if self.wants_weights:
             self._add_weights(tokens, absorbed, latent)
         if self.wants_q:
@@ -282,6 +294,7 @@ def absorbed_attention(
     *,
     softmax_scale: float,
     topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     in_order: bool = False,
@@ -305,7 +318,8 @@ def absorbed_attention(
         recompute: rerun the forward kernel in the backward instead of saving ``[Sq, H, R]``.
 
     Returns:
-        ``out [Sq, H, V]``, ``lse``, ``p_sum``; ``out`` is differentiable in q, kv and weights.
+        ``out [Sq, H, V]``, ``lse``, ``p_sum``; ``out`` is differentiable in q, kv, weights and
+        attn_sink.
     """
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
     require_tensor("q", q, ("Sq", "H", "A + P"), FLOATS, fix=fix)
@@ -329,15 +343,16 @@ def absorbed_attention(
     require_scale(softmax_scale)
     require_lists(indices, q, topk_length)
     require_kv_grad(kv_grad, kv)
+    require_sink(attn_sink, q)
     call = describe_call(
         q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=kv.shape[1], v_dim=rank,
-        topk=indices.shape[1],
+        topk=indices.shape[1], sink=attn_sink is not None,
     )  # fmt: skip
     trains = indexer is not None
     if isinstance(indexer, IndexerTraining):
         indexer.check_parts(q.shape[1], indexer.head_group)
     indexer, trained = separate_tensors(indexer, q=q)
-    tensors = (q, kv, kv_grad, weights)
+    tensors = (q, kv, kv_grad, weights, attn_sink)
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )

@@ -23,6 +23,7 @@ from megatron_dsa.ops.common.checks import (
     require_layout,
     require_lists,
     require_scale,
+    require_sink,
     require_tensor,
     require_values,
 )
@@ -297,8 +298,7 @@ def check_queries_and_keys(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
     )
-    if attn_sink is not None:
-        require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
+    require_sink(attn_sink, q)
 
 
 def describe_attention(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schema import latest, read_csv
+from benchmarks.rows import latest, read_csv
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+PAGE = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
 #: Family, fields of the case, way, part, metric, and the value that a page quotes.
 QUOTED = [
     ("attention", {"preset": "v3.2", "skv": 8192, "distribution": "random"}, "flashmla", "forward",
@@ -24,6 +25,11 @@ QUOTED = [
     ("masked", {"heads": 128, "tokens": 8192}, "tilelang", "backward", "tflops", 474),
     ("masked", {"heads": 64, "v": 256, "tokens": 8192}, "cudnn-dense", "forward", "ms", 3.09),
     ("layer", {"preset": "v3.2", "heads": 128, "tokens": 4096}, "ours", "step", "ms", 13.731),
+    ("layer", {"preset": "v3.2", "heads": 128, "tokens": 32768}, "ours", "step", "ms", 242),
+    ("layer", {"preset": "v3.2", "heads": 128, "tokens": 32768}, "dense", "step", "ms", 377),
+    ("layer", {"preset": "v3.2", "heads": 16, "tokens": 4096}, "graph", "step", "ms", 3.1),
+    ("indexer", {"tokens": 65536}, "triton", "dense", "ms", 1322),
+    ("connections", {"preset": "v4-flash", "tokens": 8192}, "streams", "step", "ms", 83.6),
     ("layer", {"preset": "v3.2", "heads": 128, "tokens": 12288}, "sparse", "step", "ms", 82.8),
     ("layer", {"preset": "v3.2", "heads": 64, "tokens": 8192}, "ours-dense", "step", "ms", 18.1),
     ("layer", {"preset": "v3.2", "heads": 128, "tokens": 131072}, "ours", "step", "ms", 1356.1),
@@ -77,65 +83,68 @@ def column(family, metric, part=None):
     }
 
 
-#: Row of the page's tables -> way, and which ranks it has 2 and 4 of.
+#: Row of the page's table of four GPUs -> way, and fields of the case.
 RANKS = {
-    "| sparse |": ("zigzag", "cp"), "| masked |": ("masked", "cp"),
-    "| sparse, `heads` |": ("heads", "tp"),
-    "| sparse, `sequence` |": ("rows", "tp"),
-    "| masked, `heads` |": ("masked heads", "tp"),
-    "| masked, `select` |": ("select", "tp"),
-    "| dense |": ("dense", "tp"),
+    "sparse, CP 4": ("zigzag", {"cp": 4}), "masked, CP 4": ("masked", {"cp": 4}),
+    "sparse, TP 4 by `heads`": ("heads", {"tp": 4}),
+    "sparse, TP 4 by `sequence`": ("rows", {"tp": 4}),
+    "masked, TP 4 by `select`": ("select", {"tp": 4}),
+    "masked, TP 4 by `select`, CUDA graph": ("select", {"tp": 4, "graph": True}),
+    "dense, TP 4": ("dense", {"tp": 4}),
+    "V4-Flash CSA, CP 4": ("zigzag", {"cp": 4, "ratio": 4}),
+    "V4-Flash CSA, CP 4, CUDA graph": ("zigzag", {"cp": 4, "ratio": 4, "graph": True}),
+    "V4-Flash HCA, CP 4": ("zigzag", {"cp": 4, "ratio": 128}),
+    "V4-Flash CSA, TP 4": ("rows", {"tp": 4, "ratio": 4}),
 }  # fmt: skip
-#: Columns of V4's table: fields of the case, and the way.
-V4_COLUMNS = (
-    ({"cp": 2}, "zigzag"), ({"cp": 4}, "zigzag"), ({"cp": 4, "graph": True}, "zigzag"),
-    ({"tp": 2}, "rows"), ({"tp": 4}, "rows"),
-)  # fmt: skip
-#: ``94 %, 67.9 (3 %)``
-CELL = re.compile(r"\**([\d.]+) %\**, ([\d.]+) \(([\d.]+) %\)")
 
 
-def check_cell(cell, fields, way):
-    """Check a cell of a table of layers, if it has figures; return whether it has."""
-    found = CELL.search(cell)
-    if found is None:
-        assert cell.strip() == "not run", cell
-        return False
-    case = {"tp": 1, "cp": 1, "kind": "layers", "layers": 1, "workspace_mib": 256} | fields
-    key = (tuple(sorted(case.items())), way, "step")
-    efficiency, ms, exposed = map(float, found.groups())
-    assert 100 * column("ranks", "efficiency", "step")[key] == pytest.approx(efficiency, abs=0.51)
-    assert column("ranks", "ms", "step")[key] == pytest.approx(ms, rel=6e-3)
-    assert 100 * column("ranks", "exposed_share", "step")[key] == pytest.approx(exposed, abs=0.51)
-    return True
+def test_table_of_layers_on_four_gpus():
+    """Every cell from the CSV, read without the code that wrote the table."""
+    section = PAGE.split("<!-- comparison: ranks_efficiency -->")[1].split("<!-- end -->")[0]
+    (_, *lengths), _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines() if line.startswith("|")
+    )  # fmt: skip
+    efficiency, ms = column("ranks", "efficiency", "step"), column("ranks", "ms", "step")
+    checked = 0
+    for label, *cells in lines:
+        way, fields = RANKS[label]
+        model = {"preset": "v4-flash"} if "ratio" in fields else {"preset": "v3.2", "heads": 128}
+        for length, cell in zip(lengths, cells, strict=True):
+            case = {"tp": 1, "cp": 1, "kind": "layers", "layers": 1, "workspace_mib": 256}
+            case |= model | fields | {"tokens": 1024 * int(length.removesuffix("k"))}
+            key = (tuple(sorted(case.items())), way, "step")
+            if cell == "not run":
+                assert key not in efficiency
+                continue
+            share, time = map(float, re.fullmatch(r"(\d+) % \(([\d.]+)\)", cell).groups())
+            assert 100 * efficiency[key] == pytest.approx(share, abs=0.51)
+            assert ms[key] == pytest.approx(time, rel=6e-3)
+            checked += 1
+    assert [label for label, *_ in lines] == list(RANKS) and checked == 24
 
 
-def test_tables_of_layers_on_several_gpus():
-    """Every cell of V3.2's tables and V4's, from the CSV."""
-    page = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = page.split("### Layers on two and four GPUs")[1].split("\n### ")[0]
-    kind, checked = None, {"v3.2": 0, "v4-flash": 0}
-    for line in section.splitlines():
-        cells = line.split("|")[1:-1]
-        if not line:  # the table has ended
-            kind = None
-        elif line.startswith(("| CSA |", "| HCA |")):
-            kind = {"CSA": 4, "HCA": 128}[cells[0].strip()]
-        else:
-            kind = next((RANKS[start] for start in RANKS if line.startswith(start)), kind)
-        found = re.match(r"\|[^|]*\| (\d+)k\b", line)
-        if not found or kind is None:
-            continue
-        tokens = 1024 * int(found[1])
-        if isinstance(kind, int):
-            preset = {"preset": "v4-flash", "ratio": kind}
-            columns = [(preset | fields, way) for fields, way in V4_COLUMNS]
-        else:
-            way, size = kind
-            columns = [({"preset": "v3.2", "heads": 128, size: ranks}, way) for ranks in (2, 4)]
-        for cell, (fields, way) in zip(cells[3:], columns, strict=False):
-            checked[fields["preset"]] += check_cell(cell, fields | {"tokens": tokens}, way)
-    assert checked == {"v3.2": 39, "v4-flash": 19}
+def test_kernels_of_a_rank():
+    """Kernels of a step but collectives, of the sentence on one of eight ranks."""
+    found = {}
+    for row in latest(read_csv(FOLDER / "layer.csv")):
+        if (
+            row["gpu"] == "NVIDIA H200" and row["way"] in ("masked-rank", "dense-rank")
+            and row["metric"] == "ms" and row["part"].startswith("step/")
+            and row["part"] != "step/collectives"
+        ):  # fmt: skip
+            key = (row["case"]["tokens"], row["way"])
+            found[key] = found.get(key, 0) + row["value"]
+    section = PAGE.split("### One of eight tensor-parallel ranks")[1].split("\n## ")[0]
+    quoted = re.findall(r"([\d.]+) / ([\d.]+)(?: ms)? at (\d+)k", section)
+    assert len(quoted) == 4
+    ratios = []
+    for ours, dense, tokens in quoted:
+        mine, peer = (found[1024 * int(tokens), way] for way in ("masked-rank", "dense-rank"))
+        assert (mine, peer) == pytest.approx((float(ours), float(dense)), rel=6e-3)
+        ratios.append(mine / peer)
+    low, high = re.search(r"([\d.]+)x to ([\d.]+)x", section).groups()
+    assert (min(ratios), max(ratios)) == pytest.approx((float(low), float(high)), abs=6e-3)
 
 
 @functools.cache
@@ -172,9 +181,12 @@ def test_training_on_ranks_beside_one():
         ("v4", "EP2"): [(-0.50, 0.91)], ("v4", "TP2 x CP2 x EP2"): [(-0.18, 0.98)],
     }  # fmt: skip
     assert set(runs) == set(quoted)
+    section = PAGE.split("### Training on four GPUs")[1].split("\n### ")[0]
     for (model, way), expected in quoted.items():
         one = [sum(losses) / 4 for losses in zip(*of_one_rank(model), strict=True)]
         for run, quote in zip(runs[model, way], expected, strict=True):
             every = sum(abs(b - a) / a for a, b in zip(one, run, strict=True)) / len(one)
             found = (100 * (sum(run[-20:]) / sum(one[-20:]) - 1), 100 * every)
             assert found == pytest.approx(quote, abs=6e-3), (model, way)
+            if "one rank" not in way:
+                assert f"{quote[0]:+.2f} %" in section, (model, way)

@@ -14,8 +14,9 @@ from benchmarks import child
 from benchmarks.__main__ import main, plan_of
 from benchmarks.child import Case as Process
 from benchmarks.child import complaint
+from benchmarks.rows import read_csv
 from benchmarks.runner import ROOT, Run, summary
-from benchmarks.schema import open_csv, read_csv
+from benchmarks.schema import open_csv
 from benchmarks.settings import FAMILIES, Settings, Work
 from megatron_dsa.errors import ImplementationError
 

@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schema import (
-    COLUMNS,
-    METRICS,
-    STATUSES,
-    append_csv,
-    case_fields,
-    latest,
-    long_rows,
-    open_csv,
-    read_csv,
-)
+from benchmarks.rows import COLUMNS, METRICS, latest, read_csv
+from benchmarks.schema import STATUSES, append_csv, case_fields, long_rows, open_csv
 from benchmarks.settings import FAMILIES, load
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import train
 from benchmarks.process_groups import one_rank
-from benchmarks.schema import read_csv
+from benchmarks.rows import read_csv
 from benchmarks.settings import Settings, Work
 from benchmarks.train import operations, resume
 from benchmarks.train.models import CASES, command, model_of, trainer

@@ -197,26 +197,27 @@ def all_rows():
 #: Fields of all rows: one that is lost would be a refusal that is lost.
 NAMES = """
 add_bias_linear add_qkv_bias attention_dropout batch_invariant_mode bf16 cache_mla_latents
-calculate_per_token_loss context_parallel_size cpu_offloading csa_compress_ratios
-csa_compress_ratios csa_compress_ratios csa_compress_ratios cuda_graph_impl cuda_graph_impl
+calculate_per_token_loss context_parallel_size context_parallel_size cpu_offloading
+csa_compress_ratios csa_compress_ratios csa_compress_ratios csa_compress_ratios csa_compress_ratios
+csa_compress_ratios csa_compress_ratios cuda_graph_impl cuda_graph_impl cuda_graph_impl
 cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl cuda_graph_impl
 dataloader_inter_document_masking delay_wgrad_compute dsa_dry_run dsa_indexer_k_norm_epsilon
 dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
-dsa_indexer_topk_freq dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
-dsa_time_operations eod_mask_loss experimental_attention_variant fine_grained_activation_offloading
-fine_grained_activation_offloading fp16 fp4 fp4_param fp8 fp8_dot_product_attention
-fp8_multi_head_attention fp8_param fp8_param_gather gtp_weight_remat_size hc_mult hc_mult
-hybrid_context_parallel hybrid_layer_pattern hybrid_layer_pattern indexer_loss_heads
-indexer_numerics indexer_pool_size latent_norm_epsilon layernorm_zero_centered_gamma
-layernorm_zero_centered_gamma layernorm_zero_centered_gamma linear_attention_freq
-log_max_attention_logit lora_alpha lora_rank lora_rank lora_targets mla_down_proj_fusion
-mlp_chunks_for_training mock_data moe_enable_routing_replay moe_hash_layers
-moe_router_load_balancing_type mscale mscale_all_dim multi_latent_attention no_rope_freq
-normalization normalization overlap_moe_expert_parallel_comm overlap_moe_expert_parallel_comm
+dsa_indexer_topk_freq dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_indexer_use_sparse_loss
+dsa_kernel_backend dsa_time_operations eod_mask_loss experimental_attention_variant
+fine_grained_activation_offloading fine_grained_activation_offloading fp16 fp4 fp4 fp4_param fp8 fp8
+fp8_dot_product_attention fp8_multi_head_attention fp8_param fp8_param_gather gtp_weight_remat_size
+hc_mult hc_mult hybrid_context_parallel hybrid_layer_pattern hybrid_layer_pattern indexer_loss_heads
+indexer_numerics indexer_pool_size is_hybrid_model latent_norm_epsilon layernorm_zero_centered_gamma
+layernorm_zero_centered_gamma layernorm_zero_centered_gamma log_max_attention_logit lora_alpha
+lora_rank lora_rank lora_rank lora_targets mla_down_proj_fusion mlp_chunks_for_training mock_data
+moe_enable_routing_replay moe_hash_layers moe_hash_layers moe_router_load_balancing_type mscale
+mscale_all_dim multi_latent_attention no_rope_freq normalization normalization output_gate
+overlap_moe_expert_parallel_comm overlap_moe_expert_parallel_comm overlap_moe_expert_parallel_comm
 overlap_moe_expert_parallel_comm q_lora_rank qk_clip qk_l2_norm qk_layernorm qk_pos_emb_head_dim
 quant_recipe recompute recompute reset_attention_mask reset_position_ids rope_type rotary_percent
 rotary_seq_len_interpolation_factor save selected_attention sft_tokenizer_prompt_format
-softmax_scale softmax_type te_rng_tracker timing_log_level tokenizer_type tp_mode
+softmax_scale softmax_type stage te_rng_tracker timing_log_level tokenizer_type tp_mode
 use_distributed_optimizer use_kitchen use_kitchen_attention use_layer_wise_distributed_optimizer
 use_megatron_fsdp use_rope_scaling use_torch_fsdp2 use_transformer_engine_op_fuser
 window_attn_skip_freq window_size
@@ -297,6 +298,28 @@ def test_whole_pools_are_selected():
             options=DSAOptions(indexer_pool_size=5), qk_pos_emb_head_dim=0,
             dsa_indexer_rotate_activation=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"softmax_type": "off-by-one"}, "--softmax-type must be vanilla or learnable, got off-by"),
+        ({"options": DSAOptions(stage="dense")}, "--dsa-stage must be sparse with --softmax-type"),
+        (
+            {"dsa_indexer_use_sparse_loss": False},
+            "--dsa-indexer-use-sparse-loss is required with --softmax-type learnable",
+        ),
+    ],
+)
+def test_where_layers_have_no_sinks(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**{"softmax_type": "learnable"} | changes)
+
+
+def test_v4_takes_neither_sinks_nor_a_gate():
+    for changes in ({"softmax_type": "learnable"}, {"options": DSAOptions(output_gate=True)}):
+        with pytest.raises(ConfigError, match="--csa-compress-ratios must be unset with --"):
+            small_csa_config(4, **changes)
 
 
 def test_warmup_needs_a_loss():
@@ -409,8 +432,9 @@ def test_whole_models_are_the_released_ones(name):
     released = CONFIGS[name]
     config = model_preset(name, dsa_indexer_loss_coeff=1.0)
     check_model(parse_config(released), config)
-    assert config.mtp_num_layers == released["num_nextn_predict_layers"]
-    assert VOCABULARY[name] == released["vocab_size"]
+    text = released.get("text_config", released)
+    assert config.mtp_num_layers == text["num_nextn_predict_layers"]
+    assert VOCABULARY[name] == text["vocab_size"]
     wrong = {"moe_router_topk_scaling_factor": 2.0}
     with pytest.raises(ConfigError, match=r"moe_router_topk_scaling_factor is 2\.0"):
         check_model(parse_config(released), model_preset(name, dsa_indexer_loss_coeff=1.0, **wrong))

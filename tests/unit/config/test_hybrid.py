@@ -34,6 +34,39 @@ def test_a_gpt_has_both_parts_in_every_layer():
     assert logged_layers(config) == 3
 
 
+KDA = {"linear_num_key_heads": 32, "linear_num_value_heads": 32}
+
+
+def test_selections_are_counted_over_sparse_layers():
+    """GLM-5.3-Flash's pattern: layers 4, 8, ... are sparse; prediction is, too."""
+    config = small_config(num_layers=12, linear_attention_freq=4, dsa_indexer_topk_freq=2, **KDA)
+    assert attention_layers(config) == [4, 8, 12] and attention_number(config, 8) == 2
+    assert [selects_keys(config, number) for number in (4, 8, 12)] == [True, False, True]
+    assert [number for number in (4, 8, 12) if ends_group(config, number)] == [8, 12]
+    assert [parts_of_layer(config, number) for number in (3, 4)] == ["K-", "D-"]
+    assert parts_of_layer(config, 1, is_mtp=True) == "D-" and config.hetereogenous_dist_checkpoint
+    listed = small_config(num_layers=3, linear_attention_freq=[0, 1, 0], **KDA)
+    assert attention_layers(listed) == [1, 3] and attention_number(listed, 3) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_attention_freq": [1, 0, 1]}, "for each layer, got \\[1, 0, 1\\]"),
+        ({"linear_attention_freq": [1, 1]}, "at least one"),
+        ({"linear_attention_freq": 3}, "up to --num-layers \\(2\\)"),
+        ({"linear_num_key_heads": 16}, "--linear-num-key-heads \\(16\\) must equal"),
+        ({"linear_key_head_dim": 64}, "--linear-key-head-dim \\(64\\) must equal"),
+        ({"linear_conv_kernel_dim": 0}, "--linear-conv-kernel-dim must be finite and at least 1"),
+        ({"kda_gate_lower_bound": 0.0}, "--kda-gate-lower-bound must be finite and at least -5"),
+        ({"moe_hash_layers": 1}, "--moe-hash-layers must be 0"),
+    ],
+)
+def test_refused_kda_layers(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**{"linear_attention_freq": 2} | KDA | changes)
+
+
 @pytest.mark.parametrize(
     ("pattern", "count"),
     [

@@ -19,7 +19,7 @@ def parse(*flags):
     return add_dsa_arguments(add_megatron_arguments(parser)).parse_args(list(flags))
 
 
-@pytest.mark.parametrize("name", ["v3.2", "glm-5", "v4-flash", "v4-pro"])
+@pytest.mark.parametrize("name", ["v3.2", "glm-5", "glm-5.3-flash", "v4-flash", "v4-pro"])
 def test_named_models_are_the_released_ones(name):
     """The flags of their config.json are among them."""
     from megatron_dsa.config.presets import MODELS, PRESETS, TINY, model_flags

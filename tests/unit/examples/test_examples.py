@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron_dsa.config.presets import AROUND, LATENT_EPSILON, PRESETS
+from megatron_dsa.config.presets import AROUND, LATENT_EPSILON, POOL_SIZE, PRESETS
 from megatron_dsa.extras.huggingface.config_json import check_model, parse_config
 from megatron_dsa.extras.huggingface.flags import flags_of
 from tests.cases.launch_scripts import EXAMPLES, TRAINING, launch, launched, logs
@@ -35,6 +35,7 @@ def configured(flags, world, monkeypatch):
 SCRIPTS = {
     "v3_2.sh": ("v3.2", 256, 8),
     "glm_5.sh": ("glm-5", 256, 8),
+    "glm_5_3_flash.sh": ("glm-5.3-flash", 128, 4),
     "v4_flash.sh": ("v4-flash", 128, 4),
     "v4_pro.sh": ("v4-pro", 512, 8),
 }
@@ -44,6 +45,7 @@ RUNS = [
     ("v3_2.sh", WARM_UP),
     ("v3_2.sh", WARM_UP | {"RECOMPUTE": "full"}),
     ("v3_2.sh", LONG),
+    ("glm_5_3_flash.sh", WARM_UP),
     ("v4_flash.sh", {"STAGE": "dense"}),
     ("v4_flash.sh", WARM_UP),
     ("v4_pro.sh", LONG | {"RECOMPUTE": "full"}),
@@ -68,9 +70,11 @@ def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
     check_model(parse_config(released), config)
     fields = AROUND[preset] | PRESETS[preset]
     assert config.dsa.latent_norm_epsilon == fields.pop(LATENT_EPSILON, None)
+    assert config.dsa.indexer_pool_size == fields.pop(POOL_SIZE, 1)
     assert all(getattr(config, field) == value for field, value in fields.items())
-    assert args.padded_vocab_size == released["vocab_size"]
-    assert args.mtp_num_layers == released["num_nextn_predict_layers"]
+    text = released.get("text_config", released)
+    assert args.padded_vocab_size == text["vocab_size"]
+    assert args.mtp_num_layers == text["num_nextn_predict_layers"]
     assert args.seq_length == int(variables.get("SEQ_LENGTH", 4096))
     assert not args.dsa_model_changes
     assert args.context_parallel_size == int(variables.get("CP", 1))

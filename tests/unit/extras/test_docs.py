@@ -324,7 +324,7 @@ def check_module(module: str, flags: list[str]) -> None:
 def check_benchmark(family: str, *flags: str) -> None:
     from benchmarks.__main__ import plan_of
 
-    assert family == "charts" or plan_of(family, list(flags))
+    assert family in ("charts", "pages") or plan_of(family, list(flags))
 
 
 def check_python(text: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dispatch import report, reset_report
 from tests.cases import against_float64
 from tests.cases.against_float64 import hidden_states
@@ -48,6 +49,8 @@ def pooled(**options):
     return POOLED | {"options": DSAOptions(indexer_pool_size=4, **options)}
 
 
+#: Hy4: a sink per head and an output gate.
+HY4 = {"softmax_type": "learnable", "options": DSAOptions(output_gate=True)}
 CASES = {
     "plain": {},
     "no rope": {"qk_pos_emb_head_dim": 0},
@@ -70,6 +73,9 @@ CASES = {
         "recompute_modules": ["core_attn", "mla_up_proj"],
     },
     "no query latent": {"q_lora_rank": None, "qk_layernorm": False},
+    "sink and gate": HY4,
+    "sink and gate, in blocks, recomputed": HY4
+    | {"options": in_small_blocks(DSAOptions(output_gate=True, recompute="latent_output"))},
 }
 
 
@@ -81,6 +87,30 @@ def test_sparse_stage(case, batch):
     reset_report()
     compare(config, mode="sparse", loss=loss, batch=batch)
     assert (report()["sparse_attention_backward"]["torch"] > 5) == ("blocks" in case)
+
+
+def test_sink_and_gate_by_a_bit_mask():
+    options = DSAOptions(output_gate=True, selected_attention="masked")
+    compare(small_config(**HY4 | {"options": options}), mode="sparse", loss="sparse")
+
+
+@pytest.mark.parametrize("stage", ["dense", "warmup"])
+def test_gate_of_dense_stages(stage):
+    options = DSAOptions(stage=stage, freeze_main=False, output_gate=True)
+    loss = None if stage == "dense" else "dense"
+    compare(small_config(options=options), mode="dense", loss=loss, batch=2)
+
+
+def test_a_gate_needs_its_linear():
+    config = small_config(options=DSAOptions(output_gate=True))
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_dsa.specs import dsa_layer_spec
+
+    spec = dsa_layer_spec(config).submodules.self_attention
+    spec.submodules.linear_gate = None
+    with pytest.raises(ConfigError, match="--dsa-output-gate needs linear_gate in the spec"):
+        build_module(spec, config=config, layer_number=1)
 
 
 def test_pools_by_a_bit_mask():

@@ -1,9 +1,10 @@
 """``docs/design/kept_for_backward.md`` lists what autograd saves in the attention of one layer.
 
-The page's tables are parsed. Their shapes, in the sizes of a small layer, are compared with what
+Its CSVs are parsed. Their shapes, in the sizes of a small layer, are compared with what
 autograd saves there; their figures with the same shapes in the sizes of the released models.
 """
 
+import csv
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -70,21 +71,21 @@ class Row:
         return kind in self.kinds and mode in self.modes and self.device in ("", device)
 
 
-def tables(first_column: str) -> list[list[dict[str, str]]]:
-    """Return the tables of the page whose first column has this name, as dicts by column."""
-    found, columns = [], None
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("|"):
-            columns = None
-            continue
-        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
-        if columns is None:
-            columns = cells
-            if columns[0] == first_column:
-                found.append([])
-        elif columns[0] == first_column and set(line) - set("|-: "):
-            found[-1].append(dict(zip(columns, cells, strict=True)))
-    return found
+def totals() -> list[dict[str, str]]:
+    """Return the table of the page, as dicts by column."""
+    text = PAGE.read_text(encoding="utf-8").split("| model, stage or ratio")[1]
+    columns = ["model, stage or ratio", *(cell.strip() for cell in text.split("|")[1:6])]
+    lines = [line for line in text.split("\n\n")[0].splitlines() if line.startswith("| ")]
+    return [
+        dict(zip(columns, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+        for line in lines
+    ]
+
+
+def tensors(name: str) -> list[dict[str, str]]:
+    """Return the lines of a CSV next to the page, as dicts by column."""
+    with (PAGE.parent / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def rows_of(table: list[dict[str, str]], kind: str) -> list[Row]:
@@ -110,11 +111,11 @@ def rows_of(table: list[dict[str, str]], kind: str) -> list[Row]:
 
 
 def dsa_rows() -> list[Row]:
-    return rows_of(tables("tensor")[0], "stage")
+    return rows_of(tensors("kept_dsa.csv"), "stage")
 
 
 def csa_rows() -> list[Row]:
-    return rows_of(tables("tensor")[1], "ratio")
+    return rows_of(tensors("kept_csa.csv"), "ratio")
 
 
 def saved(module, tokens: int, call=None) -> Counter:
@@ -290,11 +291,11 @@ def test_figures_of_every_tensor():
 def test_totals():
     """Bytes per token on a GPU by stage or ratio, and by recompute mode."""
     dsa, csa = dsa_rows(), csa_rows()
-    (totals,) = tables("model, stage or ratio")
+    table = totals()
     expected = [("V3.2", stage) for stage in STAGES]
     expected += [(model, str(ratio)) for model in ("Flash", "Pro") for ratio in RATIOS]
-    assert [tuple(cells["model, stage or ratio"].split(", ")) for cells in totals] == expected
-    for (model, kind), cells in zip(expected, totals, strict=True):
+    assert [tuple(cells["model, stage or ratio"].split(", ")) for cells in table] == expected
+    for (model, kind), cells in zip(expected, table, strict=True):
         sizes = real_sizes(MODELS[model]) | {"m": int(kind) if kind.isdigit() else 0}
         for mode in MODES:
             rows = [r for r in (dsa if model == "V3.2" else csa) if r.is_kept(kind, mode, "GPU")]

@@ -72,6 +72,14 @@ SETTINGS = {
         {"indexer_pool_size": 4, "stage": "warmup"},
         {"dsa_indexer_use_sparse_loss": False},
     ),
+    "sinks, evaluated": (
+        {"output_gate": True, "evaluate_indexer": True},
+        {"softmax_type": "learnable"},
+    ),
+    "sinks, masked": (
+        {"output_gate": True, "selected_attention": "masked"},
+        {"softmax_type": "learnable"},
+    ),
     "masked": ({"selected_attention": "masked"}, {}),
     "masked, half of the queries": (
         {"selected_attention": "masked", "indexer_loss_queries": 0.5},
@@ -126,7 +134,9 @@ def test_what_runs_is_what_is_declared(name, setting, add):
 
     if "teacher alone" in setting and not name.startswith("v4"):
         pytest.skip("an option of V4")
-    if any(word in setting for word in ("masked", "heads", "pooled")) and name.startswith("v4"):
+    if any(word in setting for word in ("masked", "heads", "pooled", "sinks")) and name.startswith(
+        "v4"
+    ):
         pytest.skip("refused for V4")
     if setting.startswith("visible"):
         if name.startswith("v4"):
@@ -160,7 +170,7 @@ def test_what_runs_is_what_is_declared(name, setting, add):
 
 
 def test_a_preset_has_every_stage():
-    """The list of presets above is complete."""
+    """The list of presets above is complete; GLM-5.3's DSA layers are the pooled settings."""
     from megatron_dsa.config.presets import PRESETS
 
-    assert set(PRESETS) == {"v3.2", "glm-5", "v4-flash", "v4-pro"}
+    assert set(PRESETS) == {"v3.2", "glm-5", "glm-5.3-flash", "v4-flash", "v4-pro"}

@@ -9,9 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
+from megatron_dsa.ops import naive
 from megatron_dsa.ops.indexer_loss.training import LatentIndexerInputs
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
-from tests.host import small_config, small_csa_config, start
+from tests.host import attention_module, small_config, small_csa_config, start
 
 SEQUENCE, VOCABULARY = 21, 64
 #: Options and fields of a configuration; one indexer is not trained, one loss is dense.
@@ -28,6 +29,7 @@ STAGES = {
         DSAOptions("sparse", health_tokens=0, selected_attention="masked"),
         {"dsa_indexer_use_sparse_loss": False},
     ),
+    "sparse, output gate": (DSAOptions("sparse", health_tokens=0, output_gate=True), {}),
     "sparse, no loss": (DSAOptions("sparse", health_tokens=0), {"dsa_indexer_loss_coeff": 0.0}),
 }  # fmt: skip
 RATIOS = [0, 4, 7]
@@ -42,7 +44,7 @@ EXPERTS = {
 
 def configuration(stage, hybrid, **changes):
     options, fields = STAGES[stage]
-    if hybrid and options.selected_attention == "masked":
+    if hybrid and (options.selected_attention == "masked" or options.output_gate):
         pytest.skip("refused for V4")
     if hybrid:
         fields = fields | {"csa_compress_ratios": RATIOS, "dsa_indexer_topk": 3}
@@ -126,6 +128,23 @@ def test_pairs_of_every_layer_kind_and_stage(stage, hybrid):
         work = [w for w in layer_work(config, number) if w.keys != TOKEN]
         counted = flops(work, lambda keys: keys.pairs(SEQUENCE))
         assert counted == pairs_one_by_one(config, number, stage) > 0
+
+
+def test_a_kda_layer():
+    """The naive layer's products; torch writes into a state without one, in three passes."""
+    fields = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+    fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    config = configuration("sparse", False, linear_attention_freq=[1, 0, 1], **fields)
+    module = attention_module(config)
+    weights = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+    x = torch.ones(SEQUENCE, config.hidden_size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        naive.kda_layer(x, weights, heads=4).sum().backward()
+    written = 3 * 2 * SEQUENCE * 4 * 8 * 8
+    work = [w for w in layer_work(config, 1) if w.part in ("projections", "delta rule")]
+    counted = flops(work, lambda keys: keys.pairs(SEQUENCE))
+    assert counted == counter.get_total_flops() + written
+    assert {w.part for w in layer_work(config, 2)} & {"delta rule", "attention"} == {"attention"}
 
 
 @pytest.mark.parametrize("stage", ["warmup, frozen", "sparse", "sparse, dense loss"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schema import latest, read_csv
+from benchmarks.rows import latest, read_csv
 from megatron_dsa.ops.attention_costs import (
     MASKED_PS,
     SPARSE_PS,

@@ -20,7 +20,7 @@ LOSS = "indexer_loss.tilelang.program"
 SCORES = "indexer_topk.tilelang.scores"
 SELECTION = "indexer_topk.tilelang.selection"
 #: Dims of a key without rope, of its rope, and of a value.
-V3_2, GLM_5 = (128, 64, 128), (192, 64, 256)
+V3_2, GLM_5, NO_ROPE = (128, 64, 128), (192, 64, 256), (256, 0, 256)
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
 #: Bytes of shared memory that a thread block can have; of an SM; the system's part of a block.
 SHARED, PER_SM, RESERVED = 227 * 1024, 228 * 1024, 1024
@@ -87,6 +87,11 @@ KERNELS = {
     "masked values' gradient, wide": Kernel(f"{MASKED}.value_gradient", GLM_5, 4, 2),
     # A product per slab of 64 dims.
     "masked probabilities, wide": Kernel(f"{MASKED}.probabilities", GLM_5, 4, 0),
+    "masked forward without rope": Kernel(f"{MASKED}.forward", NO_ROPE, 4, 2),
+    "masked backward without rope": Kernel(f"{MASKED}.backward", NO_ROPE, 5, 1),
+    "masked backward in order, without rope": Kernel(f"{MASKED}.backward", (*NO_ROPE, True), 5, 1),
+    "masked values' gradient without rope": Kernel(f"{MASKED}.value_gradient", NO_ROPE, 4, 2),
+    "masked probabilities without rope": Kernel(f"{MASKED}.probabilities", NO_ROPE, 4, 0),
     # Dims without and with rope, dims behind those without it, and whether these are its rope key.
     # Products: one without and one with rope, or one per slab of 64 dims.
     "teacher, expanded": Kernel(TEACHER, (128, 64, 128, False), 2),
@@ -95,6 +100,7 @@ KERNELS = {
     "teacher of GLM-5, expanded": Kernel(TEACHER, (192, 64, 256, False), 4),
     "teacher of GLM-5 from latents": Kernel(TEACHER, (192, 64, 0, False), 4),
     "teacher of GLM-5, every head": Kernel(TEACHER, (192, 64, 64, True), 4),
+    "teacher without rope, expanded": Kernel(TEACHER, (192, 64, 320, True), 4),
     # Heads, gradients, in fixed point: S, the keys' gradient and G, of which the value needs S.
     "loss of 64 heads": Kernel(LOSS, (64, True, False), 3, threads=256),
     "loss of 5 heads": Kernel(LOSS, (5, True, False), 3, threads=256),
@@ -217,8 +223,8 @@ REFUSED = [
         for module in ("forward", "backward", "value_gradient", "probabilities")
     ),
     (f"{MASKED}.value_gradient", V3_2, "gives dV with the other gradients"),
-    (TEACHER, (160, 64, 256, False), r"dims must be \(128, 64\) or \(192, 64\)"),
-    (TEACHER, (128, 64, 128, True), "behind must be the 64 dims of the rope key, got 128"),
+    (TEACHER, (160, 64, 256, False), r"dims must be \(128, 64\) or \(192, 64\) or \(256, 0\)"),
+    (TEACHER, (128, 64, 32, True), "behind must be at least the 64 dims of the rope key, got 32"),
     (LOSS, (0,), "heads must be 1 to 64, got 0"),
     (LOSS, (65,), "heads must be 1 to 64, got 65"),
     (SCORES, (8,), r"heads must be one of \(16, 32, 64\), got 8: pad"),

@@ -22,6 +22,8 @@ KERNELS = {
     "GLM-5's, expanded": (192, 64, 256, False),
     "GLM-5's, from latents": (192, 64, 0, False),
     "GLM-5's, every head": (192, 64, 64, True),
+    "no rope, expanded": (256, 0, 256, True),
+    "no rope, from latents": (256, 0, 0, True),
 }
 FORMS = tuple(KERNELS)
 

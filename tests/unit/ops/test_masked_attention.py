@@ -146,8 +146,9 @@ def causal_lists(tokens, width):
     return (last - 2 * torch.arange(width, dtype=torch.int32)).clamp_min(-1)
 
 
+@pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("descending", [True, False])
-def test_equals_sparse_attention_on_latents(descending):
+def test_equals_sparse_attention_on_latents(descending, with_sink):
     """Outputs, head sum, loss, gradients of queries, latents, weights and of the indexer."""
     tokens, heads, nope, rope, v, rank = 40, 2, 6, 4, 5, 7
     indices = causal_lists(tokens, 6)
@@ -161,10 +162,14 @@ def test_equals_sparse_attention_on_latents(descending):
         shapes += [(tokens, 2, 4), (tokens, 4), (tokens, 2)]  # the indexer's
         leaves = [leaf(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
         q_nope, q_pe, latent, k_pe, w_uk, w_uv, *index = leaves
+        sink = None
+        if with_sink:
+            sink = leaf(heads, seed=20, dtype=torch.float64)
+            leaves.append(sink)
         recorded = []
         layout = bshd_layout(tokens, 1, torch.device("cpu"))
         settings = {
-            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL,
+            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL, "attn_sink": sink,
             "indexer": IndexerTraining(
                 IndexerInputs(*index), layout, lambda: 0.7, recorded.append
             ),
@@ -188,6 +193,26 @@ def test_equals_sparse_attention_on_latents(descending):
     for got, expected in zip(*results, strict=True):
         assert expected.norm() > 0
         assert relative_error(got, expected) < 1e-11
+
+
+def test_a_sink_takes_its_share_of_the_softmax():
+    """One of ``-inf`` takes nothing, also of queries without a key; a large one leaves 0."""
+    lists = mixed_lists(40, 300, 9)
+    case = masked_case(DIMS, lists, torch.float64)
+    leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+    sink = torch.tensor([float("-inf"), 0.3, 900.0], dtype=torch.float64, requires_grad=True)
+    settings = {"softmax_scale": 0.3, "topk": 9, "policy": SMALL}
+    plain = masked_attention(*leaves, bits_of(lists), **settings)
+    result = masked_attention(*leaves, bits_of(lists), attn_sink=sink, **settings)
+    share = torch.sigmoid(plain.lse - sink).detach().nan_to_num(0.0)
+    assert (plain.lse == float("-inf")).any() and torch.equal(result.lse, plain.lse)
+    assert relative_error(result.out, plain.out * share[..., None]) < 1e-12
+    assert torch.equal(result.out[:, 0], plain.out[:, 0]) and (result.out[:, 2] == 0).all()
+    grads = torch.autograd.grad(result.out, [*leaves, sink], case.dout)
+    assert all(x.isfinite().all() for x in grads)
+    assert grads[-1][0] == 0 and grads[-1][1] != 0
+    of_head = torch.autograd.grad(plain.out[:, 0], leaves[0], case.dout[:, 0])[0][:, 0]
+    assert relative_error(grads[0][:, 0], of_head) < 1e-12
 
 
 def test_gradcheck():

@@ -45,7 +45,7 @@ from tests.helpers import (
 )
 
 #: Dims of a key without rope, of its rope, and of a value.
-V3_2, GLM_5 = (128, 64, 128), (192, 64, 256)
+V3_2, GLM_5, NO_ROPE = (128, 64, 128), (192, 64, 256), (256, 0, 256)
 TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
 
 
@@ -54,7 +54,7 @@ def program(module):
 
 
 #: For tests that run on a GPU.
-both_dims = pytest.mark.parametrize("dims", [V3_2, GLM_5], ids=["V3.2", "GLM-5"])
+all_dims = pytest.mark.parametrize("dims", [V3_2, GLM_5, NO_ROPE], ids=["V3.2", "GLM-5", "GLM-5.3"])
 
 
 def kernels(dims=V3_2):
@@ -104,9 +104,10 @@ def test_dims_that_are_declared(operation):
                 topk=2048,
             ))  # fmt: skip
 
-    assert reason(*V3_2) is None and reason(*GLM_5) is None
-    assert "needs dims 192/128 or 256/256" in reason(192, 64, 128)
-    assert "needs 64 rope dims" in reason(128, 128, 256)
+    assert reason(*V3_2) is None and reason(*GLM_5) is None and reason(*NO_ROPE) is None
+    wanted = "needs dims 192/128/64 or 256/256/64 or 256/256/0"
+    assert wanted in reason(192, 64, 128) and wanted in reason(192, 0, 128)
+    assert reason(128, 128, 256).endswith("got 256/256/128")
 
 
 @needs_compiler
@@ -208,7 +209,7 @@ LISTS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LISTS)
-@both_dims
+@all_dims
 def test_against_float64(dims, name):
     heads, lists = LISTS[name]
     check(masked_case(MaskedDims(heads, *dims), lists()))
@@ -216,7 +217,7 @@ def test_against_float64(dims, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "parts", "heads"), [(512, 4, 16), (300, 3, 6), (256, 2, 128)])
-@both_dims
+@all_dims
 def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts, heads):
     """Parts of whole tiles take one launch, others one each."""
     case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100))
@@ -227,17 +228,17 @@ def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
-@both_dims
+@all_dims
 def test_scores_far_from_zero(dims, shift):
     """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
     case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
-    case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
-    case.q[..., dims[0]] = shift / 3
+    case.kv[..., 0] = torch.linspace(0, 3, 600, device="cuda").to(case.kv.dtype)[:, None]
+    case.q[..., 0] = shift / 3
     check(case)
 
 
 @pytest.mark.gpu
-@both_dims
+@all_dims
 def test_no_queries_and_no_keys(dims):
     for tokens, keys in ((0, 300), (300, 0)):
         lists = Lists(torch.full((tokens, 4), -1, dtype=torch.int32, device="cuda"), None, keys)
@@ -250,7 +251,7 @@ def test_no_queries_and_no_keys(dims):
 
 
 @pytest.mark.gpu
-@both_dims
+@all_dims
 def test_all_keys_are_dense_attention(dims):
     """K >= S: torch's own causal attention, in value and gradients."""
     tokens, heads, nope = 515, 4, dims[0]
@@ -309,7 +310,7 @@ def test_parts_of_the_teacher(monkeypatch):
 
 
 @pytest.mark.gpu
-@both_dims
+@all_dims
 def test_results_do_not_depend_on_memory_or_order(dims):
     """Fresh memory is NaN, and a second call gives the same forward."""
     case = masked_case(MaskedDims(8, *dims), random_lists(900, 200))
@@ -325,7 +326,7 @@ def test_results_do_not_depend_on_memory_or_order(dims):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [3, 16])
-@both_dims
+@all_dims
 def test_deterministic_mode(dims, heads):
     """Bitwise equal, and right; also with heads in parts."""
     case = masked_case(MaskedDims(heads, *dims), random_lists(3000, 500))
@@ -340,7 +341,7 @@ def test_deterministic_mode(dims, heads):
 
 
 @pytest.mark.gpu
-@both_dims
+@all_dims
 def test_parts_of_the_heads(dims):
     """The fp32 gradient of the queries is bounded; parts give what all heads at once give."""
     whole = masked_case(MaskedDims(7, *dims), random_lists(900, 200))
@@ -377,7 +378,7 @@ def test_parts_of_the_heads_are_not_in_memory_at_once(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [1, 2])
-@both_dims
+@all_dims
 def test_memory_of_the_backward(dims, parts):
     """Beside the results: the fp32 gradient of a part of the heads, and what is small."""
     tokens, heads = 4096, 32
@@ -395,7 +396,7 @@ def test_memory_of_the_backward(dims, parts):
 
 
 @pytest.mark.gpu
-@both_dims
+@all_dims
 def test_nothing_waits_for_the_gpu(dims):
     case = masked_case(MaskedDims(4, *dims), random_lists(700, 300))
     run(case)
@@ -446,7 +447,7 @@ def test_more_than_two_to_the_31_elements():
 
 
 @pytest.mark.gpu
-@both_dims
+@all_dims
 def test_the_public_function_takes_the_kernels(dims):
     """Packed, with the indexer's loss: values and gradients of torch's implementation."""
     kernels(dims)

@@ -1,5 +1,7 @@
 """The naive layers against the package's: outputs, indexer losses and all gradients in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -62,12 +64,16 @@ def compare(module, layer, losses, tokens):
         assert error < TOLERANCE, (name, error)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_dsa_layer(stage, losses):
-    sparse_loss = stage == "sparse"
+@pytest.mark.parametrize(
+    ("stage", "softmax"), [*((stage, "vanilla") for stage in STAGES), ("sparse", "learnable")]
+)
+def test_dsa_layer(stage, softmax, losses):
+    """The layer with sinks has an output gate as well."""
+    sparse_loss, gated = stage == "sparse", softmax == "learnable"
     config = small_config(
-        options=options(stage), dsa_indexer_use_sparse_loss=sparse_loss, layernorm_epsilon=naive.EPS
-    )
+        options=dataclasses.replace(options(stage), output_gate=gated), softmax_type=softmax,
+        dsa_indexer_use_sparse_loss=sparse_loss, layernorm_epsilon=naive.EPS,
+    )  # fmt: skip
     module = attention_module(config).train()
     tokens = 5 * config.dsa_indexer_topk
     # Megatron forms the angles in fp32, which alone would be an error of 1e-6.
@@ -114,6 +120,16 @@ def test_csa_layer(ratio, stage, losses):
         )
 
     compare(module, layer, losses, tokens)
+
+
+def test_kda_layer(losses):
+    fields = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+    fields |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    config = small_config(
+        linear_attention_freq=2, layernorm_epsilon=naive.EPS, normalization="RMSNorm", **fields
+    )
+    module = attention_module(config).train()
+    compare(module, lambda x, w: (naive.kda_layer(x, w, heads=4), None), losses, 70)
 
 
 def test_equal_scores_go_to_the_first_key():

@@ -51,21 +51,28 @@ class HopperTiles(TritonTiles):
         return out
 
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """Yield a first head, keys from it on ``[w, h, nope + ...]``, and a shared rope key."""
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
         elif isinstance(keys, ExpandedKeys):
-            yield 0, keys.kv.contiguous(), keys.k_pe.contiguous()
+            yield 0, keys.kv.contiguous(), _shared(keys.k_pe)
         else:
             rank = keys.w_uk.shape[2]
-            latents, rope = keys.latents[:, :rank], keys.latents[:, rank:].contiguous()
+            latents, rope = keys.latents[:, :rank], _shared(keys.latents[:, rank:])
             for some in slices(len(keys.w_uk), self._heads_at_once):
                 own = latents @ keys.w_uk[some].flatten(0, 1).t()
                 yield some.start, own.unflatten(1, (-1, keys.w_uk.shape[1])), rope
 
 
+def _shared(rope: torch.Tensor) -> torch.Tensor | None:
+    return rope.contiguous() if rope.shape[1] > 0 else None
+
+
 def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
     if isinstance(keys, torch.Tensor):
-        nope = q.shape[2] - ROPE if keys.shape[1] == q.shape[1] else 0
+        nope = q.shape[2] if keys.shape[1] == q.shape[1] else 0
     else:
         nope = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.nope.shape[2]
+    if nope == q.shape[2]:  # the kernel reads a head's last dims where it reads a rope key
+        nope -= ROPE
     return nope if DIMS.get(nope) == q.shape[2] else None

@@ -77,17 +77,17 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
 
     Arguments (contiguous, sizes dynamic):
         Q ``[r, H, nope + rope]``, K ``[w, heads, nope + behind]``, per head the key without rope,
-        then the value or, with ``rope_per_head``, the rope key; Kpe ``[w, rope]``, a shared rope
-        key, bf16; Lse fp32 ``[H, 1, N]`` in base 2, ``N`` at least ``r`` and a multiple of 4;
-        Start, End int32 ``[r]``, visible columns; Out fp32 ``[r, w]`` in whole tiles, 0 where not
-        visible; scale, positive.
+        then the value or, with ``rope_per_head``, its rope key first; Kpe ``[w, rope]``, a shared
+        rope key (``[1, rope]``, not read with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]`` in
+        base 2, ``N`` at least ``r`` and a multiple of 4; Start, End int32 ``[r]``, visible columns;
+        Out fp32 ``[r, w]`` in whole tiles, 0 where not visible; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.
     """
     dims = Dims.of_keys(nope, rope)
-    if rope_per_head and behind != rope:
-        raise ValueError(f"behind must be the {rope} dims of the rope key, got {behind}")
+    if rope_per_head and behind < rope:
+        raise ValueError(f"behind must be at least the {rope} dims of the rope key, got {behind}")
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, ropes, all_heads, heads = T.dynamic("rows, keys, ropes, all_heads, heads")
     count, height, width = T.dynamic("count, height, width")

@@ -41,7 +41,8 @@ NUMBERS = 4 * QUERIES
 def fetch_keys(KV, Kpe, m, done, at, dims):
     last = at.first + KEYS
     fetch(KV[at.first : last, at.head, 0 : dims.nope], m.k[:, 0 : dims.nope], done.k[0])
-    fetch(Kpe[at.first : last, :], m.k[:, dims.nope : dims.qk], done.k[0])
+    if dims.rope > 0:
+        fetch(Kpe[at.first : last, :], m.k[:, dims.nope : dims.qk], done.k[0])
 
 
 @T.macro
@@ -215,11 +216,14 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         T.copy(dk, m.k)
         T.sync_threads(3, 2 * GROUP)
         write_both(dKV, m, at, dims, tx)
-    for r in T.unroll(KEYS // 32):
-        row = r * 32 + tx // 8
-        if at.first + row < dKV.shape[0]:
-            for c in T.vectorized(8):
-                dKpe[at.first + row, at.own, tx % 8 * 8 + c] = m.k[row, dims.nope + tx % 8 * 8 + c]
+    if dims.rope > 0:
+        for r in T.unroll(KEYS // 32):
+            row = r * 32 + tx // 8
+            if at.first + row < dKV.shape[0]:
+                for c in T.vectorized(8):
+                    dKpe[at.first + row, at.own, tx % 8 * 8 + c] = m.k[
+                        row, dims.nope + tx % 8 * 8 + c
+                    ]
 
 
 @T.macro
@@ -269,7 +273,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
     def masked_attention_backward(
         Q: T.Tensor([queries, heads, nope + rope], bf16),
         KV: T.Tensor([keys, heads, nope + v], bf16),
-        Kpe: T.Tensor([keys, rope], bf16),
+        Kpe: T.Tensor([keys, rope] if rope else [1, 1], bf16),
         dO: T.Tensor([queries, heads, v], bf16),
         Numbers: T.Tensor([heads, 2, count], fp32),
         BitsT: T.Tensor([padded, groups, 4], int32),
@@ -279,7 +283,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         Order: T.Tensor([places, width] if ordered else [1, 1], int32),
         dQ: T.Tensor([queries, part, nope + rope], fp32),
         dKV: T.Tensor([keys, heads, nope + v], bf16),
-        dKpe: T.Tensor([keys, part, rope], bf16),
+        dKpe: T.Tensor([keys, part, max(rope, 1)], bf16),
         first: T.int32,
         scale: T.float32,
         together: T.int32,

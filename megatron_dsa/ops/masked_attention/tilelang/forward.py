@@ -49,7 +49,8 @@ def produce(Q, KV, Kpe, Tiles, m, done, at, dims):
         without_rope = KV[key : key + keys, at.head, 0 : dims.nope]
         if dims.tiling.joined:
             fetch(without_rope, m.k[0][slot, :, 0 : dims.nope], done.k[slot])
-            fetch(Kpe[key : key + keys, :], m.k[0][slot, :, dims.nope : dims.qk], done.k[slot])
+            if dims.rope > 0:
+                fetch(Kpe[key : key + keys, :], m.k[0][slot, :, dims.nope : dims.qk], done.k[slot])
         else:
             fetch(without_rope, m.k[0][slot, :, :], done.k[slot])
             fetch(Kpe[key : key + keys, :], m.k[1][slot, :, :], done.k[slot])
@@ -164,8 +165,8 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program.
 
-    Contiguous arguments. Tiles: groups of keys of each block of queries. Lse: natural, ``-inf``
-    without keys. scale: positive. together: heads at a time.
+    Contiguous arguments. Kpe: not read without rope. Tiles: groups of keys of each block of
+    queries. Lse: natural, ``-inf`` without keys. scale: positive. together: heads at a time.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys
@@ -179,7 +180,7 @@ def build(nope: int, rope: int, v: int):
     def masked_attention_forward(
         Q: T.Tensor([queries, heads, nope + rope], bf16),
         KV: T.Tensor([keys, heads, nope + v], bf16),
-        Kpe: T.Tensor([keys, rope], bf16),
+        Kpe: T.Tensor([keys, rope] if rope else [1, 1], bf16),
         Bits: T.Tensor([queries, groups, 4], int32),
         Tiles: T.Tensor([blocks, width], int32),
         Count: T.Tensor([blocks], int32),

@@ -34,6 +34,7 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 
 
 def shared(dims: Dims, rope_per_head: bool = False):
+    rope_per_head = rope_per_head or dims.rope == 0
     bf16, fp32, slots = "bfloat16", "float32", dims.tiling.slots
     m = SimpleNamespace(rope_per_head=rope_per_head)
     if slots > 0:

@@ -1,4 +1,4 @@
-"""Masked dense attention through our Hopper kernels (bf16; dims of V3.2 and GLM-5).
+"""Masked dense attention through our Hopper kernels (bf16; dims of V3.2, GLM-5, GLM-5.3).
 
 The backward takes as many heads at a time as their fp32 dq fits the workspace.
 """
@@ -49,10 +49,10 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bitwise repeatable in torch's deterministic mode."""
     call = _Call.of(inputs)
-    q, kv, k_pe = call.q, call.kv, call.k_pe
+    q, kv, k_pe, rope = call.q, call.kv, call.k_pe, call.dims[1]
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
     if len(q) == 0 or len(kv) == 0:
-        return dq.zero_(), dkv.zero_(), k_pe.new_zeros(k_pe.shape, dtype=torch.float32)
+        return dq.zero_(), dkv.zero_(), torch.zeros_like(inputs.k_pe, dtype=torch.float32)
     dout = dout.to(q.dtype).contiguous()
     tiles = _tiles(inputs, with_queries=True)
     per_query = numbers(lse, out.contiguous(), dout)
@@ -69,13 +69,13 @@ def backward(
     for part in inputs.head_parts():
         count = part.stop - part.start
         sums = q.new_zeros(len(q), count, q.shape[2], dtype=torch.float32)
-        dk_rope = k_pe.new_empty(len(kv), count, k_pe.shape[1])
+        dk_rope = k_pe.new_empty(len(kv), count, max(rope, 1))
         kernel(
             q, kv, k_pe, dout, per_query, *lists, _turns(order, count, ordered), order, sums,
             dkv, dk_rope, part.start, inputs.softmax_scale, together,
         )  # fmt: skip
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
-        total = dk_rope.sum(1, dtype=torch.float32)
+        total = dk_rope[..., :rope].sum(1, dtype=torch.float32)
         dk_pe = total if dk_pe is None else dk_pe.add_(total)
         del sums, dk_rope, total  # frees memory
     # The head sums need no bits along queries, as large as the key bits.
@@ -123,7 +123,9 @@ class _Call:
     @classmethod
     def of(cls, inputs: MaskedAttentionInputs) -> _Call:
         q, kv, k_pe = (x.contiguous() for x in (inputs.q, inputs.kv, inputs.k_pe))
-        return cls(q, kv, k_pe, (inputs.nope_dim, k_pe.shape[1], inputs.v_dim))
+        dims = inputs.nope_dim, k_pe.shape[1], inputs.v_dim
+        # Kernels without rope read no k_pe, and take no tensor without elements.
+        return cls(q, kv, k_pe if dims[1] > 0 else k_pe.new_empty(1, 1), dims)
 
     def heads_together(self, blocks: int) -> int:
         """Return the heads whose blocks fill the GPU once and share keys in L2."""

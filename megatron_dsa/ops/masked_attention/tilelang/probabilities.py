@@ -87,7 +87,7 @@ def build(nope: int, rope: int, v: int):
     def masked_attention_probabilities(
         Q: T.Tensor([queries, heads, nope + rope], bf16),
         KV: T.Tensor([keys, key_heads, nope + v], bf16),
-        Kpe: T.Tensor([keys, rope], bf16),
+        Kpe: T.Tensor([keys, rope] if rope else [1, 1], bf16),
         Numbers: T.Tensor([heads, 2, count], fp32),
         Bits: T.Tensor([queries, groups, 4], int32),
         Before: T.Tensor([queries, groups], int32),

@@ -57,11 +57,9 @@ class Tiling:
     stages: int = STAGES
 
 
-#: (key without rope, rope, value): DeepSeek-V3.2, GLM-5.
-TILINGS = {
-    (128, 64, 128): Tiling(),
-    (192, 64, 256): Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1),
-}
+_WIDE = Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1)
+#: By ``Dims``: DeepSeek-V3.2's, GLM-5's, GLM-5.3's.
+TILINGS = {(128, 64, 128): Tiling(), (192, 64, 256): _WIDE, (256, 0, 256): _WIDE}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def build(nope: int, rope: int, v: int):
     def masked_attention_value_gradient(
         Q: T.Tensor([queries, heads, nope + rope], bf16),
         KV: T.Tensor([keys, heads, nope + v], bf16),
-        Kpe: T.Tensor([keys, rope], bf16),
+        Kpe: T.Tensor([keys, rope] if rope else [1, 1], bf16),
         dO: T.Tensor([queries, heads, v], bf16),
         Numbers: T.Tensor([heads, 2, count], fp32),
         BitsT: T.Tensor([padded, groups, 4], int32),

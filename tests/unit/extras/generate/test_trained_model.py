@@ -80,6 +80,7 @@ def test_every_option_that_changes_the_model_is_taken_over():
     taken = set(taken_over(everything, data=False))
     assert taken == {
         "dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher", "dsa_indexer_pool_size",
+        "dsa_output_gate",
         "dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets",
     }  # fmt: skip
     assert set(vars(everything)) - taken == {

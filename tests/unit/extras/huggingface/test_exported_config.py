@@ -214,6 +214,8 @@ def test_what_a_user_may_want_is_noted(changes, note, trained, tmp_path, capsys)
             },
             "no key says --dsa-indexer-pool-size, which was 3",
         ),
+        ({"dsa_output_gate": True}, "no key says --dsa-output-gate, which was True"),
+        ({"softmax_type": "learnable"}, "no key says --softmax-type, which was 'learnable'"),
         ({"layernorm_zero_centered_gamma": True}, "no key says --apply-layernorm-1p, which was Tr"),
         ({"activation_func_clamp_value": 7.0}, "no key says --activation-func-clamp-value, which"),
         ({"rotary_percent": 0.5}, "no key says --rotary-percent, which was 0.5"),

@@ -58,4 +58,4 @@ def test_an_unknown_model_is_refused(capsys):
         ConfigError, match=r"--muon v5 must be a released model; available: .*glm-5"
     ):
         shown(capsys, "v5")
-    assert len(PRESETS) == 4
+    assert len(PRESETS) == 5

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.layer.peers import build
 from benchmarks.megatron_layer import LayerSpec
-from benchmarks.schema import latest, read_csv
+from benchmarks.rows import latest, read_csv
 from megatron_dsa.extras.planner.host import META, host, ranks
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from tests import host as process

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.attention.shapes import PRESETS
-from benchmarks.schema import read_csv
+from benchmarks.rows import read_csv
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 from megatron_dsa.ops import OPERATIONS, dispatch
 from megatron_dsa.ops.dispatch import First, Operation, Policy, Reason, choice_log

@@ -1,0 +1,1 @@
+"""Layers of Kimi Delta Attention."""
