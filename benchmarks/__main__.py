@@ -8,8 +8,8 @@
     python -m benchmarks pages                           # writes the tables of docs/performance.md
                                                          # anew, and build/measurements/
 
-Every case runs in a process of its own. Every result is compared with float64, or with another way
-to do the same, and appended to the CSV at once, in the columns of benchmarks/schema.py.
+Every case runs in its own process. Every result is compared with float64 or with another way, and
+appended to the CSV at once (columns: benchmarks/schema.py).
 """
 
 import argparse
@@ -30,7 +30,6 @@ FOLDER = Path(__file__).parent
 
 
 def parser_of(family: str) -> argparse.ArgumentParser:
-    """Return the parser of a family's command line: options of all families, and its own."""
     module = load(family)
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {family}", description=module.__doc__,
@@ -62,7 +61,7 @@ def plan_of(family: str, argv: list[str]) -> tuple[argparse.Namespace, list]:
     """Return the options of a command line, and the cases with their measurements.
 
     Raises:
-        SystemExit: the options ask for what cannot be.
+        SystemExit: the options are invalid.
     """
     parser = parser_of(family)
     options = parser.parse_args(argv)
@@ -79,7 +78,6 @@ def plan_of(family: str, argv: list[str]) -> tuple[argparse.Namespace, list]:
 
 
 def settings_of(family: str, options: argparse.Namespace) -> Settings:
-    """Return how the options want to measure."""
     import torch
 
     repeats = getattr(load(family), "REPEATS", 7)
@@ -94,7 +92,7 @@ def settings_of(family: str, options: argparse.Namespace) -> Settings:
 
 
 def measure(family: str, argv: list[str]) -> list[dict]:
-    """Measure what a command line asks for; return the rows."""
+    """Run the measurements of a command line; return their CSV records."""
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, _end)  # `timeout` sends it
     options, plan = plan_of(family, argv)
@@ -119,12 +117,11 @@ def measure(family: str, argv: list[str]) -> list[dict]:
 
 
 def _end(number: int, _frame) -> None:
-    """End by an exception, which ends the process of the case as well: it would go on alone."""
+    """Raise, so that the case's process also ends."""
     raise SystemExit(128 + number)
 
 
 def charts(argv: list[str]) -> None:
-    """Draw the charts of all CSVs in a folder, next to them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks charts")
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
     options = parser.parse_args(argv)
@@ -147,7 +144,6 @@ def pages(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; return 1 if a measurement failed."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__,

@@ -1,8 +1,8 @@
-"""The process of one case: it measures what it is asked for, and says what it is at.
+"""The process of one case.
 
-Reads a request (JSON) from its standard input and writes one JSON line per event to its standard
-output: ``environment`` once, ``start`` before and ``done`` after each measurement, and ``rows``.
-Whatever ends this process can so be blamed on the measurement that was under way.
+Reads a request (JSON) from standard input and writes one JSON line per event to standard output:
+``environment`` once, ``start`` before and ``done`` after each measurement, and ``rows``. A crash
+can so be attributed to the measurement under way.
 """
 
 import gc
@@ -21,25 +21,24 @@ from benchmarks.timing import CEILINGS, Clock, measure_ceiling
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.patches import cpu_host
 
-#: Result of what was not begun in time.
+#: Result of a measurement not started in time.
 OVER = {"status": "skipped", "reason": "the time was over (--total)"}
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of a message; some CUDA errors are followed by pages of advice."""
+    """Return the first line of a message; CUDA errors append pages of advice."""
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else ""
 
 
 def complaint(error: Exception) -> dict:
-    """Return the result of a measurement that ended with an error."""
     if isinstance(error, ImplementationError):
         return {"status": "skipped", "reason": one_line(error)}
     return {"status": "failed", "reason": f"{type(error).__name__}: {one_line(error)}"}
 
 
 def still_works(clock: Clock) -> bool:
-    """Return whether the device can still be used: a kernel that faults breaks its process."""
+    """Return whether the device is still usable: a faulting kernel breaks its process."""
     try:
         gc.collect()
         if clock.on_gpu:
@@ -52,7 +51,7 @@ def still_works(clock: Clock) -> bool:
 
 
 class Case:
-    """One case in this process: ceilings first, then any of its measurements."""
+    """One case: ceilings first, then its measurements."""
 
     def __init__(self, family, case, settings: Settings):
         self.family, self.case, self.settings = family, case, settings
@@ -61,7 +60,7 @@ class Case:
         self._measurer = None
 
     def ceilings(self) -> Iterator[tuple[str, dict]]:
-        """Measure what the device can do; later results are compared with that."""
+        """Measure the device's ceilings."""
         for name in self.family.CEILINGS:
             clock = Clock(self.device)
             result = measure_ceiling(name, self.device, clock, self.settings.repeats)
@@ -69,7 +68,6 @@ class Case:
             yield name, result
 
     def results(self, work: Work) -> Iterator[tuple[str, dict]]:
-        """Yield the results of a measurement, whatever happens to it."""
         try:
             if self._measurer is None:
                 self._measurer = self.family.prepare(self.case, self.device, self.settings)
@@ -87,11 +85,11 @@ class Case:
 
 
 def serve(request: dict, send: Callable[[dict], None]) -> None:
-    """Measure what is asked for in order, until all is done or the device is unusable.
+    """Run the requested measurements in order, until done or the device is unusable.
 
     Args:
         request: ``family``, ``case`` and ``settings`` (fields), ``works`` (pairs), and ``seconds``
-            after which no measurement starts, if there is a limit.
+            after which no measurement starts, if limited.
         send: takes events.
     """
     begin, seconds = time.monotonic(), request.get("seconds", math.inf)
@@ -117,9 +115,9 @@ def serve(request: dict, send: Callable[[dict], None]) -> None:
 
 
 def main() -> None:
-    """Serve one request. Standard output is kept for events; compilers may print to it as well."""
+    """Serve one request. Compilers may print to standard output, which is kept for events."""
     if cpu_host.needed():
-        cpu_host.hide_transformer_engine()  # before Megatron is imported
+        cpu_host.hide_transformer_engine()  # before importing Megatron
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     serve(json.load(sys.stdin), lambda event: print(json.dumps(event), file=events, flush=True))

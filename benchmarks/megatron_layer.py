@@ -1,13 +1,11 @@
-"""An attention layer as one of several ranks holds it: weights, tokens, forward and step.
+"""An attention layer on one of several ranks: weights, tokens, forward and step.
 
-Weights and inputs are drawn whole from one seed and cut, so that any number of ranks computes the
-same layer; the norms of output and input gradient show that they do.
+Weights and inputs are drawn whole from one seed and sharded, so that any number of ranks computes
+the same layer; norms of output and input gradient verify it.
 
-Of one layer after a synchronisation, the time is also that of the host, which launches kernels
-while the GPU waits for them. In a model the host is ahead after the first layer. A chain of layers
-(``LayerSpec.layers``) shows that: the same module again and again, each time on the sum of its last
-input and output, as residual connections have it. Weights and their gradients are so those of one
-layer, activations those of all.
+The time of a single layer includes the host, which launches kernels while the GPU waits; in a model
+the host runs ahead. A chain (``LayerSpec.layers``) shows that: the same module repeatedly, on the
+sum of its last input and output. Weights are one layer's, activations all layers'.
 """
 
 import dataclasses
@@ -19,7 +17,7 @@ from megatron_dsa.config.options import DSAOptions
 
 SEED = 0
 
-#: What all presets have in common here. Rope's values are V4's and change no time.
+#: Settings of all presets. Rope's values are V4's and do not affect time.
 SETTINGS = {
     "num_layers": 4,
     "mtp_num_layers": None,
@@ -70,7 +68,7 @@ _TINY_DSA = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer, and a rank's part of it, follows from.
+    """Specification of a layer and a rank's part of it.
 
     Attributes:
         preset: ``v3.2`` (also ``v3.2-h32``), ``glm-5.3-flash``, ``glm-5.3-flash-kda`` (its linear
@@ -113,7 +111,7 @@ class LayerSpec:
 
 
 def layer_config(spec: LayerSpec, **more):
-    """Return the configuration of a layer, with fields ``more``; Megatron has to be running."""
+    """Return the configuration of a layer, with fields ``more``; requires a running Megatron."""
     from megatron_dsa.config.presets import preset
     from megatron_dsa.config.transformer import CSATransformerConfig, DSATransformerConfig
     from megatron_dsa.patches import cpu_host
@@ -155,7 +153,7 @@ def layer_config(spec: LayerSpec, **more):
 
 
 class Layer:
-    """One rank's part of an attention layer in training mode, of its input and its gradient."""
+    """One rank's part of an attention layer in training mode, with input and gradient."""
 
     def __init__(self, spec: LayerSpec, device: torch.device):
         from megatron.core.transformer.spec_utils import build_module
@@ -166,7 +164,7 @@ class Layer:
         number = 1 if spec.ratio is None else config.csa_compress_ratios.index(spec.ratio) + 1
         built = dsa_layer_spec(config, kda=spec.is_kda).submodules.self_attention
         module = build_module(built, config=config, layer_number=number)
-        # Some parameters stay in fp32, as in a model that Megatron casts.
+        # Some parameters stay fp32, as in models cast by Megatron.
         self.module = module.to(device).bfloat16().train()
         self.layers = spec.layers
         generator = torch.Generator(device).manual_seed(SEED)
@@ -183,7 +181,7 @@ class Layer:
         self.own_tokens = len(own)
 
     def forward(self) -> torch.Tensor:
-        """Run the forward of a training step; the result holds all that the backward needs."""
+        """Run a training step's forward; the result holds everything for the backward."""
         x, out = self.x, self.module(self.x, None)[0]
         for _ in range(self.layers - 1):
             x = x + out
@@ -191,7 +189,7 @@ class Layer:
         return out
 
     def step(self) -> torch.Tensor:
-        """Run forward and backward; return the output. Gradients are added to the present ones."""
+        """Run forward and backward; return the output. Accumulates gradients."""
         out = self.forward()
         out.backward(self.gradient)
         return out.detach()
@@ -202,7 +200,7 @@ class Layer:
 
 
 def fill(module, ranks: int, generator: torch.Generator) -> None:
-    """Fill all matrices from one seed: a tensor-parallel rank gets its part of the whole one."""
+    """Draw all matrices from one seed: a tensor-parallel rank gets its shard."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -222,16 +220,16 @@ def fill(module, ranks: int, generator: torch.Generator) -> None:
 
 
 def squared_norm(x: torch.Tensor) -> float:
-    """Sum of squares, in parts: an fp32 copy of everything might not fit."""
+    """Return the sum of squares, in parts to save memory."""
     return sum(part.float().square().sum().item() for part in x.split(4096))
 
 
 def shortened(spec: LayerSpec, most: int) -> LayerSpec:
-    """Return a layer whose step compiles the kernels of ``spec`` with ``most`` tokens if it can.
+    """Return a layer whose step compiles the kernels of ``spec``, with ``most`` tokens if possible.
 
-    ``sequence_length`` stays, or another attention might be taken.
+    Keeps ``sequence_length``, which affects the choice of attention.
     """
     spec = dataclasses.replace(spec, layers=1)
-    if spec.ratio and spec.ratio > 4:  # lists of longer groups are as wide as the length says
+    if spec.ratio and spec.ratio > 4:  # the width of these lists depends on the length
         return spec
     return dataclasses.replace(spec, tokens=min(spec.tokens, most))

@@ -1,4 +1,4 @@
-"""torch's and Megatron's process groups in a process that measures."""
+"""Process groups of torch and Megatron in a measuring process."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ def join(rank: int, tp: int, cp: int, store: str) -> torch.device:
     Args:
         rank: of this process.
         tp: tensor-parallel ranks; cp: context-parallel ranks.
-        store: a file in which the processes find each other.
+        store: file for the processes' rendezvous.
     """
     device = _device(rank)
     from megatron.core import parallel_state, tensor_parallel
@@ -34,7 +34,7 @@ def join(rank: int, tp: int, cp: int, store: str) -> torch.device:
 
 
 def _device(number: int = 0) -> torch.device:
-    """Return the GPU of that number, or the CPU, made ready for Megatron."""
+    """Return GPU ``number``, or the CPU prepared for Megatron."""
     from megatron_dsa.patches import cpu_host
 
     if cpu_host.needed():
@@ -47,7 +47,6 @@ def _device(number: int = 0) -> torch.device:
 
 
 def leave() -> None:
-    """Take down the groups."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -56,7 +55,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[torch.device]:
-    """Groups of one process, for what is inside."""
+    """Set up groups of one process for the context."""
     with tempfile.TemporaryDirectory() as folder:
         device = join(0, 1, 1, os.path.join(folder, "store"))
         try:
@@ -66,7 +65,7 @@ def one_rank() -> Iterator[torch.device]:
 
 
 def alone() -> torch.device:
-    """Be in groups of one process, from now on; return its device."""
+    """Set up groups of one process; return its device."""
     if torch.distributed.is_initialized():
         return _device()
     handle, store = tempfile.mkstemp()
@@ -76,10 +75,9 @@ def alone() -> torch.device:
 
 @contextlib.contextmanager
 def one_of(ranks: int, rank: int) -> Iterator[torch.device]:
-    """Groups of one of several tensor-parallel ranks, for what is inside; the others do not exist.
+    """Set up groups of one of several tensor-parallel ranks for the context; the others are absent.
 
-    A collective returns at once, with whatever its result held before. Groups that there are when
-    it begins are taken down.
+    A collective returns at once, with stale results. Existing groups are destroyed.
     """
     from megatron_dsa.extras.planner import host
 

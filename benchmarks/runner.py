@@ -1,8 +1,8 @@
-"""One run of a family: every case in a process of its own, its rows appended to a CSV at once.
+"""One run of a family: every case in its own process, results appended to a CSV at once.
 
-A measurement ends as ``ok``, ``skipped`` (the way says why it cannot) or ``failed`` (error, lack of
+A measurement ends as ``ok``, ``skipped`` (the way has a reason) or ``failed`` (error, out of
 memory, crash, wrong result). If the process of a case dies (:mod:`benchmarks.child`), the
-measurement that was under way has failed, and the others go on in a new process.
+measurement under way has failed, and the others continue in a new process.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ CHILD = (sys.executable, "-P", "-m", "benchmarks.child")
 
 
 class Run:
-    """One invocation: settings, where rows go, and the rows so far.
+    """One invocation: settings, output, and the results so far.
 
     Args:
         family: name of the cases' family.
         settings: of all cases.
         output: a CSV with the schema's header.
-        total: seconds after which no measurement starts; the remaining ones are skipped.
+        total: seconds after which no measurement starts; the rest is skipped.
         child: the command that serves requests.
     """
 
@@ -45,11 +45,11 @@ class Run:
         self.ends_at = time.monotonic() + total
         self.rows: list[dict] = []
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        # A process that never starts says nothing about the machine.
+        # A process that never starts reports no machine.
         self._head: dict = {"date": now, "family": family, "gpu": "", "versions": {}}
 
     def case(self, case, works: list[Work]) -> None:
-        """Do all measurements of a case, with as many processes as that takes."""
+        """Run all measurements of a case, with as many processes as needed."""
         todo = list(works)
         while todo:
             if time.monotonic() > self.ends_at:
@@ -60,14 +60,16 @@ class Run:
             if under_way is not None:
                 self._complain(case, todo[under_way], "failed", ending)
                 done.add(under_way)
-            if not done:  # it never got as far as a measurement; it would not the next time
+            if not done:  # it failed before the first measurement, and would again
                 for work in todo:
                     self._complain(case, work, "failed", ending)
                 return
             todo = [work for place, work in enumerate(todo) if place not in done]
 
     def _child(self, case, todo: list[Work]) -> tuple[set[int], int | None, str]:
-        """Run one process; return places done, the place under way when it ended, and the end."""
+        """Run one process; return the finished indices, the index under way when it ended, and the
+        end.
+        """
         request = {
             "family": self.family, "case": asdict(case), "works": todo,
             "settings": asdict(self.settings),
@@ -89,7 +91,7 @@ class Run:
                 _hand_over(process, json.dumps(request))
                 for line in _within(process.stdout, self.settings.timeout, stop):
                     if not line.endswith("\n"):
-                        break  # it died while it was writing
+                        break  # it died while writing
                     event = json.loads(line)
                     kind, place = event.pop("event"), event.pop("place", None)
                     if kind == "environment":
@@ -116,7 +118,7 @@ class Run:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         variables = os.environ | {"PYTHONPATH": path}
         if self.settings.device == "cpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ""  # Megatron takes a GPU where it finds one
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # Megatron uses any visible GPU
         return variables
 
     def _complain(self, case, work: Work, status: str, reason: str) -> None:
@@ -132,7 +134,7 @@ class Run:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End a process and all that it started."""
+    """End a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -142,7 +144,7 @@ def _hand_over(process: subprocess.Popen, text: str) -> None:
         process.stdin.write(text)
         process.stdin.close()
     except BrokenPipeError:
-        pass  # it died before reading; its exit status tells
+        pass  # it died before reading; its exit status has the reason
 
 
 def _within(lines: Iterable[str], seconds: float, stop) -> Iterable[str]:
@@ -161,14 +163,12 @@ def _within(lines: Iterable[str], seconds: float, stop) -> Iterable[str]:
 
 
 def case_text(case: dict) -> str:
-    """Return the fields of a case in a few words."""
     return " ".join(
         f"{name}={value}" for name, value in case.items() if name != "workspace_mib"
     )  # fmt: skip
 
 
 def describe(rows: list[dict]) -> str:
-    """Return one line about the rows of a result."""
     row = rows[0]
     line = f"{case_text(row['case'])} | {row['part']:24} {row['way']:16} {row['status']:8}"
     values = [f"{r['metric']} {r['value']}" for r in rows if r["value"] is not None]
@@ -177,10 +177,12 @@ def describe(rows: list[dict]) -> str:
 
 
 def summary(rows: list[dict]) -> list[str]:
-    """Return a line per measurement: its time, and that of the case's fastest way over it."""
+    """Return a line per measurement: its time, and the time of the case's fastest way relative to
+    it.
+    """
     parts: dict[tuple, list[dict]] = {}
     for row in rows:
-        # Kernels of a profiled step are no calls to choose among.
+        # Kernels of a profiled step are not alternatives.
         if row["status"] == "ok" and row["metric"] == "ms" and "/" not in row["part"]:
             parts.setdefault((case_text(row["case"]), row["part"]), []).append(row)
     lines = []

@@ -1,8 +1,8 @@
-"""The schema of all results: one row of a CSV per metric of a measurement.
+"""The schema of all results: a CSV record per metric of a measurement.
 
-Every benchmark writes these columns and these metrics, and no others. A *result* is what a case
-reports of one part of its work: a dictionary with ``status``, any of :data:`METRICS`, and
-:data:`DETAILS`. :func:`long_rows` turns it into rows.
+Every benchmark writes only these columns and metrics. A *result* describes one part of a case's
+work: a dictionary with ``status``, any of :data:`METRICS`, and :data:`DETAILS`. :func:`long_rows`
+converts it to records.
 """
 
 import csv
@@ -25,8 +25,7 @@ from megatron_dsa.versions import module_exists
 #: Besides metrics, what a result may say. ``p10``, ``p90`` and ``repeats`` are those of ``ms``.
 DETAILS = frozenset({"status", "reason", "ran", "p10", "p90", "repeats"})
 STATUSES = ("ok", "skipped", "failed")
-#: Metrics that runs are compared by, to the bit, or that are counts: all digits of fp32. Of others,
-#: five are enough.
+#: Metrics compared to the bit between runs, and counts: all digits of fp32. Others have five.
 EXACT = frozenset({"lm_loss", "validation_loss", "indexer_loss", "grad_norm", "mass_captured",
                    "planned_gflop", "executed_gflop", "peak_mib", "planned_mib"})  # fmt: skip
 
@@ -70,7 +69,7 @@ def _version(distribution: str, module: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        # Built in place: there is something to import but no metadata.
+        # Built in place, it can be imported but has no metadata.
         return "unknown" if module_exists(module) else None
 
 
@@ -80,10 +79,10 @@ def case_fields(case) -> dict:
 
 
 def long_rows(part: str, result: dict) -> list[dict]:
-    """Return a row per metric of a result; if it is not ``ok``, one without a value.
+    """Return a record per metric of a result; if it is not ``ok``, one without a value.
 
     Args:
-        part: what of the case it is about.
+        part: the part of the case.
         result: ``status``, metrics and details.
 
     Raises:
@@ -94,7 +93,7 @@ def long_rows(part: str, result: dict) -> list[dict]:
     if result["status"] not in STATUSES:
         raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {result['status']!r}")
     common = {"part": part} | {name: result.get(name) for name in ("ran", "status", "reason")}
-    if result["status"] != "ok":  # figures of a wrong result would be taken for figures
+    if result["status"] != "ok":  # figures of a wrong result would be misleading
         return [{**common, "metric": "ms", "value": None}]
     rows = []
     for metric in METRICS:
@@ -110,7 +109,7 @@ def long_rows(part: str, result: dict) -> list[dict]:
 
 
 def _number(metric: str, value):
-    """Return few digits of a float: more would be noise."""
+    """Return a float with few digits."""
     if not isinstance(value, float):
         return value
     return f"{value:.9g}" if metric in EXACT else f"{value:.5g}"
@@ -120,7 +119,7 @@ def open_csv(path: Path) -> None:
     """Write the header of a new file.
 
     Raises:
-        SystemExit: the file is there and has other columns.
+        SystemExit: the file exists with other columns.
     """
     if path.exists() and path.stat().st_size > 0:
         with path.open(newline="") as file:
@@ -137,14 +136,14 @@ def open_csv(path: Path) -> None:
 
 
 def append_csv(path: Path, rows: Iterable[dict]) -> None:
-    """Append rows; columns that a row lacks stay empty.
+    """Append records; missing columns stay empty.
 
     Args:
         path: a file of :func:`open_csv`.
         rows: with ``versions`` and ``case`` as dictionaries.
 
     Raises:
-        ValueError: a row has other columns.
+        ValueError: a record has other columns.
     """
     with naming(path), path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What all cases of a run have in common, and what a family of cases has to offer."""
+"""Settings shared by all cases of a run, and the interface of a family of cases."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-#: Family -> what its cases are; the module is ``benchmarks.<family>``.
+#: Family -> description of its cases; the module is ``benchmarks.<family>``.
 FAMILIES = {
     "attention": "sparse attention's operations, every implementation",
     "masked": "masked dense attention of whole sequences, beside cuDNN's without a mask",
@@ -25,7 +25,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Measuring settings.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -50,13 +50,13 @@ class Work(NamedTuple):
 
 
 class Measurer(Protocol):
-    """A case in the process that measures it: inputs, references, results to compare with."""
+    """A case in its measuring process: inputs, references, results for comparison."""
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         """Yield pairs of a part and its result, see :mod:`benchmarks.schema`.
 
         Raises:
-            ImplementationError: the way cannot do this; the text says why.
+            ImplementationError: the way cannot do this; the text has the reason.
         """
 
 
@@ -65,9 +65,9 @@ class Family(Protocol):
 
     Attributes:
         Case: a frozen dataclass, whose fields JSON can hold.
-        CEILINGS: ``gemm``, ``copy`` or both: measured first in every process, for shares of them.
+        CEILINGS: ``gemm``, ``copy`` or both: measured first in every process.
         ON_DEVICE: the process itself uses the device, and ends when that no longer works.
-        REPEATS, TIMEOUT: optional; timed calls and seconds, where the usual ones do not fit.
+        REPEATS, TIMEOUT: optional; timed calls and seconds.
     """
 
     Case: type
@@ -75,19 +75,18 @@ class Family(Protocol):
     ON_DEVICE: bool
 
     def add_options(self, parser: ArgumentParser) -> None:
-        """Add the family's own options."""
+        """Add the family's options."""
 
     def plan(self, options: Namespace) -> list[tuple[object, list[Work]]]:
-        """Return the cases that the options ask for, each with its measurements in order.
+        """Return the requested cases, each with its measurements in order.
 
         Raises:
-            ValueError: the options ask for what cannot be; the text names the option.
+            ValueError: an option is invalid; the text names it.
         """
 
     def prepare(self, case, device: torch.device, settings: Settings) -> Measurer:
-        """Return what measures a case."""
+        """Return a case's measurer."""
 
 
 def load(family: str) -> Family:
-    """Return the module of a family."""
     return import_module(f"benchmarks.{family}")

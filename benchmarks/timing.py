@@ -1,4 +1,4 @@
-"""Time, memory and ceilings: how one call is measured."""
+"""Time, memory and ceilings of one call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 import torch
 
-#: Written before each repeat on a GPU, so that no input is left in the L2 cache.
+#: Written before each repeat on a GPU, to evict inputs from the L2 cache.
 FLUSH_BYTES = 256 * 2**20
-#: Seconds of warm-up after the first call, at most, and calls.
+#: Most seconds of warm-up after the first call, and most calls.
 WARM_UP = (0.3, 5)
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
@@ -17,9 +17,8 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 class Clock:
     """Times and memory of calls on one device.
 
-    ``head_start``: GPU cycles that are spent waiting before each timed call. The host uses them to
-    queue the call, whose time is then that of its kernels and not of their launches, where those
-    take longer.
+    ``head_start``: GPU cycles of waiting before each timed call, in which the host queues it, so
+    that launches do not count.
     """
 
     def __init__(self, device: torch.device, head_start: int = 0):
@@ -34,7 +33,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def seconds(self, call) -> float:
-        """Wall time of one call."""
+        """Return the wall time of one call."""
         self.wait()
         begin = time.perf_counter()
         call()
@@ -42,7 +41,7 @@ class Clock:
         return time.perf_counter() - begin
 
     def milliseconds(self, call, repeats: int) -> list[float]:
-        """Times of ``repeats`` calls, each with a cold L2 cache; CUDA events on a GPU."""
+        """Return times of ``repeats`` calls, each with a cold L2 cache; CUDA events on a GPU."""
         if not self.on_gpu:
             return [self.seconds(call) * 1e3 for _ in range(repeats)]
         events = []
@@ -59,7 +58,7 @@ class Clock:
         return [begin.elapsed_time(end) for begin, end in events]
 
     def peak_mib(self, call) -> float | None:
-        """Peak memory of torch's allocator during a call, results included, above the inputs."""
+        """Return torch's peak memory during a call, including results, above the inputs."""
         if not self.on_gpu:
             return None
         with Peak(self) as peak:
@@ -68,9 +67,9 @@ class Clock:
 
 
 class Peak:
-    """Peak memory of torch's allocator inside a ``with``, above what was there at its beginning.
+    """Torch's peak memory inside a ``with``, above its start.
 
-    ``mib`` is it afterwards, and ``None`` where there is no GPU.
+    ``mib`` is set at the end, ``None`` without a GPU.
     """
 
     def __init__(self, clock: Clock):
@@ -85,7 +84,7 @@ class Peak:
         return self
 
     def restart(self) -> None:
-        """Forget the peak so far; the beginning stays."""
+        """Reset the peak; keep the start."""
         if self._clock.on_gpu:
             self._clock.wait()
             torch.cuda.reset_peak_memory_stats()
@@ -97,7 +96,7 @@ class Peak:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Quantile with linear interpolation."""
+    """Interpolate the quantile linearly."""
     values = sorted(values)
     place = share * (len(values) - 1)
     low = int(place)
@@ -106,7 +105,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(times: list[float]) -> dict:
-    """Return ``ms`` (the median), its spread and ``repeats`` of the times of calls, in ms."""
+    """Return ``ms`` (the median), spread and ``repeats`` of times in ms."""
     return {
         "ms": quantile(times, 0.5),
         "p10": quantile(times, 0.1),
@@ -116,7 +115,7 @@ def summary(times: list[float]) -> dict:
 
 
 def what_ran() -> str:
-    """Name the implementations that ran since the dispatch report was last set back."""
+    """Name the implementations that ran since the last reset of the dispatch report."""
     from megatron_dsa.ops.dispatch import report
 
     return "; ".join(f"{operation}={'+'.join(counts)}" for operation, counts in report().items())
@@ -127,13 +126,13 @@ def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
 
     Args:
         call: the function to measure.
-        check: its result -> the comparison with what is right, or ``None``.
+        check: its result -> the comparison, or ``None``.
         clock: of the device.
         repeats: timed calls, fewer if they would take longer than ``budget`` seconds.
         budget: seconds.
     """
     row = {}
-    result = call()  # compiles, loads and tunes what is not compiled, loaded and tuned yet
+    result = call()  # compiles, loads and tunes
     if check is not None:
         found = check(result)
         row["rel_error"] = found.worst_error
@@ -148,12 +147,12 @@ def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
     return row | {"status": "ok"} | summary(clock.milliseconds(call, count))
 
 
-#: Ceiling -> the metric that tells it, and the metric of a share of it.
+#: Ceiling -> its metric, and the metric of a share of it.
 CEILINGS = {"gemm": ("tflops", "share_of_gemm"), "copy": ("tb_per_s", "share_of_copy")}
 
 
 def measure_ceiling(name: str, device: torch.device, clock: Clock, repeats: int) -> dict:
-    """Return the result of what the device can do: a large bf16 matrix product, or a copy."""
+    """Measure the device's ceiling: a large bf16 matrix product, or a copy."""
     if name == "gemm":
         size = GEMM_SIZE[device.type]
         a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))

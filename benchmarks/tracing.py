@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels of a trace, by the operations that launch them."""
+"""Kernel times of a traced step, by operation."""
 
 import json
 import tempfile
@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 _PREFIX = "megatron_dsa."
-#: Backward of operations that autograd calls, outside of any range: name of the function.
+#: Name of an autograd function -> operation; backwards run outside of any range.
 _BACKWARDS = {
     "_CompressBackward": "compressor_backward",
     "_NormRopeBackward": "norm_rope_backward",
     "_RotateBackward": "rotate_backward",
     "_RotateIndexBackward": "index_rotation_backward",
 }
-#: Counted where they run outside of all operations: projections, mostly.
+#: Counted outside of all operations: projections, mostly.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 PRODUCTS, OTHER = "matrix products", "other"
 
@@ -64,7 +64,7 @@ def trace_of(call, on_gpu: bool, ready=None) -> list[dict]:
 
 
 def kernel_milliseconds(call, name: str) -> float:
-    """Return the time of the kernels of one call on a GPU whose names begin with ``name``.
+    """Return the time of one call's GPU kernels whose names start with ``name``.
 
     Raises:
         RuntimeError: the profiler recorded no such kernel.
@@ -80,9 +80,8 @@ def kernel_milliseconds(call, name: str) -> float:
 
 
 def all_kernels_milliseconds(call) -> float | None:
-    """Return the time of all kernels, copies and fills of one call on a GPU.
-
-    It is ``None`` if the profiler recorded none.
+    """Return the time of all kernels, copies and fills of one call on a GPU, ``None`` if
+    unrecorded.
     """
     found = time_per_operation(trace_of(call, True), True)
     return sum(microseconds for microseconds, _, _ in found.values()) / 1e3 or None
@@ -91,11 +90,11 @@ def all_kernels_milliseconds(call) -> float | None:
 def time_per_operation(
     events: Iterable[dict], on_gpu: bool
 ) -> dict[str, tuple[float, int, set[str]]]:
-    """Sum up the events of a trace: operation -> microseconds, kernels, implementations.
+    """Sum the events of a trace: operation -> microseconds, kernels, implementations.
 
-    A kernel belongs to the innermost range in which the host launched it: kernels that no torch
-    operator launches are not part of the profiler's own sums. Threads are not told apart, because
-    the forward's waits while the backward's runs. On the CPU, operators stand for kernels.
+    A kernel belongs to the innermost range in which the host launched it, because the profiler's
+    sums omit kernels outside of torch operators. Threads are not distinguished: the forward's waits
+    while the backward's runs. On the CPU, operators stand for kernels.
     """
     events = [event for event in events if event.get("ph") == "X"]
     ranges = sorted(filter(None, map(_range, events)))
@@ -116,14 +115,14 @@ def time_per_operation(
         entry = sums[operation]
         entry[0] += duration
         entry[1] += 1
-        # A backward has no range of its own: it runs with the forward's implementation.
+        # A backward has no range: it runs with the forward's implementation.
         forward = operation in _BACKWARDS.values() and operation.removesuffix("_backward")
         entry[2] = implementations[forward or operation]
     return {operation: tuple(entry) for operation, entry in sums.items()}
 
 
 def _range(event: dict) -> tuple[float, float, str, str] | None:
-    """Return begin, end, operation and implementation of a range that counts."""
+    """Return begin, end, operation and implementation of a counted range."""
     name, kind = event["name"], event.get("cat")
     span = (event["ts"], event["ts"] + event["dur"])
     if kind == "user_annotation" and name.startswith(_PREFIX):
@@ -136,7 +135,7 @@ def _range(event: dict) -> tuple[float, float, str, str] | None:
 
 
 def _kernels(events: list[dict]) -> Iterator[tuple[float, float]]:
-    """Yield when each kernel, copy and fill was launched, and how long it took."""
+    """Yield launch time and duration of each kernel, copy and fill."""
     launches, operators = {}, {}
     for event in events:
         given = event.get("args", {})
@@ -148,13 +147,13 @@ def _kernels(events: list[dict]) -> Iterator[tuple[float, float]]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             given = event.get("args", {})
             launched = launches.get(given.get("correlation"))
-            if launched is None:  # a launch that was not recorded: the operator around it was
+            if launched is None:  # the surrounding operator's launch, if its own was not recorded
                 launched = operators.get(given.get("External id"), float("-inf"))
             yield launched, event["dur"]
 
 
 def _own_times(events: list[dict]) -> Iterator[tuple[float, float]]:
-    """Yield begin and time of operators, without that of the operators they call."""
+    """Yield begin and time of operators, without the operators they call."""
     threads = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":

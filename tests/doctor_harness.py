@@ -1,4 +1,4 @@
-"""Runs the doctor on the CPU, with implementations that are wrong on purpose."""
+"""The doctor on the CPU, with planted wrong implementations."""
 
 import json
 
@@ -10,7 +10,7 @@ FORWARD, BACKWARD, TEACHER = (
     "sparse_attention_backward",
     "sparse_attention_probabilities",
 )
-#: Small enough for milliseconds; fp32, so that a right implementation is far from the tolerance.
+#: Milliseconds; fp32 is far below the tolerance.
 SMALL = (
     "--device cpu --heads 4 --dims 24,16 --topk 16 --seq 80 --rows 20 --index-heads 3 "
     "--index-dim 8 --dtype fp32"
@@ -22,7 +22,7 @@ def parse(text):
 
 
 def run(capsys, text=SMALL):
-    """Run the command; return its exit code and its report as data."""
+    """Run the command; return its exit code and report."""
     code = doctor.run(parse(f"{text} --json"))
 
     def refuse(constant):
@@ -32,7 +32,7 @@ def run(capsys, text=SMALL):
 
 
 def verdicts(data, name="made_up"):
-    """Results by the implementations in them, of those that contain ``name``."""
+    """Return results whose implementations contain ``name``, by implementation."""
     found = {}
     for result in data["results"]:
         names = tuple(result["implementations"].values())
@@ -54,7 +54,7 @@ def unchanged(original):
 
 
 def altered(change):
-    """A wrapper that lets ``change(call, result list)`` spoil what torch returns."""
+    """Return a wrapper that applies ``change(call, result list)`` to torch's results."""
 
     def wrap(original):
         def implementation(call, *args):

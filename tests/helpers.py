@@ -1,4 +1,4 @@
-"""Small things that several test files need."""
+"""Small shared helpers."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from megatron_dsa.testing import comparison as verify
 
 @dataclass(frozen=True)
 class MadeUp(Candidate):
-    """A candidate whose kernel is ``function``."""
+    """A candidate with kernel ``function``."""
 
     function: Callable | None = None
 
@@ -34,7 +34,7 @@ class MadeUp(Candidate):
 
 @contextlib.contextmanager
 def no_synchronisation():
-    """Fail where the host would wait for the GPU."""
+    """Fail if the host would wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -43,7 +43,7 @@ def no_synchronisation():
 
 
 def never_waits(call):
-    """Call twice, the second time with :func:`no_synchronisation`: the first loads kernels."""
+    """Call twice, the second time with :func:`no_synchronisation`; the first loads kernels."""
     call()
     with no_synchronisation():
         call()
@@ -51,10 +51,10 @@ def never_waits(call):
 
 @contextlib.contextmanager
 def no_room(size):
-    """Let no file grow beyond ``size`` bytes, as on a full disk."""
+    """Limit files to ``size`` bytes, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     bytecode = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # Python would leave it cut off, for later runs
+    sys.dont_write_bytecode = True  # Python would leave it truncated for later runs
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
@@ -64,9 +64,9 @@ def no_room(size):
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """``norm(x - ref) / norm(ref)`` in float64; NaN in ``x`` gives NaN, which never passes.
+    """Return ``norm(x - ref) / norm(ref)`` in float64; NaN in ``x`` gives NaN, which never passes.
 
-    A reference that is 0 but for rounding (root mean square below 1e-4) counts as size 1 per entry.
+    A reference that is only rounding (root mean square below 1e-4) counts as size 1 per entry.
     """
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     if reference.norm() > 1e-4 * reference.numel() ** 0.5:
@@ -75,19 +75,19 @@ def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def leaf(*shape, seed, device="cpu", dtype=torch.float32, scale=1.0):
-    """A random leaf tensor that wants a gradient, the same on every device."""
+    """Draw a leaf, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
     return values.to(device=device, dtype=dtype).requires_grad_()
 
 
 def double_leaf(x: torch.Tensor) -> torch.Tensor:
-    """A float64 leaf with the (rounded) values of ``x``: the reference sees the same inputs."""
+    """Return a float64 leaf with the (rounded) values of ``x``."""
     return x.detach().double().requires_grad_()
 
 
 def skip_unless_it_runs(candidate: Candidate, heads: int = 64, dim: int = 576) -> None:
-    """Skip a test of a sparse attention in bf16, with the reason, where it cannot run."""
+    """Skip a test of sparse attention in bf16 if it cannot run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {"heads": heads, "qk_dim": dim, "v_dim": 512, "topk": 128}
     reason = candidate.reason(describe_call(device, dtype=torch.bfloat16, **shape))
@@ -103,7 +103,7 @@ needs_compiler = pytest.mark.skipif(
 
 @functools.cache
 def ptxas(source: str, target: str) -> str:
-    """What ptxas says about the CUDA source of one of our kernels for ``target``, e.g. sm_90a."""
+    """Return ptxas's report on a kernel's CUDA source for ``target``, e.g. sm_90a."""
     import tilelang
 
     root = os.path.dirname(tilelang.__file__)
@@ -122,16 +122,16 @@ def ptxas(source: str, target: str) -> str:
 
 
 def dynamic_shared_memory(kernel) -> int:
-    """Bytes of shared memory that a compiled kernel asks for at the launch."""
+    """Return a compiled kernel's dynamic shared memory in bytes."""
     numbers = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", kernel.get_host_source())
-    dynamic = max(int(x) for x in numbers)  # the largest number there
+    dynamic = max(int(x) for x in numbers)  # the largest number
     offsets = re.findall(r"buf_dyn_shmem \+ (\d+)", kernel.get_kernel_source())
     assert dynamic > max(int(x) for x in offsets)
     return dynamic
 
 
 def peak_memory_above(call):
-    """Return ``call()`` and the bytes that torch's allocator held at most above what it had."""
+    """Return ``call()`` and torch's peak memory above its start, in bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -141,9 +141,9 @@ def peak_memory_above(call):
 
 
 def peak_bytes(device, call):
-    """Most bytes that are allocated at the same time during ``call``, besides what is already."""
+    """Return the peak of allocated bytes during ``call``, above its start."""
     if device.type == "cuda":
-        # cuBLAS allocates its workspace with the first product of a process.
+        # cuBLAS allocates its workspace with the first product.
         for dtype in (torch.bfloat16, torch.float32):
             torch.ones(1, 16, 16, device=device, dtype=dtype).bmm(
                 torch.ones(1, 16, 16, device=device, dtype=dtype)
@@ -166,7 +166,7 @@ def peak_bytes(device, call):
 
 @contextlib.contextmanager
 def deterministic():
-    """Torch's deterministic mode, for our kernels only: cuBLAS wants a variable of its own set."""
+    """Enable torch's deterministic mode for our kernels; cuBLAS needs its own variable."""
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
@@ -177,19 +177,19 @@ def deterministic():
 
 
 def check_device_assert(program: str, message: str) -> None:
-    """Check that a program prints ``fine``, and ends in an assert before it prints ``not seen``.
+    """Check that a program prints ``fine``, and asserts before it prints ``not seen``.
 
-    It runs in a process of its own, as no other test could run after it.
+    It runs in its own process, because no other test could run after it.
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    printed = done.stdout.splitlines()  # of compilers, too
+    printed = done.stdout.splitlines()  # also of compilers
     assert done.returncode != 0 and "fine" in printed and "not seen" not in printed, done.stderr
     assert message in done.stderr
 
 
 def skip_unless_they_run(*pairs):
-    """Skip where an implementation of an operation cannot run, with the reason."""
+    """Skip if an implementation of an operation cannot run."""
     for operation, name in pairs:
         (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
         shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}

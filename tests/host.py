@@ -12,7 +12,7 @@ from megatron_dsa.patches import cpu_host
 
 
 def stop() -> None:
-    """Take down the process groups, for tests that set up others; :func:`start` makes new ones."""
+    """Destroy the process groups; :func:`start` makes new ones."""
     from megatron.core import parallel_state
 
     if torch.distributed.is_initialized():
@@ -40,7 +40,6 @@ def start() -> torch.device:
 
 
 def _small_settings(dtype):
-    """What the small configurations have in common."""
     return {
         "num_layers": 2,
         "hidden_size": 32,
@@ -68,19 +67,16 @@ def _small_settings(dtype):
 
 
 def of_all_queries(options):
-    """Return options whose indexers are trained on all query tokens, as references are.
-
-    Another share than the default stays.
-    """
+    """Return options whose indexers train on all query tokens, unless another share is set."""
     if options.indexer_loss_queries != type(options).indexer_loss_queries:
         return options
-    options = copy.copy(options)  # not replaced: some tests set what the rules refuse
+    options = copy.copy(options)  # not dataclasses.replace: some tests set invalid values
     object.__setattr__(options, "indexer_loss_queries", 1.0)
     return options
 
 
 def small_config(*, dtype=torch.float64, options=None, **changes):
-    """A DSA configuration of a few thousand parameters."""
+    """Return a DSA configuration of a few thousand parameters."""
     start()
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.config.transformer import DSATransformerConfig
@@ -96,14 +92,13 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
 
 
 def small_hybrid_config(pattern, **changes):
-    """The configuration of a hybrid model with such layers."""
     layers = len(pattern.partition("/")[0].replace("|", ""))
     settings = {"num_layers": layers, "mtp_num_layers": pattern.count("/") or None} | changes
     return small_config(layer_pattern=pattern, is_hybrid_model=True, **settings)
 
 
 def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
-    """A configuration of hybrid attention whose layers all have the same compression ratio."""
+    """Return a configuration of hybrid attention with one compression ratio."""
     start()
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.config.transformer import CSATransformerConfig
@@ -126,7 +121,7 @@ def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
 
 
 def v32_config(options, heads=16, **changes):
-    """DeepSeek-V3.2's attention with its head dims, in bf16, in a narrow model of two layers."""
+    """Return DeepSeek-V3.2's attention in bf16, in a narrow model of two layers."""
     from megatron_dsa.config.presets import preset
 
     start()
@@ -142,7 +137,7 @@ def v32_config(options, heads=16, **changes):
 
 
 def hidden_like(module, rows, batch=1):
-    """Random hidden states ``[rows, batch, hidden]`` for a module, the same on every device."""
+    """Draw hidden states ``[tokens, batch, hidden]`` for a module, the same on every device."""
     generator = torch.Generator().manual_seed(11)
     shape = (rows, batch, module.config.hidden_size)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -152,7 +147,7 @@ def hidden_like(module, rows, batch=1):
 def attention_module(config, layer_number=1, seed=3, full=None):
     """Build the self-attention of a layer spec with random weights large enough to matter.
 
-    ``full(name, weight)`` cuts this rank's part out of a full weight under tensor parallelism.
+    ``full(name, weight)`` slices a full weight under tensor parallelism.
     """
     from megatron.core.transformer.spec_utils import build_module
 
@@ -180,7 +175,7 @@ def attention_module(config, layer_number=1, seed=3, full=None):
 
 
 def parsed(flags, world, monkeypatch):
-    """The validated arguments of the training entry point that was given ``flags``."""
+    """Return the entry point's validated arguments for ``flags``."""
     start()
     from megatron.training import arguments
 
@@ -197,7 +192,7 @@ def parsed(flags, world, monkeypatch):
 
 
 def unstreamed() -> list[str]:
-    """Return the flag with which FP8 weights are dequantised before loading; none if always."""
+    """Return the flag that dequantises FP8 weights before loading, if there is one."""
     from megatron.training.config.training_config import CheckpointConfig
 
     streams = hasattr(CheckpointConfig, "stream_ckpt_dequant")
@@ -205,7 +200,7 @@ def unstreamed() -> list[str]:
 
 
 def packed_of(lengths, longest, padded=None):
-    """Megatron's PackedSeqParams for cumulative lengths, without and with padding: tensors."""
+    """Return Megatron's PackedSeqParams of cumulative lengths, without and with padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(
@@ -216,7 +211,7 @@ def packed_of(lengths, longest, padded=None):
 
 
 def packed(*lengths, padded_lengths=None):
-    """Megatron's PackedSeqParams for sequences of the given lengths."""
+    """Return Megatron's PackedSeqParams of sequence lengths."""
 
     def cumulative(values):
         ends = torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32)

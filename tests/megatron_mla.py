@@ -1,4 +1,4 @@
-"""Megatron's own MLA with a core attention for its 192/128 dims, which its local spec lacks."""
+"""Megatron's MLA with a core attention for 192/128 dims, missing in its local spec."""
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -27,7 +27,6 @@ class PlainCore(torch.nn.Module):
 
 
 def megatron_mla(config):
-    """Build Megatron's MLASelfAttention for a configuration."""
     backend = LocalBackend()
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=backend.column_parallel_linear(),

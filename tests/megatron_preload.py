@@ -1,7 +1,4 @@
-"""Megatron for the process that others are forked from, with the help texts of its flags.
-
-Megatron parses its own sources for these texts whenever it parses flags, which it does twice.
-"""
+"""Megatron for the forked processes, with cached help texts of its flags, which it parses twice."""
 
 from argparse import ArgumentParser
 

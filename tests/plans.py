@@ -35,13 +35,13 @@ BF16 = {"--bf16": True}
 
 
 def forget_layouts():
-    """Drop the tables of layouts that are made once per process: a plan counts those it makes."""
+    """Drop cached tables of layouts, which a plan counts."""
     layout.bshd_layout.cache_clear()
     microbatch._unpacked.cache_clear()
 
 
 def command(changes=None):
-    """The command line of the tiny model with other flags; ``None`` drops one."""
+    """Return the tiny model's command line with other flags; ``None`` drops one."""
     argv = ["pretrain"]
     for flag, value in (TINY | (changes or {})).items():
         if value is not None:

@@ -1,8 +1,7 @@
-"""Processes for tests, forked from one that has imported torch: it takes longer than most tests.
+"""Processes forked from one that has imported torch, which takes longer than most tests.
 
-The process they come from holds torch and Megatron, which reads no variable of these tests when it
-is imported. This package is imported by every process anew, after it was given its environment, as
-in a process of a user. ``as_users_do`` of :func:`tests.functional.launch.launch` forks nothing.
+It holds torch and Megatron; this package is imported anew by every process, in its environment.
+``as_users_do`` of :func:`tests.functional.launch.launch` forks nothing.
 """
 
 import atexit
@@ -28,16 +27,15 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-#: None of them asks for GPUs, which would make them unusable in processes that are forked later.
+#: None initialises GPUs, which would break forks.
 IMPORTED = [
     "torch.distributed.tensor",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
-    "transformers.models.auto.tokenization_auto",  # by Megatron, when it makes a tokenizer
+    "transformers.models.auto.tokenization_auto",  # by Megatron's tokenizers
 ]
-#: Most of the time until a forked process trains. Where it can be imported, Megatron would take
-#: transformer-engine along, which this package hides from it on a machine without a GPU.
+#: Most of a process's start. transformer-engine, imported with it, is hidden without a GPU.
 MEGATRON = "tests.megatron_preload"
 
 
@@ -47,7 +45,7 @@ def python_path(*folders: Path) -> str:
 
 
 def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
-    """Run ``function(rank, *arguments)`` in ``ranks`` processes with the environment of this one.
+    """Run ``function(rank, *arguments)`` in ``ranks`` processes with this environment.
 
     Raises:
         ProcessRaisedException, ProcessExitedException: one failed; the others are ended.
@@ -64,16 +62,16 @@ def run_modules(
     limit: int,
     kill_at: str | None = None,
 ) -> int:
-    """Do what ``python -m module flags`` does, in a process for each of ``environments``.
+    """Run ``python -m module flags`` in a process for each of ``environments``.
 
     Args:
-        module: what is run, in ``folder``.
+        module: run in ``folder``.
         output: file that everything printed is appended to.
         limit: seconds until all are ended.
-        kill_at: kill all processes as soon as this text is printed.
+        kill_at: kill all processes once this text is printed.
 
     Returns:
-        The exit status of the first one that failed, after which the others are ended; else 0.
+        Exit status of the first failure, after which the others are ended; else 0.
     """
     arguments = (module, flags, environments, str(folder), str(output), kill_at is None)
     processes = _start(_run_module, arguments, len(environments))
@@ -93,13 +91,13 @@ def run_modules(
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that is lost in a run whose launcher does nothing about it.
+    """A rank that is lost in a run without a launcher.
 
     Attributes:
-        rank: which one.
-        at: text in the log that comes before.
-        signal: what it gets: killed, or stopped, so that it hangs.
-        limit: seconds that the others have to end by themselves.
+        rank: its number.
+        at: text in the log before it is lost.
+        signal: killed, or stopped.
+        limit: seconds for the others to end.
     """
 
     rank: int
@@ -111,13 +109,13 @@ class Lost:
 def run_without_a_rank(
     module: str, flags: list[str], environments: list[dict], folder: Path, output: Path, lost: Lost
 ) -> list[int | None]:
-    """Do what :func:`run_modules` does, lose a rank and wait for the others.
+    """Run :func:`run_modules`, lose a rank and wait for the others.
 
     Returns:
         Exit statuses, ``None`` of a rank that did not end by itself.
 
     Raises:
-        TimeoutError: the run did not get to where it was to lose the rank.
+        TimeoutError: the run ended before the rank was lost.
     """
     arguments = (module, flags, environments, str(folder), str(output), True)
     processes = _start(_run_module, arguments, len(environments)).processes
@@ -128,7 +126,7 @@ def run_without_a_rank(
             if time.monotonic() > end or any(p.exitcode for p in processes):
                 raise TimeoutError(f"no {lost.at!r} in the log: {output.read_text()[-3000:]}")
             time.sleep(0.01)
-        # What a rank has started would outlive it, and keep the pipes of this process open.
+        # A rank's children would outlive it, and keep pipes open.
         started += [child for p in processes for child in children_of(p.pid)]
         os.kill(processes[lost.rank].pid, lost.signal)
         end = time.monotonic() + lost.limit
@@ -146,14 +144,14 @@ def run_without_a_rank(
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-    """Processes that a process has started, and that these have; none of one that has ended."""
+    """Return a process's descendants; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
 
 
 def kill_with_children(pid: int) -> None:
-    """Also the processes that write a checkpoint, which would go on."""
+    """Kill a process with its checkpoint writers."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in [psutil.Process(pid), *children_of(pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -171,29 +169,29 @@ def _start(function, arguments, ranks):
 def prepare() -> None:
     """Start the process that all others are forked from."""
     variables = {
-        # Read when torch is imported, and not again in a fork.
+        # Read when torch is imported.
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        # What cannot be imported is left out without a word.
+        # Failed imports are skipped silently.
         "PYTHONPATH": python_path(),
     }
     with mock.patch.dict(os.environ, variables):
         if not torch.cuda.is_available():
-            # Not asked of sys.modules, where it may be hidden already.
+            # sys.modules may hide it already.
             engine = PathFinder.find_spec("transformer_engine")
             multiprocessing.set_forkserver_preload(IMPORTED if engine else [*IMPORTED, MEGATRON])
         forkserver.ensure_running()
 
 
 def begin(environment: dict) -> None:
-    """Start what a forked process does, with this environment."""
-    # A search for garbage takes 0.25 s in what was imported before the fork, and copies its pages.
+    """Start a forked process with this environment."""
+    # Garbage collection takes 0.25 s after the fork, and copies pages.
     gc.freeze()
     set_environment(environment)
 
 
 def set_environment(environment: dict) -> None:
-    """Let the variables be these and no others."""
+    """Replace all environment variables."""
     os.environ.clear()
     os.environ.update(environment)
 
@@ -204,18 +202,17 @@ def _call(rank, environment, function, *arguments):
 
 
 def fork_managers() -> None:
-    """Fork the process that collects what a save wrote: Megatron's new one would import torch."""
+    """Fork the process that collects a save's results: Megatron's new one would import torch."""
     fork = multiprocessing.get_context("fork")
     multiprocessing.context.SpawnContext.Manager = lambda self: fork.Manager()
 
 
 def run_program(arguments: list[str]) -> int:
-    """Do what ``python arguments`` does, in this process; return its exit status.
+    """Run ``python arguments`` in this process; return its exit status.
 
-    Args:
-        arguments: ``-m`` and a module, or a file; and theirs. ``sys.path`` stays as it is.
+    ``arguments``: ``-m`` and a module, or a file; and theirs. ``sys.path`` stays as it is.
     """
-    # As in a process that a shell starts: a child of the fork server would ask that for workers.
+    # The fork server's default would pass workers to it.
     multiprocessing.set_start_method("fork", force=True)
     try:
         if arguments[0] == "-m":
@@ -236,9 +233,9 @@ def run_program(arguments: list[str]) -> int:
 
 
 def leave(status: int) -> None:
-    """End a process that multiprocessing made as any other one ends."""
-    # It leaves these two out.
-    atexit._run_exitfuncs()  # prints what they raise
+    """End a multiprocessing child like any other process."""
+    # multiprocessing skips these two.
+    atexit._run_exitfuncs()  # prints their errors
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(status)

@@ -18,18 +18,15 @@ from tests.processes import run_ranks
 
 @dataclass(frozen=True)
 class Case:
-    """A self-attention module and the rows it is run on.
+    """A self-attention module and its batch.
 
     Attributes:
         config: name of a function of :mod:`tests.host`, with ``arguments`` and ``changes``.
-        by_sequence, by_columns: parts of parameter names: how a tensor-parallel rank's part is cut
-            out of a weight. All others are replicated.
-        rows, batch: of the hidden states; ``lengths`` packs the rows, ``padded`` are the lengths
-            with padding.
-        cp_layout: how context-parallel ranks divide the rows.
+        by_sequence, by_columns: parts of names of sharded parameters; others are replicated.
+        rows, batch: of the hidden states; ``lengths`` packs them, ``padded`` includes padding.
+        cp_layout: division of tokens over context-parallel ranks.
         fused: operations whose torch implementation counts as fused.
-        sampled_parts: the indexer is trained on a third of the rows, the same on any number of
-            ranks, in so many parts by heads; 0: on all.
+        sampled_parts: parts by heads of a sample of a third of the tokens; 0: all tokens.
     """
 
     config: str
@@ -46,7 +43,7 @@ class Case:
     sampled_parts: int = 0
 
     def part(self, name: str, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """Return what a tensor-parallel rank holds of a full weight or gradient."""
+        """Return a tensor-parallel rank's shard of a full weight or gradient."""
         names = name.split(".")
         if set(names) & set(self.by_sequence):
             return full.chunk(ranks)[rank]
@@ -55,7 +52,7 @@ class Case:
         return full
 
     def global_positions(self, cp: int) -> list[list[int]]:
-        """Return the rows of dim 0 that every context-parallel rank holds, in its order."""
+        """Return the indices in dim 0 of every context-parallel rank's tokens, in order."""
         if self.cp_layout == "contiguous":
             size = self.rows // cp
             return [list(range(r * size, (r + 1) * size)) for r in range(cp)]
@@ -75,7 +72,7 @@ class Case:
         return ranks
 
     def held_by(self, tp: int, cp: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the rows of a rank's tensor-parallel group and its own, for every rank."""
+        """Return the token indices of each rank's tensor-parallel group, and its local ones."""
         groups = [torch.tensor(held) for held in self.global_positions(cp)]
         return [(tokens, tokens.chunk(tp)[rank]) for tokens in groups for rank in range(tp)]
 
@@ -94,7 +91,7 @@ class _Third(QuerySample):
     factor = 3.0
 
     def spread(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Spread in torch: the kernel expects tiles."""
+        """Spread in torch: the kernel requires tiles."""
         return [
             x.new_zeros(self.total, *x.shape[1:]).index_copy_(0, self.tokens, x) for x in tensors
         ]
@@ -105,7 +102,7 @@ def run(
 ) -> list[dict[str, dict]]:
     """Run forward and backward of every case on ``tp * cp`` ranks; return each rank's results.
 
-    Gradients that Megatron sums over ranks are summed; others are as computed.
+    Gradients are summed over ranks like Megatron does.
     """
     return spawn(_run_case, cases, tp, folder, cp, backend)
 
@@ -115,15 +112,15 @@ def spawn(
 ) -> list[dict[str, dict]]:
     """Return each rank's ``{name: run_case(case, tp, cp)}``, with all tensors on the CPU.
 
-    Computed on the CPU (``gloo``), or on a GPU per rank (``nccl``); a test that wants more ranks
-    than there are GPUs is skipped.
+    Runs on the CPU (``gloo``), or on a GPU per rank (``nccl``), where tests with too few GPUs are
+    skipped.
     """
     if backend == "nccl" and torch.cuda.device_count() < tp * cp:
-        import pytest  # not in the processes of ranks
+        import pytest  # not in ranks
 
         pytest.skip(f"needs {tp * cp} GPUs, {torch.cuda.device_count()} here")
-    # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-    # cuBLAS wants the other variable in torch's deterministic mode.
+    # On the CPU even with a GPU: NCCL needs one GPU per rank. cuBLAS needs the other variable in
+    # deterministic mode.
     variables = (
         {"CUDA_VISIBLE_DEVICES": ""}
         if backend == "gloo"
@@ -168,14 +165,14 @@ def _worker(rank, tp, cp, store, folder, run_case, cases, backend):
 
 
 def _cut_as_on_a_cpu() -> None:
-    """Let a small workspace cut absorbed attention in blocks that do not fill a GPU, too."""
+    """Make a small workspace divide absorbed attention in blocks smaller than a GPU."""
     from megatron_dsa.ops.sparse_attention import blocks
 
     blocks._wave = lambda heads, device: 0
 
 
 def build(case: Case, tp: int = 1, cp: int = 1):
-    """Return the module of a case, its input on this rank, and its packing."""
+    """Return the module of a case, its local input, and its packing."""
     from megatron.core import parallel_state
 
     from tests import host
@@ -202,7 +199,7 @@ def build(case: Case, tp: int = 1, cp: int = 1):
 
 
 def build_two(case: Case, tp: int = 1, cp: int = 1):
-    """Return what :func:`build` does, with a second layer behind the first, and an empty log."""
+    """Return :func:`build`'s results with a second layer, and an empty log."""
     from megatron.core import parallel_state
 
     from tests import host
@@ -218,7 +215,7 @@ def build_two(case: Case, tp: int = 1, cp: int = 1):
 
 
 def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str, torch.Tensor]:
-    """Return the gradients of trained parameters, summed over ranks where Megatron sums them."""
+    """Return the gradients of trained parameters, summed over ranks like Megatron's."""
     from megatron.core import parallel_state
 
     gradients = {}
@@ -278,7 +275,7 @@ def _run_case(case: Case, tp: int, cp: int) -> dict:
 
 @contextlib.contextmanager
 def _fused(names: tuple[str, ...]):
-    """Let torch's implementation of operations count as fused."""
+    """Make torch's implementation of operations count as fused."""
     from megatron_dsa.ops import OPERATIONS
     from megatron_dsa.ops.dispatch import Candidate, Support, forget_choices
 
@@ -293,7 +290,7 @@ def _fused(names: tuple[str, ...]):
 
 
 def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
-    """Return what was selected as places in the sequence, the same on any number of ranks."""
+    """Return the selection as positions, independent of the number of ranks."""
     if layout.key_rows is None:
         return indices.clone()
     slots = torch.argsort(layout.key_rows)[indices.clamp_min(0).long()]
@@ -301,11 +298,11 @@ def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
 
 
 def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=1, cp=1) -> None:
-    """Check that the ranks together computed what one process did: the step of :func:`run`."""
+    """Check that the ranks together equal one process in the step of :func:`run`."""
     check_parts(case, one, several, tolerance, tp, cp)
     element = torch.arange(case.batch)
     for rank, (tokens, local) in zip(several, case.held_by(tp, cp), strict=True):
-        # The selection is the same on any number of ranks, to the last index.
+        # The selection does not depend on ranks.
         for got, want in zip(rank["slots"], one["slots"], strict=True):
             held = tokens if len(got) == len(tokens) * case.batch else local
             assert got.equal(want[(held[:, None] * case.batch + element).flatten()])
@@ -313,7 +310,7 @@ def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=1, c
             # Printed in fp32.
             assert abs(rank["loss"] - one["loss"]) <= max(tolerance, 1e-6) * one["loss"]
     for name in several[0]["averaged"]:
-        # Megatron averages these: what is the same already stays so to the last bit.
+        # Megatron averages these, which keeps equal values to the bit.
         parts = [rank["gradients"][name] for rank in several]
         assert all(part.equal(parts[0]) for part in parts), name
 

@@ -1,8 +1,8 @@
-"""Tiers of the tests: a push runs a part of the cases, ``--all`` every one.
+"""Tiers of the tests: a push runs some of the cases, ``--all`` every one.
 
-The push tier runs when no path, ``-k`` or ``-m`` is given. It leaves out the files
-of :data:`LEFT_OUT` but the tests of :data:`KEPT`, and of a test with many cases it takes
-:data:`CASES`, another sample every day: every value of every parameter occurs, the rest is drawn.
+The push tier runs without path, ``-k`` or ``-m``. It excludes files of :data:`LEFT_OUT` except
+tests of :data:`KEPT`, and takes :data:`CASES` cases of each test, another sample every day that
+includes every value of every parameter.
 """
 
 import datetime
@@ -10,12 +10,12 @@ import os
 import zlib
 from collections.abc import Iterable
 
-#: Variables that hand the tier and the seed of its sample on to pytest's workers.
+#: Variables that pass tier and seed to pytest's workers.
 TIER, SEED = "TESTS_OF_TIER", "TESTS_SEED"
-#: Cases of one test in the push tier, and where it has more values of one parameter.
+#: Cases per test in the push tier; more if a parameter has more values.
 CASES = 5
 MOST = 12
-#: Other numbers: few of tests that take seconds each, all of those that take milliseconds.
+#: Exceptions: few of slow tests, all of fast ones.
 OTHER = {
     "tests/unit/config/": 1000,
     "tests/functional/": 1,
@@ -36,7 +36,7 @@ LEFT_OUT = (
     "tests/unit/patches/test_unusable_engine.py",
     "tests/unit/test_evidence_page.py",
 )
-#: Tests of them that a push runs: the entry point as users run it.
+#: Exceptions for a push: the entry point like users run it.
 KEPT = (
     "tests/functional/test_cases.py::test_case",
     "tests/functional/test_huggingface.py::test_dense_checkpoint_to_warmed_up_sparse_checkpoint",
@@ -51,7 +51,7 @@ KEPT = (
 
 
 def start(config) -> None:
-    """Settle the tier of this run, in pytest's first process."""
+    """Set the tier of this run, in pytest's first process."""
     options = config.option
     narrowed = config.args_source is config.ArgsSource.ARGS or options.keyword or options.markexpr
     tier = "push" if options.push or not (options.all or narrowed) else "all"
@@ -61,28 +61,21 @@ def start(config) -> None:
 
 
 def header() -> str:
-    """Return the line that pytest prints of the tier."""
     if not is_push():
         return "tier: all cases"
     return f"tier: push, {CASES} cases of a test (--seed {os.environ[SEED]}); --all runs every case"
 
 
 def is_push() -> bool:
-    """Return True in a run of the push tier."""
     return os.environ.get(TIER) == "push"
 
 
 def leaves_out(path: str) -> bool:
-    """Return True if a file has nothing in the push tier.
-
-    Args:
-        path: relative to the repository.
-    """
+    """Return whether a file (relative path) has nothing in the push tier."""
     return path.startswith(LEFT_OUT) and not any(kept.startswith(path) for kept in KEPT)
 
 
 def sample(items: Iterable) -> list:
-    """Return the items of the push tier, in their order."""
     tests: dict[str, list] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -117,15 +110,14 @@ def _sample(cases: list, number: int) -> list:
 
 
 def _values(item) -> set[tuple[int | str, str]]:
-    # Parameters that are given together have one id.
+    # Parameters given together share an id.
     words = {(n, str(x)) for n, x in item.callspec.params.items() if isinstance(x, str | int)}
     return words | set(enumerate(item.callspec._idlist))
 
 
 def cases_run(request, *names: str) -> set[tuple]:
-    """Return the values of parameters ``names`` with which tests of this module run.
-
-    For fixtures that compute all cases at once.
+    """Return the values of parameters ``names`` in this module's tests, for fixtures that compute
+    all cases at once.
     """
     return {
         tuple(item.callspec.params[name] for name in names)

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face configurations, and models of that shape: Megatron's and of transformers."""
+"""Tiny Hugging Face configurations, and models of their shape, Megatron's and transformers'."""
 
 import copy
 
@@ -47,12 +47,12 @@ _V4 = {
     "hc_eps": 1e-6,
     "hc_sinkhorn_iters": 20,
 }
-#: Of a DeepSeek-V3 and not of a V4.
+#: Keys of a DeepSeek-V3, not of a V4.
 _NOT_V4 = (
     *("intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_group"),
     *("topk_group", "first_k_dense_replace"),
 )
-#: The layers of :data:`_V4` as transformers names them.
+#: Layers of :data:`_V4` by transformers' names.
 _TYPES = {
     "layer_types": [
         "sliding_attention",
@@ -63,7 +63,7 @@ _TYPES = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "mlp_layer_types": ["moe"] * 4,
 }
-#: How the classes of transformers begin.
+#: Prefixes of transformers' classes.
 _CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",
@@ -74,13 +74,12 @@ _CLASSES = {
 
 
 def tiny_v4(**changes):
-    """config.json of a DeepSeek-V4 with window, CSA and HCA layers."""
     common = {k: v for k, v in tiny_config("deepseek_v3").items() if k not in _NOT_V4}
     return common | _V4 | changes
 
 
 def transformers_v4(**changes):
-    """The same as transformers describes it, which knows no ratios but 0, 4 and 128."""
+    """Convert to transformers' description, which has ratios 0, 4 and 128 only."""
     config = tiny_v4(**_TYPES | changes)
     for name in ("compress_ratios", "num_hash_layers"):
         del config[name]
@@ -127,7 +126,6 @@ def tiny_glm_5_3(**changes):
 
 
 def tiny_config(kind="deepseek_v32", **changes):
-    """config.json of a model with a dense and an expert layer."""
     config = {
         "model_type": kind,
         "vocab_size": 70,
@@ -165,9 +163,9 @@ def tiny_config(kind="deepseek_v32", **changes):
 def tiny_model(
     config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, features=(), **changes
 ):
-    """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU.
+    """Build a random Megatron model of a Hugging Face configuration, on the CPU.
 
-    Its residuals are plain and its routing learned, but for ``features``.
+    Residuals are plain and routing is learned, unless ``features`` says otherwise.
     """
     start()
     from megatron_dsa.extras.huggingface.build import gpt_model, transformer_config
@@ -184,12 +182,12 @@ def tiny_model(
 
 
 def _randomise(model, seed, scale):
-    """Give a model random values: norms near 1, matrices of this scale, tables of 8 experts."""
+    """Randomise a model: norms near 1, matrices of this scale, tables of 8 experts."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
             if isinstance(tensor, torch.Tensor):
-                if not tensor.is_floating_point():  # experts of tokens, all different
+                if not tensor.is_floating_point():  # different experts per token
                     orders = torch.rand(len(tensor), 8, generator=generator).argsort(dim=1)
                     tensor.copy_(orders[:, : tensor.shape[1]])
                     continue
@@ -199,14 +197,13 @@ def _randomise(model, seed, scale):
 
 
 def tensors_of(model):
-    """Copies of the parameters and persistent buffers of a Megatron model, by name."""
     from megatron_dsa.extras.huggingface.convert import model_tensors
 
     return {name: tensor.detach().clone() for name, tensor in model_tensors(model)}
 
 
 def assert_equal_tensors(model, other):
-    """Compare two Megatron models to the bit; return how many tensors they have."""
+    """Compare two Megatron models to the bit; return the number of tensors."""
     ours, theirs = tensors_of(model), tensors_of(other)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -214,12 +211,11 @@ def assert_equal_tensors(model, other):
 
 
 def tokens(rows=1, length=24):
-    """Random token ids, always the same."""
     return torch.randint(0, 70, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def there_and_back(there, folder, *flags, without=(), config=None):
-    """Import and export a checkpoint with the commands, within ``folder``; return the export."""
+    """Import and export a checkpoint by commands, within ``folder``; return the export."""
     from megatron_dsa.extras.cli import main
 
     megatron, back = str(folder / "megatron"), folder / "back"
@@ -231,7 +227,7 @@ def there_and_back(there, folder, *flags, without=(), config=None):
 
 
 def logits_of(model, ids):
-    """Logits ``[batch, rows, 70]`` of a Megatron model, on the CPU; it moves where tests run."""
+    """Return logits ``[batch, tokens, 70]`` of a Megatron model, on the CPU; moves the model."""
     model.to(start())
     ids = ids.to(start())
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -240,8 +236,8 @@ def logits_of(model, ids):
 
 
 def transformers_classes(kind):
-    """Class of the configuration and of the model; the test is skipped where there is none."""
-    # 5.12 rotates the index queries and keys of GLM-5 as those of V3.2, and has other names in V4.
+    """Return transformers' classes of configuration and model; skip the test if missing."""
+    # 5.12 rotates GLM-5's index queries and keys like V3.2's, and names V4 differently.
     transformers = pytest.importorskip("transformers", minversion="5.23")
     name = _CLASSES[kind]
     model = f"{name}For{'ConditionalGeneration' if kind == 'glm5_next' else 'CausalLM'}"
@@ -251,8 +247,8 @@ def transformers_classes(kind):
 
 
 def published(config, folder):
-    """A random model of transformers, saved as it would be released; return it."""
-    # transformers writes defaults into the objects that it is given.
+    """Save a random model of transformers like a release; return it."""
+    # transformers writes defaults into its arguments.
     settings = {name: copy.deepcopy(x) for name, x in config.items() if name != "model_type"}
     config_class, model_class = transformers_classes(config["model_type"])
     model = model_class._from_config(config_class(**settings), attn_implementation="eager").float()

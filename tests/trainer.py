@@ -1,8 +1,8 @@
-"""One process that does what several ``python -m module`` do, one after the other.
+"""One process that runs several ``python -m module`` in turn.
 
-With transformer-engine a process spends most of a short run on imports and on the start of the GPU.
-After a run that succeeds, Megatron's global state is taken down as for a restart within a process;
-after one that fails, the process ends with it and the next run gets a new one.
+Imports and the start of the GPU dominate short runs. After success, Megatron's global state is
+taken down as for a restart within a process; after a failure the process ends, and the next run
+gets a new one.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from tests.processes import (
 
 
 class Trainer:
-    """Runs modules in one process, which is started when it is needed."""
+    """Runs modules in one process, started on demand."""
 
     def __init__(self):
         self._process = self._pipe = None
@@ -31,10 +31,10 @@ class Trainer:
 
     def run(self, module: str, flags: list[str], environment: dict, folder: Path, output: Path,
             limit: int) -> int:  # fmt: skip
-        """Do what ``python -m module flags`` does; return its exit status.
+        """Run ``python -m module flags``; return its exit status.
 
         Args:
-            module: what is run, in ``folder``.
+            module: run in ``folder``.
             environment: all variables.
             output: file that everything printed is appended to.
             limit: seconds until the process is ended.
@@ -76,7 +76,7 @@ class Trainer:
 
 
 def _serve(pipe) -> None:
-    gc.freeze()  # as of other forked processes
+    gc.freeze()  # like other forks
     fork_managers()
     while True:
         try:
@@ -97,7 +97,7 @@ def _serve(pipe) -> None:
 
 
 def _take_down() -> None:
-    """Take down what a training leaves behind in Megatron, transformer-engine and this package."""
+    """Take down a training's state in Megatron, transformer-engine and this package."""
     import torch
     from megatron.core.pipeline_parallel import utils as pipeline_utils
     from megatron.training import async_utils, checkpointing, training
@@ -121,7 +121,7 @@ def _take_down() -> None:
 
 
 def _take_down_transformer_engine() -> None:
-    """Forget scaling factors: those of delayed scaling are kept for all modules in one place."""
+    """Forget delayed scaling's factors, which are global."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()

@@ -1,8 +1,8 @@
-"""Stand-ins for Megatron's TensorBoard and W&B writers that keep what they are given."""
+"""Replacements of Megatron's TensorBoard and W&B writers that store their input."""
 
 
 class Board:
-    """As ``SummaryWriter``: ``scalars`` are ``(tag, value, step)``."""
+    """Like ``SummaryWriter``: ``scalars`` are ``(tag, value, step)``."""
 
     def __init__(self):
         self.scalars = []
@@ -12,7 +12,7 @@ class Board:
 
 
 class Wandb:
-    """As W&B's module: ``logged`` are ``({tag: value}, step)``."""
+    """Like W&B's module: ``logged`` are ``({tag: value}, step)``."""
 
     def __init__(self):
         self.logged = []

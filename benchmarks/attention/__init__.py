@@ -1,12 +1,12 @@
-"""Sparse attention's operations: every implementation that can run, checked against float64.
+"""Sparse attention's operations: all implementations, checked against float64.
 
     python -m benchmarks attention
     python -m benchmarks attention --presets v3.2 --skv 8192 --operations forward backward
 
 ``forward`` and ``backward`` are sparse attention, ``teacher`` is the head sum of its probabilities,
-for the last queries of a sequence. ``flashmla-raw`` is FlashMLA's kernel without our adapter, its
-queries padded before (:mod:`benchmarks.attention.raw`). FLOP count selected keys only. Selection
-and the indexer's losses are cases of the family ``indexer``.
+for the last queries of a sequence. ``flashmla-raw`` is FlashMLA's kernel without our adapter
+(:mod:`benchmarks.attention.raw`). FLOP count selected keys only. Selection and the indexer's
+losses: family ``indexer``.
 """
 
 import argparse
@@ -25,12 +25,11 @@ from megatron_dsa.ops import OPERATIONS as DISPATCHED
 
 CEILINGS = ("gemm", "copy")
 ON_DEVICE = True
-#: Timed calls, at most: these are short.
+#: Short calls.
 REPEATS = 30
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the inputs and the operations."""
     add = parser.add_argument
     add("--presets", nargs="+", choices=PRESETS, help=f"default: {' '.join(DEFAULT_PRESETS)}")
     add("--skv", nargs="+", type=int, help="keys (8192 32768 131072, with --quick 96)")
@@ -44,13 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return all combinations, presets outermost."""
     quick = options.quick
     presets = options.presets or (["tiny"] if quick else DEFAULT_PRESETS)
     lengths = options.skv or ([96] if quick else [8192, 32768, 131072])
     queries = options.queries or (32 if quick else 4096)
     works = [Work(operation, way) for operation in options.operations for way in _ways(operation)]
-    # One name for one distribution, or its rows would not be compared.
+    # One name per distribution, so that its results are compared.
     named = [f"clustered:{CLUSTERED_SHARE}" if d == "clustered" else d
              for d in options.distributions]  # fmt: skip
     cases = [Case(preset, queries, skv, distribution, options.workspace_mib)
@@ -61,7 +59,6 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 def _ways(operation: str) -> list[str]:
-    """Return the implementations, and FlashMLA's kernel itself beside its adapter."""
     names = [candidate.name for candidate in DISPATCHED[OPERATIONS[operation]].candidates]
     if operation == "forward":
         names.insert(names.index(raw.ADAPTER), raw.WAY)
@@ -69,7 +66,6 @@ def _ways(operation: str) -> list[str]:
 
 
 def check(case: Case) -> None:
-    """Raise :class:`ValueError` if there is no such case."""
     topk = PRESETS[case.preset].topk
     if case.skv < max(topk, case.queries):
         raise ValueError(
@@ -80,8 +76,6 @@ def check(case: Case) -> None:
 
 
 class _Measurer:
-    """Draws the inputs once; they are the same for every implementation."""
-
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.settings = case, settings
         self.inputs, self.clock = Inputs(case, device), Clock(device)

@@ -1,4 +1,4 @@
-"""The inputs of sparse attention's operations, calls of implementations, checks of results."""
+"""Inputs, calls and checks of sparse attention's operations."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from megatron_dsa.testing.sparse_attention import AttentionReference, attention_
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs that all operations share.
+    """Inputs shared by all operations.
 
     Attributes:
         preset: key of :data:`~benchmarks.attention.shapes.PRESETS`.
@@ -38,8 +38,7 @@ class Case:
 class Inputs:
     """The tensors of one case, in bf16, the same for every implementation.
 
-    What a backward is given comes from the torch implementation, so that it is not measured on (or
-    blamed for) what some forward kernel made.
+    Inputs of a backward come from the torch implementation, independent of any forward kernel.
     """
 
     def __init__(self, case: Case, device: torch.device):
@@ -86,7 +85,6 @@ class Inputs:
         return lambda: dispatched.run(self.op_call, policy, self.case.inputs(), *tensors)
 
     def compare(self, operation: str, name: str, result) -> Comparison:
-        """Compare what ``operation`` returned with float64."""
         found = comparison_at_model_shapes(self.case.q.dtype)
         if name == raw.WAY:
             result = raw.as_ours(result, self.case.q.shape[1])

@@ -1,4 +1,4 @@
-"""Index lists of selected keys, as random or as like each other as an indexer's."""
+"""Index lists of selected keys: random, or as similar as an indexer's."""
 
 from collections.abc import Iterator
 
@@ -6,16 +6,16 @@ import torch
 
 from megatron_dsa.testing.cases import Lists
 
-#: Every query selects this many keys right before it in a clustered list (fewer for a small K).
+#: Latest keys in every clustered list.
 RECENT = 64
-#: Share of the other keys of a clustered list that the next query keeps, unless said otherwise.
+#: Share of the other keys that the next query keeps.
 CLUSTERED_SHARE = 0.8
-#: Elements of the random numbers that lists are drawn from, at once.
+#: Random numbers drawn at once.
 MOST_ELEMENTS = 2**26
 
 
 def parse_distribution(text: str) -> tuple[str, float]:
-    """Split ``"clustered:0.95"`` into kind and share; the share of the others means nothing."""
+    """Split ``"clustered:0.95"`` into kind and share; other kinds ignore the share."""
     kind, colon, share = text.partition(":")
     if kind in ("random", "sorted") and not colon:
         return kind, 0.0
@@ -32,11 +32,11 @@ def parse_distribution(text: str) -> tuple[str, float]:
 
 
 def make_indices(distribution: str, queries: int, skv: int, topk: int, device, seed: int = 0):
-    """Return int32 ``[queries, topk]``: distinct, valid key rows for every query.
+    """Return int32 ``[queries, topk]``: distinct, valid keys per query.
 
-    * ``random``: drawn uniformly from all keys, in random order, independent between queries.
-    * ``sorted``: the same sets, each in ascending order.
-    * ``clustered:SHARE``: see :func:`clustered_indices`; ascending, as an indexer returns them.
+    * ``random``: drawn uniformly, in random order, independent between queries.
+    * ``sorted``: the same sets in ascending order.
+    * ``clustered:SHARE``: see :func:`clustered_indices`; ascending, like an indexer's.
     """
     generator = torch.Generator(device).manual_seed(seed)
     kind, share = parse_distribution(distribution)
@@ -47,27 +47,25 @@ def make_indices(distribution: str, queries: int, skv: int, topk: int, device, s
 
 
 def random_indices(queries: int, skv: int, topk: int, generator):
-    """``topk`` of ``skv`` keys for every query: the places of the largest of ``skv`` numbers."""
+    """Draw ``topk`` of ``skv`` keys per query: indices of the largest of ``skv`` numbers."""
     device = generator.device
     indices = torch.empty(queries, topk, dtype=torch.int32, device=device)
     for rows in _chunks(queries, MOST_ELEMENTS // skv):
         noise = torch.rand(rows.stop - rows.start, skv, generator=generator, device=device)
         chosen = noise.topk(topk, dim=1, sorted=False).indices
-        # topk returns its places in an order that depends on the device; shuffle them.
+        # The order of topk's indices depends on the device.
         order = torch.rand(chosen.shape, generator=generator, device=device).argsort(dim=1)
         indices[rows] = chosen.gather(1, order).int()
     return indices
 
 
 def clustered_indices(queries: int, skv: int, topk: int, share: float, generator):
-    """The most recent 64 keys of every query, and older keys of which the next query keeps some.
+    """Draw the latest 64 keys of every query, and older keys that change slowly.
 
-    Query ``t`` stands at position ``skv - queries + t`` (at ``topk - 1`` if that is later: with
-    fewer keys before it, a list could not be full) and selects only keys up to its position. The
-    list's other ``W = topk - 64`` entries are slots: slot ``w`` holds a key that is ``w`` modulo
-    ``W``, so that no two slots ever meet, starts at a random one of those and moves on to the next
-    one (cyclically) after every ``1 / (1 - share)`` queries on average. The slots move at
-    different queries, ``1 - share`` of them at each. Rows come in ascending order.
+    Query ``t`` is at position ``skv - queries + t`` (at least ``topk - 1``, to fill its list). The
+    other ``W = topk - 64`` entries are slots: slot ``w`` holds a key equal to ``w`` modulo ``W``,
+    so that slots never collide, and moves on to the next one (cyclically) every ``1 / (1 - share)``
+    queries on average, at a random phase. Keys ascend.
     """
     device = generator.device
     recent = min(RECENT, topk // 2)
@@ -79,7 +77,7 @@ def clustered_indices(queries: int, skv: int, topk: int, share: float, generator
     for rows in _chunks(queries, 2**23 // topk):
         t = torch.arange(rows.start, rows.stop, device=device)[:, None]
         moves = torch.floor(t * (1 - share) + phase).long()
-        # Keys are chosen among what was old when the slot moved last, so it moves only then.
+        # Keys are drawn from those old at the slot's last move, so a slot changes only then.
         moved = torch.ceil((moves - phase) / (1 - share)).long().clamp_min(0)
         old = _position(moved, queries, skv, topk) + 1 - recent
         choices = (old - slot + width - 1) // width
@@ -92,14 +90,13 @@ def clustered_indices(queries: int, skv: int, topk: int, share: float, generator
 def causal_lists(distribution: str, tokens: int, topk: int, device, seed: int = 0) -> Lists:
     """Return ascending lists of a causal sequence: all visible keys, or ``topk`` of more.
 
-    ``random`` draws them uniformly, independent between queries; for ``clustered:SHARE`` see
-    :func:`clustered_indices`.
+    ``random`` draws uniformly; ``clustered:SHARE``: see :func:`clustered_indices`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     kind, share = parse_distribution(distribution)
     position = torch.arange(tokens, device=device)
     length = (position + 1).clamp_max(topk).int()
-    if kind == "clustered":  # its queries with few visible keys list the first ones
+    if kind == "clustered":  # queries with few visible keys list the first ones
         indices = clustered_indices(tokens, tokens, topk, share, generator)
         return Lists(indices, length, tokens)
     parts = []

@@ -1,8 +1,7 @@
-"""FlashMLA's sparse forward as its own users call it: without this package's adapter.
+"""FlashMLA's sparse forward without this package's adapter.
 
-The tensors are what the kernel takes before the clock starts: queries of 64 or 128 heads (zeros
-behind those of the case), lists as wide as it wants, every entry a key. What the adapter does
-around the kernel (see :mod:`megatron_dsa.ops.sparse_attention.flashmla`) is left out.
+Inputs are converted before timing: queries of 64 or 128 heads (zero padded), lists as wide as
+required, all entries valid. Adapter: :mod:`megatron_dsa.ops.sparse_attention.flashmla`.
 """
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
-#: The way of measuring, and the implementation that calls the same kernel.
+#: The way, and the implementation with the same kernel.
 WAY, ADAPTER = "flashmla-raw", "flashmla"
 
 
@@ -28,7 +27,7 @@ def forward(inputs: SparseAttentionInputs):
 
 
 def as_ours(result, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out`` and ``lse`` of the case's heads; rows without keys are ``-inf``."""
+    """Return ``out`` and ``lse`` of the case's heads; ``-inf`` without keys."""
     out, _, lse = result
     lse = lse[:, :heads]
     return out[:, :heads], torch.where(lse == float("inf"), float("-inf"), lse)

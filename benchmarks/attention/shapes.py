@@ -1,4 +1,4 @@
-"""Shapes of the models' sparse attention, the operations that are measured, and their FLOP."""
+"""Shapes of the models' sparse attention, measured operations, FLOP."""
 
 from dataclasses import dataclass, replace
 
@@ -26,11 +26,11 @@ class Preset:
 _V32 = Preset(128, 576, 512, 2048, 192**-0.5)
 PRESETS = {
     "v3.2": _V32,
-    # What a rank holds of V3.2 with 2, 4 and 8 tensor-parallel ranks.
+    # V3.2 with 2, 4 and 8 tensor-parallel ranks.
     "v3.2-h64": replace(_V32, heads=64),
     "v3.2-h32": replace(_V32, heads=32),
     "v3.2-h16": replace(_V32, heads=16),
-    # V4's lists hold the window of 128 keys and the selected compressed keys (512 or 1024).
+    # V4's lists: a window of 128 keys and 512 or 1024 compressed keys.
     "v4-flash": Preset(64, 512, 512, 640, 512**-0.5, sink=True),
     "v4-pro": Preset(128, 512, 512, 1152, 512**-0.5, sink=True),
     # No rope; pools of 4 tokens and the 3 of an unfinished one.
@@ -42,7 +42,7 @@ PRESETS = {
 }
 DEFAULT_PRESETS = ("v3.2", "v3.2-h64", "v3.2-h32", "v3.2-h16", "v4-flash", "v4-pro")
 
-#: Measured operation -> the dispatched operation that it runs.
+#: Measured operation -> dispatched operation.
 OPERATIONS = {
     "forward": "sparse_attention_forward",
     "teacher": "sparse_attention_probabilities",
@@ -51,7 +51,7 @@ OPERATIONS = {
 
 
 def flops(operation: str, preset: Preset, queries: int) -> int:
-    """Floating-point operations of one call, counting selected keys only."""
+    """Return the floating-point operations of one call, counting selected keys only."""
     p, selected = preset, 2 * queries * preset.topk
     counts = {
         "forward": selected * p.heads * (p.qk_dim + p.v_dim),

@@ -1,13 +1,13 @@
-"""Hyper-connections of DeepSeek-V4: their operations, and whole layers with and without them.
+"""Hyper-connections of DeepSeek-V4: their operations, and layers with and without them.
 
     python -m benchmarks connections
     python -m benchmarks connections --presets v4-flash --tokens 8192 --ways triton compiled
 
-Operations are compared with the traffic that they cannot avoid and with a plain copy in the same
-process. Ways are this package's Triton kernels, its memory-bounded torch implementation, and
-``compiled``, plain torch expressions through ``torch.compile``. The part ``step`` is forward and
-backward of two transformer layers, of ratio 4 and 128, with experts (fewer than the model has, as
-many per token): ``plain`` has one residual, ``streams`` has four, with first copies and last mix.
+Operations are compared with their necessary traffic and a plain copy in the same process. Ways:
+this package's ``triton`` kernels, its memory-bounded ``torch`` implementation, and ``compiled``,
+plain expressions through ``torch.compile``. The part ``step`` is forward and backward of two
+transformer layers, of ratio 4 and 128, with fewer experts than the model but as many per token:
+``plain`` has one residual, ``streams`` has four.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from benchmarks.timing import Clock
 
 CEILINGS = ("copy",)
 ON_DEVICE = True
-#: Timed calls, at most: these are short.
+#: Short calls.
 REPEATS = 20
 WAYS, LAYER_WAYS = ("triton", "compiled", "torch"), ("plain", "streams")
-#: Cycles before each timed call, two milliseconds: longer than the launches of a fused one take.
+#: Two milliseconds of cycles before each timed call, more than a fused call's launches take.
 HEAD_START = 4 * 10**6
 
 
@@ -46,14 +46,12 @@ class Case:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the inputs."""
     parser.add_argument("--presets", nargs="+", choices=CHANNELS, help="v4-flash v4-pro")
     parser.add_argument("--tokens", nargs="+", type=int,
                         help="(4096 8192 16384, with --quick 256)")  # fmt: skip
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return a case per length and preset."""
     presets = options.presets or (["tiny"] if options.quick else ["v4-flash", "v4-pro"])
     lengths = options.tokens or ([256] if options.quick else [4096, 8192, 16384])
     works = [Work(part, way) for part in TRAFFIC for way in WAYS]

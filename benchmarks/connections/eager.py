@@ -1,7 +1,7 @@
-"""Hyper-connections as plain torch expressions with autograd: what a user would write.
+"""Hyper-connections as plain torch expressions with autograd.
 
-Inside they compute in the dtype of the parameters. ``u``, what a layer reads, is rounded to
-``rounded`` before its norm, as the model has it.
+They compute in the parameters' dtype; ``u``, the layer's input, is rounded to ``rounded`` before
+its norm, like in the model.
 """
 
 import torch
@@ -18,7 +18,7 @@ def _mix(x, pre, weight, norm_eps, rounded):
 
 
 def read(x, fn, base, scale, weight, eps, norm_eps, iterations, rounded):
-    """Return what a layer reads, ``post`` and ``comb`` of streams ``x [tokens, n, C]``."""
+    """Return the layer's input, ``post`` and ``comb`` of streams ``x [tokens, n, C]``."""
     n, wide = x.shape[1], x.to(fn.dtype)
     m = _projection(wide.flatten(1), fn, norm_eps)
     pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + eps
@@ -32,13 +32,11 @@ def read(x, fn, base, scale, weight, eps, norm_eps, iterations, rounded):
 
 
 def write(output, x, post, comb):
-    """Return the new streams."""
     wide, y = x.to(post.dtype), output.to(post.dtype)
     return (post[:, :, None] * y[:, None] + comb.transpose(1, 2) @ wide).to(x.dtype)
 
 
 def head(x, fn, base, scale, weight, eps, norm_eps, _iterations, rounded):
-    """Return what the streams end in."""
     wide = x.to(fn.dtype)
     pre = torch.sigmoid(_projection(wide.flatten(1), fn, norm_eps) * scale + base) + eps
     return _mix(wide, pre, weight.to(fn.dtype), norm_eps, rounded).to(x.dtype)

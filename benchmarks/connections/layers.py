@@ -11,7 +11,7 @@ from megatron_dsa.ops.dispatch import reset_report
 
 #: Preset -> channels of a stream.
 CHANNELS = {"v4-flash": 4096, "v4-pro": 7168, "tiny": 32}
-#: Preset -> width of an expert; 8 experts stand for all of them.
+#: Preset -> width of an expert; 8 experts stand for all.
 EXPERTS = {"v4-flash": 2048, "v4-pro": 3072, "tiny": 16}
 RATIOS = [4, 128]
 SEED = 0
@@ -38,7 +38,6 @@ def block_of(preset: str, tokens: int, streams: int):
 
 
 def measure_layers(preset: str, tokens: int, way: str, clock: Clock, settings: Settings) -> dict:
-    """Measure forward and backward of a block; return its result."""
     device = alone()
     block, config = block_of(preset, tokens, STREAMS if way == "streams" else 1)
     block = block.to(device).bfloat16().train()
@@ -56,7 +55,7 @@ def measure_layers(preset: str, tokens: int, way: str, clock: Clock, settings: S
         out.backward(gradient)
         return out.detach()
 
-    # One model is no reference for the other: all that is asked of them is finite numbers.
+    # The models differ, so only finiteness is checked.
     found = [step(), x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
     if not all(bool(tensor.isfinite().all()) for tensor in found):
         return {"status": "failed", "reason": "output or gradient is not finite"}

@@ -1,4 +1,4 @@
-"""The operations of hyper-connections: inputs, calls, traffic that cannot be avoided, checks."""
+"""Operations of hyper-connections: inputs, calls, necessary traffic, checks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 DTYPE = torch.bfloat16
 STREAMS, EPS, ITERATIONS = 4, 1e-6, 20
 OPERATIONS = ("read", "write", "head")
-#: Tokens that are compared with float64.
+#: Compared with float64.
 CHECKED_TOKENS = 512
-#: Seconds of timed calls, at most.
+#: Most seconds of timed calls.
 SECONDS = 1.0
-#: ``C`` elements per token that the passes cannot avoid to move. A read moves the streams twice, as
-#: their projection has to be known before they are mixed; its backward reads them, their gradient
-#: and that of the mix, and again reads and writes for the sum.
+#: Necessary traffic in ``C`` elements per token. A read moves the streams twice: their projection
+#: precedes the mix. Its backward reads streams, gradient and mixed gradient, and reads and writes
+#: for the sum.
 TRAFFIC = {
     "read_forward": 9, "read_backward": 19,
     "write_forward": 9, "write_backward": 14,
@@ -37,7 +37,7 @@ TRAFFIC = {
 
 @dataclass(frozen=True)
 class Job:
-    """A pass of an operation, and the way to do it: ``triton``, ``torch`` or ``compiled``."""
+    """A pass of an operation, and a way: ``triton``, ``torch`` or ``compiled``."""
 
     part: str
     tokens: int
@@ -52,12 +52,12 @@ class Job:
 
     @property
     def backward(self) -> bool:
-        """Whether gradients are what is timed."""
+        """Return whether gradients are timed."""
         return self.part.endswith("_backward")
 
 
 def inputs_of(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return random tensors that are differentiated."""
+    """Draw the differentiated tensors."""
     generator = torch.Generator(device).manual_seed(0)
 
     def values(*shape: int, dtype=torch.float32, scale=1.0) -> torch.Tensor:
@@ -74,7 +74,6 @@ def inputs_of(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def expression(job: Job) -> Callable:
-    """Return the plain expression as a function of the inputs."""
     if job.operation == "write":
         return eager.write
     plain = eager.read if job.operation == "read" else eager.head
@@ -82,7 +81,6 @@ def expression(job: Job) -> Callable:
 
 
 def function(job: Job) -> Callable:
-    """Return what the way runs, as a function of the inputs."""
     if job.way == "compiled":
         return torch.compile(expression(job), dynamic=False)
     named = ((f"hyper_connection_{job.operation}", job.way),)
@@ -95,14 +93,14 @@ def function(job: Job) -> Callable:
         connection = Connection(*parameters, EPS, EPS, ITERATIONS)
         if job.operation == "head":
             return read_head(x, connection, weight, policy=policy)
-        # The streams are an output as well: their gradient comes from the write.
+        # The streams are also an output: their gradient comes from the write.
         return read_streams(x, connection, weight, policy=policy)
 
     return run
 
 
 def outputs_of(job: Job, run: Callable, inputs) -> list[torch.Tensor]:
-    """Return all outputs; a plain expression of a read does not hand the streams on itself."""
+    """Return all outputs; a plain read does not return the streams."""
     found = run(*inputs)
     found = list(found) if isinstance(found, tuple) else [found]
     if job.operation == "read" and len(found) == 3:
@@ -111,7 +109,7 @@ def outputs_of(job: Job, run: Callable, inputs) -> list[torch.Tensor]:
 
 
 def compare(pairs) -> Comparison:
-    """Compare results with what is right: triples of a name and both."""
+    """Compare ``(name, found, expected)`` triples."""
     result = Comparison(MODEL_SHAPES[DTYPE])
     for name, found, right in pairs:
         result.compare(name, found, right)
@@ -119,10 +117,9 @@ def compare(pairs) -> Comparison:
 
 
 def measure_operation(job: Job, device: torch.device, clock: Clock, settings: Settings) -> dict:
-    """Measure one pass; return its result, see :mod:`benchmarks.schema`."""
     inputs, run = inputs_of(job, device), function(job)
     checked = min(job.tokens, CHECKED_TOKENS)
-    # Every input of a write has a row per token; of a read and a head only the streams have.
+    # In a read and a head only the streams are per token, in a write all inputs.
     per_token = [place == 0 or job.operation == "write" for place in range(len(inputs))]
     wide = [
         (x[:checked] if cut else x).detach().double().requires_grad_()
@@ -150,7 +147,7 @@ def measure_operation(job: Job, device: torch.device, clock: Clock, settings: Se
                 for place, (found, right, cut) in enumerate(
                     zip(gradients, rights, per_token, strict=True)
                 )
-                # Other tokens take part in the gradients of parameters.
+                # Gradients of parameters include other tokens.
                 if cut or checked == job.tokens
             )
 

@@ -1,12 +1,11 @@
-"""The memory-bound operations of DeepSeek-V4's attention: compressor, rope, lists of keys.
+"""Memory-bound operations of DeepSeek-V4's attention: compressor, rope, key lists.
 
     python -m benchmarks csa
     python -m benchmarks csa --tokens 4096 --ways triton
 
-Every one is compared with the traffic that it cannot avoid and with a plain copy in the same
-process. Ways are this package's Triton kernel, its memory-bounded torch implementation, and
-``eager``, the torch expression that a user would write, with autograd. Whole layers are cases of
-the family ``layer``.
+Each is compared with its necessary traffic and a plain copy in the same process. Ways: this
+package's ``triton`` kernel, its memory-bounded ``torch`` implementation, and ``eager``, plain torch
+expressions with autograd. Whole layers: family ``layer``.
 """
 
 import argparse
@@ -21,12 +20,12 @@ from benchmarks.timing import Clock
 
 CEILINGS = ("copy",)
 ON_DEVICE = True
-#: Timed calls, at most: these are short.
+#: Short calls.
 REPEATS = 20
 WAYS = ("triton", "torch", "eager")
-#: Queries of more heads than this are not measured: several copies of them fill a GPU.
+#: Larger queries are skipped: several copies fill a GPU.
 MOST_HEADS = 65536 * 64
-#: Cycles before each timed call, half a millisecond: longer than the launches of a fused one take.
+#: Half a millisecond of cycles before each timed call, more than a fused call's launches take.
 HEAD_START = 10**6
 
 
@@ -46,18 +45,17 @@ class Case:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the inputs."""
     parser.add_argument("--presets", nargs="+", choices=SHAPES, help="v4-flash v4-pro")
     parser.add_argument("--tokens", nargs="+", type=int,
                         help="multiples of 128 (4096 16384 65536, with --quick 256)")  # fmt: skip
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return a case per preset and length; what presets share is measured with the first."""
+    """Return a case per preset and length; shared pieces are measured with the first preset."""
     presets = options.presets or (["tiny"] if options.quick else ["v4-flash", "v4-pro"])
     lengths = options.tokens or ([256] if options.quick else [4096, 16384, 65536])
     if bad := [n for n in lengths if n < 128 or n % 128]:
-        # The eager compressor has no groups that are cut off, and every layer has a group.
+        # The eager compressor needs whole groups, and every layer at least one.
         raise ValueError(f"--tokens must be positive multiples of 128, got {bad[0]}")
     cases, seen = [], set()
     for tokens in lengths:
@@ -74,8 +72,6 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 class _Measurer:
-    """Measures pieces; each draws its own inputs."""
-
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.device, self.settings = case, device, settings
         self.clock = Clock(device, HEAD_START)

@@ -1,4 +1,4 @@
-"""The pieces as torch expressions that a user would write, in any floating-point dtype."""
+"""The pieces as plain torch expressions, in any floating-point dtype."""
 
 import torch
 from torch.nn.functional import pad
@@ -16,7 +16,9 @@ def compress(values, scores, ape, ratio: int, overlap: bool):
 
 
 def _with_previous(x, missing: float):
-    """Return ``[groups, 2 * ratio, d]``: first channels of the group before, last of the own."""
+    """Return ``[groups, 2 * ratio, d]``: first channels of the previous group, last channels of
+    this one.
+    """
     dim = x.shape[2] // 2
     previous = pad(x[:-1, :, :dim], (0, 0, 0, 0, 1, 0), value=missing)
     return torch.cat([previous, x[:, :, dim:]], 1)
@@ -40,12 +42,12 @@ def norm_rope(x, cos, sin, eps: float):
 
 
 def key_lists(position, window: int, offset: int, selected=None, ratio: int = 0, slots=0):
-    """Compressed keys, selected or all visible ones, and the window of rows at ``position``.
+    """List compressed keys, selected or all visible ones, and the window of tokens at ``position``.
 
-    Keys of positions start at row ``offset`` of the key buffer.
+    Keys of tokens start at ``offset`` in the key buffer.
 
     Returns:
-        ``lists`` int32 ``[rows, width]`` (valid entries first) and ``length`` int32 ``[rows]``.
+        ``lists`` int32 ``[tokens, width]`` (valid entries first) and ``length`` int32 ``[tokens]``.
     """
     position = position[:, None]
     keys = position + torch.arange(1 - window, 1, device=position.device)

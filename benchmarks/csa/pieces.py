@@ -1,7 +1,6 @@
-"""The memory-bound pieces of V4's attention: inputs, calls, traffic that cannot be avoided, checks.
+"""Memory-bound pieces of V4's attention: inputs, calls, necessary traffic, checks.
 
-The expressions of :mod:`benchmarks.csa.eager`, in float64 on a part of the tokens, are what all
-ways are checked against.
+All ways are checked against :mod:`benchmarks.csa.eager` in float64, on a part of the tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 
 DTYPE = torch.bfloat16
-#: Rows that are compared with float64: enough for many programs, few enough to cost nothing.
+#: Tokens compared with float64: many programs, little cost.
 CHECKED_ROWS = 4096
-#: Queries have ``heads * dim`` values per row; fewer rows are checked.
+#: Fewer, because queries have ``heads * dim`` values.
 CHECKED_QUERIES = 1024
 EPS = 1e-6
-#: Seconds of timed calls, at most.
+#: Most seconds of timed calls.
 SECONDS = 1.0
 
 
@@ -37,10 +36,10 @@ class Piece:
     """One memory-bound operation of a layer.
 
     Attributes:
-        operation: name, with ``_forward`` or ``_backward`` where there are two.
+        operation: name, with ``_forward`` or ``_backward`` if there are two.
         ratio: compression ratio, of a compressor and of key lists.
-        heads, dim: of the tensor that is worked on.
-        topk: compressed keys that are selected for a list.
+        heads, dim: of the processed tensor.
+        topk: compressed keys selected per list.
     """
 
     operation: str
@@ -51,20 +50,19 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """What rows of results call it."""
         given = {"ratio": self.ratio, "heads": self.heads, "dim": self.dim, "topk": self.topk}
         texts = (f"{name} {value}" for name, value in given.items() if value is not None)
         return ", ".join([self.operation, *texts])
 
     @property
     def overlap(self) -> bool:
-        """Groups of a CSA compressor also pool the group before them."""
+        """Groups of a CSA compressor also pool the previous group."""
         return self.ratio == 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's dims as the pieces see them."""
+    """One layer's dims."""
 
     heads: int
     dim: int
@@ -77,7 +75,7 @@ class Shape:
 SHAPES = {
     "v4-flash": Shape(64, 512, 128, 64, 512, 128),
     "v4-pro": Shape(128, 512, 128, 64, 1024, 128),
-    # For trying the benchmark itself on any machine.
+    # For a quick run on any machine.
     "tiny": Shape(2, 32, 16, 8, 8, 8),
 }
 #: Compression ratios of the layers: window only, CSA, HCA.
@@ -85,7 +83,6 @@ RATIOS = (0, 4, 128)
 
 
 def pieces_of(shape: Shape) -> Iterator[Piece]:
-    """Yield the pieces of a layer."""
     for ratio, dim in ((4, shape.dim), (4, shape.index_dim), (128, shape.dim)):
         for operation in ("compressor_forward", "compressor_backward"):
             yield Piece(operation, ratio, dim=dim)
@@ -97,7 +94,7 @@ def pieces_of(shape: Shape) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Job:
-    """A piece with its inputs' size and the way to do it: ``triton``, ``torch`` or ``eager``."""
+    """A piece with its size and a way: ``triton``, ``torch`` or ``eager``."""
 
     piece: Piece
     shape: Shape
@@ -108,7 +105,7 @@ class Job:
 
 @dataclass
 class Call:
-    """What is timed, the check of its result, and the width of its lists."""
+    """The timed call, the check of its result, and the width of its lists."""
 
     call: Callable
     check: Callable
@@ -116,13 +113,12 @@ class Call:
 
 
 def necessary_bytes(piece: Piece, tokens: int, width: int | None = None) -> int:
-    """Bytes that an operation cannot avoid to read or write: every input and output once.
+    """Return the bytes that an operation must read or write: every input and output once.
 
-    * compressor: values and scores, ``c = 2`` parts wide with overlap, and the pooled keys; in the
-      backward also both gradients. ``ape`` and its gradient are small.
-    * norm and rope: forward x and y; backward y (of which the norm's gradient is a function), dy
-      and dx.
-    * key lists: the lists themselves; a selection is not counted, although it has to be read.
+    * compressor: values and scores, ``c = 2`` parts wide with overlap, and pooled keys; the
+      backward adds both gradients. ``ape`` is small.
+    * norm and rope: forward x and y; backward y (which determines the norm's gradient), dy and dx.
+    * key lists: the lists only, without reading a selection.
     """
     size = DTYPE.itemsize
     if piece.operation == "key_lists":
@@ -137,7 +133,7 @@ def necessary_bytes(piece: Piece, tokens: int, width: int | None = None) -> int:
 
 
 def _policy(job: Job) -> Policy:
-    """Name the implementation: it runs, or says why it cannot."""
+    """Name the implementation: it runs, or raises the reason."""
     operation = job.piece.operation.removesuffix("_forward").removesuffix("_backward")
     return Policy(workspace_bytes=job.workspace_mib * 2**20, named=((operation, job.way),))
 
@@ -148,12 +144,12 @@ def _random(*shape: int, device, seed: int, dtype=DTYPE):
 
 
 def _double(*tensors):
-    """Copies in float64 that collect gradients."""
+    """Copy to float64 leaves."""
     return tuple(x.detach().double().requires_grad_() for x in tensors)
 
 
 def compare(**pairs) -> Comparison:
-    """Compare results with what is right: name -> ``(found, right)``."""
+    """Compare name -> ``(found, expected)``."""
     found = Comparison(MODEL_SHAPES[DTYPE])
     for name, (x, right) in pairs.items():
         found.compare(name, x, right)
@@ -161,7 +157,6 @@ def compare(**pairs) -> Comparison:
 
 
 def compressor_piece(job: Job, device) -> Call:
-    """Pooling, or its gradients."""
     rows, ratio, piece = job.tokens, job.piece.ratio, job.piece
     width = piece.dim * (2 if piece.overlap else 1)
     values = _random(rows, width, device=device, seed=0).requires_grad_()
@@ -178,7 +173,7 @@ def compressor_piece(job: Job, device) -> Call:
         def forward():
             return compress(values, scores, ape, keys, overlap=piece.overlap, policy=policy)
 
-    # The last group's first rows also get a gradient from the group behind it.
+    # The last group's first tokens also get a gradient from the next group.
     checked = min(rows, CHECKED_ROWS // ratio * ratio)
     taken = min(rows, checked + ratio)
     wide = _double(values[:taken], scores[:taken], ape)
@@ -197,7 +192,7 @@ def compressor_piece(job: Job, device) -> Call:
         pairs = dict(zip(names, zip(gradients, right, strict=True), strict=True))
         dape = pairs.pop("dape")
         pairs = {name: (x[:checked], y[:checked]) for name, (x, y) in pairs.items()}
-        # Otherwise other tokens take part in the gradient of ape.
+        # Otherwise other tokens contribute to the gradient of ape.
         return compare(**pairs, dape=dape) if checked == rows else compare(**pairs)
 
     leaves = (values, scores, ape)
@@ -205,10 +200,9 @@ def compressor_piece(job: Job, device) -> Call:
 
 
 def rope_piece(job: Job, device) -> Call:
-    """Norm and rope of queries, or its gradient, or the inverse rope of attention outputs."""
     rows, half, piece = job.tokens, job.shape.rope // 2, job.piece
     x = _random(rows, piece.heads, piece.dim, device=device, seed=0)
-    # A copy: in place the input does not survive the first call.
+    # In place, the input would not survive the first call.
     (wide,) = _double(x[:CHECKED_QUERIES])
     pair = torch.arange(half, device=device, dtype=torch.float64)
     angles = torch.arange(rows, device=device)[:, None] * 10000.0 ** (-pair / half)
@@ -245,16 +239,15 @@ def rope_piece(job: Job, device) -> Call:
 
 
 def random_selection(rows: int, topk: int, ratio: int, device):
-    """Compressed slots that rows see, ``[rows, topk]`` and their number.
+    """Draw visible compressed keys, ``[tokens, topk]`` and their number: all, or random ones.
 
-    All of them where they are no more than ``topk``, else random ones, possibly one twice: to a
-    list that makes no difference.
+    Duplicates are possible and harmless.
     """
     seen = (torch.arange(rows, device=device) + 1) // ratio
     generator = torch.Generator(device).manual_seed(0)
     drawn = torch.rand(rows, topk, generator=generator, device=device) * seen[:, None]
     place = torch.arange(topk, device=device)
-    # Rounding up must not lead to a slot that is not seen.
+    # Rounding up must not reach an invisible key.
     slots = torch.minimum(drawn.long(), (seen - 1).clamp_min(0)[:, None])
     slots = torch.where(seen[:, None] > topk, slots, place)
     length = seen.clamp_max(topk)
@@ -262,7 +255,6 @@ def random_selection(rows: int, topk: int, ratio: int, device):
 
 
 def lists_piece(job: Job, device) -> Call:
-    """Lists of window and compressed keys of all rows, block by block as in a layer."""
     rows, ratio, window, topk = job.tokens, job.piece.ratio, job.shape.window, job.piece.topk
     layout = bshd_layout(rows, 1, device)
     keys = compressed_keys(layout, ratio) if ratio else None
@@ -291,7 +283,7 @@ def lists_piece(job: Job, device) -> Call:
 
     def check(parts):
         blocks, lengths = zip(*parts, strict=True)
-        # Blocks of rows that see few keys may be narrower.
+        # Blocks of tokens that see few keys may be narrower.
         width = max(block.shape[1] for block in blocks)
         found = torch.cat([pad(b, (0, width - b.shape[1]), value=-1) for b in blocks])[sample]
         part = None if selected is None else selected[sample]

@@ -1,21 +1,21 @@
-"""Layers of V3.2's width with transformer-engine, in bf16 and FP8, beside Megatron's own linears.
+"""Layers of V3.2's width with transformer-engine, in bf16 and FP8, and with Megatron's linears.
 
     python -m benchmarks engine --total 500
     python -m benchmarks engine --tokens 8192 --mlps dense --ways te-bf16 te-blockwise
 
-A stack is two layers: sparse attention of 128 heads with its indexer and the indexer's loss, and a
-dense MLP or 8 experts (6 per token, and a shared one). A step is forward and backward in stage
-``sparse``, as the only microbatch of a training step: transformer-engine quantises the weights in
-it. Gradients are in bf16 and not added to others. Ways: ``local``, Megatron's own linears (experts
-one after the other); ``te-bf16``, transformer-engine's (grouped experts); ``te-tensorwise`` and
-``te-blockwise``, the same with an FP8 recipe. All have the same weights and inputs.
+A stack is two layers: sparse attention of 128 heads with indexer and its loss, and a dense MLP or 8
+experts (6 per token, and a shared one). A step is forward and backward in stage ``sparse``, the
+only microbatch of a training step, in which transformer-engine quantises the weights. Gradients are
+in bf16 and not accumulated. Ways: ``local``, Megatron's linears (experts in a loop); ``te-bf16``,
+transformer-engine's (grouped experts); ``te-tensorwise`` and ``te-blockwise``, with an FP8 recipe.
+All have the same weights and inputs.
 
-``first step`` tells the peak memory above the weights, gradients and quantised weights included,
-and compares the output of the first tokens, which select every key that they see, with that of
-``local``. ``step`` times all ways in turn, round by round, in one process. ``time_over_te`` is the
-median over rounds of a way's time over that of ``te-bf16`` in the same round. Where the stacks do
-not fit beside each other, each is built for its turn and freed after it. ``step/GROUP`` is the time
-of kernels in one more step (:mod:`benchmarks.engine.kernels`).
+``first step`` has the peak memory above the weights, including gradients and quantised weights, and
+compares the output of the first tokens, which select all visible keys, with ``local``. ``step``
+times all ways in turn, round by round, in one process. ``time_over_te`` is the median over rounds
+of a way's time relative to ``te-bf16`` in the same round. Stacks that do not fit together are built
+and freed per turn. ``step/GROUP`` is the kernel time of one more step
+(:mod:`benchmarks.engine.kernels`).
 """
 
 import argparse
@@ -41,7 +41,7 @@ from megatron_dsa.testing.comparison import relative_error
 CEILINGS = ()
 ON_DEVICE = True
 FIRST, STEP = "first step", "step"
-#: The entries of both factors of an FP8 product have 3 or 2 binary digits after the first one.
+#: Factors of an FP8 product have 3 or 2 mantissa bits.
 FP8_ERROR_LIMIT = 0.3
 
 
@@ -63,7 +63,6 @@ class Case:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the stacks."""
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="(8192 32768, with --quick 64)")
     add("--mlps", nargs="+", choices=(DENSE, EXPERTS), default=[DENSE, EXPERTS],
@@ -90,7 +89,7 @@ class _Measurer:
         self._build = build
         self._stacks: dict[str, Stack] = {}
         self._reference: torch.Tensor | None = None
-        #: Way -> what ran in its first step. The steps of these are timed in turn.
+        #: Way -> implementations of its first step; these ways are timed.
         self._ran: dict[str, str] = {}
         self._found: dict[str, dict] | None = None
 
@@ -117,13 +116,13 @@ class _Measurer:
             stack.clear()
 
     def _retried(self, call: Callable):
-        """Return what a call returns; if it lacks memory, once more with one stack at a time."""
+        """Call; if memory is short, retry with one stack at a time."""
         try:
             return call()
-        except RuntimeError as error:  # libraries report a lack of memory as errors of theirs
+        except RuntimeError as error:  # libraries raise their own out-of-memory errors
             if self.one_at_a_time or "out of memory" not in str(error).lower():
                 raise
-        # Out of the handler: the traceback held what is to be freed.
+        # Outside of the handler, whose traceback holds memory.
         self.one_at_a_time = True
         self._free()
         return call()
@@ -166,7 +165,7 @@ class _Measurer:
         return result | self.agreement(way, first[:: math.ceil(len(first) / COMPARED_TOKENS)])
 
     def agreement(self, way: str, out: torch.Tensor) -> dict:
-        """Return status and error of a way's output of some tokens; that of ``local`` is kept."""
+        """Return status and error of a way's output of some tokens, compared with ``local``."""
         if way == LOCAL:
             self._reference = out.clone()
         if way == LOCAL or self._reference is None:
@@ -179,7 +178,6 @@ class _Measurer:
         return {"status": "failed", "out_error": error, "reason": reason}
 
     def _rounds(self) -> dict[str, dict]:
-        """Time all ways in turn; return the result of each."""
         times: dict[str, list[float]] = {way: [] for way in self._ran}
         settings = self.settings
         begin, most = time.perf_counter(), settings.budget * len(times)
@@ -204,7 +202,6 @@ class _Measurer:
 
 
 def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Start Megatron."""
     if case.preset not in WIDTHS:
         raise ImplementationError(f"no widths of preset {case.preset!r}")
     if (there := alone()).type != device.type:

@@ -1,8 +1,7 @@
-"""Where a step's kernel time goes: products, casts of FP8, this package's operations, the rest.
+"""Groups of a step's kernel time: products, FP8 casts, this package's operations, the rest.
 
-transformer-engine launches its products and casts from C++, outside of torch's operators: kernels
-are told apart by their names. A group says which kernels were its longest ones, so that a wrong
-name shows.
+transformer-engine launches kernels from C++, outside of torch's operators, so they are grouped by
+name. Each group lists its longest kernels, which reveals wrong matches.
 """
 
 import re
@@ -12,24 +11,24 @@ from collections.abc import Iterable, Iterator
 from benchmarks.tracing import OTHER, PRODUCTS, time_per_operation
 
 PACKAGE, CASTS = "operations of this package", "casts"
-#: Group -> what the names of its kernels contain, the first that is found.
+#: Group -> pattern of kernel names; the first match counts.
 KERNELS = {
     PRODUCTS: r"nvjet|gemm|cutlass|xmma|cublas",
     CASTS: r"cast|quantize|amax|swizzle|transpose|scaling|block_scale",
 }
-#: Kernels that a group names, and letters of each name.
+#: Kernels listed per group, and letters of each name.
 NAMED, LETTERS = 3, 60
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def group_of(kernel: str) -> str:
-    """Return the group of a kernel that no operation of this package launches."""
+    """Return the group of a kernel outside of this package's operations."""
     found = (group for group, names in KERNELS.items() if re.search(names, kernel, re.IGNORECASE))
     return next(found, OTHER)
 
 
 def kernel_groups(events: Iterable[dict]) -> Iterator[tuple[str, dict]]:
-    """Yield ``step/GROUP`` and its result, slow ones first, from a trace's events on a GPU."""
+    """Yield ``step/GROUP`` and its result, slow ones first, from a GPU trace's events."""
     events = list(events)
     host = [event for event in events if event.get("cat") not in _ON_GPU]
     times: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""Two layers of DeepSeek-V3.2's width with Megatron's own linears or with transformer-engine's.
+"""Two layers of DeepSeek-V3.2's width with Megatron's or transformer-engine's linears.
 
-All ways of a case have the same weights: every matrix is drawn from the seed of its name, in which
-grouped experts and single ones are called alike.
+Every matrix is drawn from the seed of its name, which is the same for grouped and single experts:
+all ways have the same weights.
 """
 
 import re
@@ -16,7 +16,7 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 LOCAL, BF16 = "local", "te-bf16"
 _ENGINE = {"transformer_impl": "transformer_engine"}
-#: Way -> fields of its configuration. FP8's formats are those that Megatron's users take.
+#: Way -> fields of its configuration, with Megatron's usual FP8 formats.
 WAYS = {
     LOCAL: {},
     BF16: _ENGINE,
@@ -25,13 +25,13 @@ WAYS = {
 }
 LAYERS = 2
 DENSE, EXPERTS = "dense", "experts"
-#: Preset -> width of a dense MLP, and of an expert; the model has more experts, as wide as these.
+#: Preset -> width of a dense MLP, and of an expert; the model has more experts.
 WIDTHS = {"v3.2": (18432, 2048), "tiny": (64, 16)}
 NUM_EXPERTS, TOPK = 8, 6
 
 
 def mlp_fields(preset: str, mlp: str, way: str) -> dict:
-    """Return the fields of a configuration that say what follows attention."""
+    """Return the configuration fields of the part after attention."""
     dense, expert = WIDTHS[preset]
     fields = {
         "ffn_hidden_size": dense, "gated_linear_unit": True,
@@ -54,7 +54,7 @@ class Stack:
     Attributes:
         block: with random weights in bf16.
         x, gradient: ``[tokens, 1, hidden]``, bf16.
-        remark: what is special in this way.
+        remark: special properties of this way.
     """
 
     block: torch.nn.Module
@@ -65,10 +65,8 @@ class Stack:
     def step(self, tokens: int | None = None) -> torch.Tensor:
         """Run forward and backward as the only microbatch of a step; return the output.
 
-        transformer-engine quantises the weights in it. Gradients are not added to former ones.
-
-        Args:
-            tokens: of the input that are used, default: all.
+        transformer-engine quantises the weights in it. Gradients are not accumulated. ``tokens``:
+        of the input to use, default: all.
         """
         self.clear()
         self.block.set_is_first_microbatch()
@@ -77,13 +75,12 @@ class Stack:
         return out.detach()
 
     def clear(self) -> None:
-        """Drop all gradients."""
         self.x.grad = None
         self.block.zero_grad(set_to_none=True)
 
 
 def build(way: str, preset: str, tokens: int, mlp: str, workspace_mib: int, device) -> Stack:
-    """Return a way's stack; Megatron has to be running.
+    """Return a way's stack; requires a running Megatron.
 
     Raises:
         ImplementationError: transformer-engine cannot be used here.
@@ -118,13 +115,13 @@ def build(way: str, preset: str, tokens: int, mlp: str, workspace_mib: int, devi
 
 
 def common_name(name: str) -> str:
-    """Return what a parameter is called with either kind of experts."""
+    """Return a parameter's name, equal for both kinds of experts."""
     return re.sub(r"experts\.(linear_fc\d)\.weight(\d+)$", r"experts.local_experts.\2.\1.weight",
                   name)  # fmt: skip
 
 
 def fill_by_name(module: torch.nn.Module) -> None:
-    """Fill every matrix from the seed of its name; norms stay as they are."""
+    """Draw every matrix from the seed of its name; keep norms."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dim() < 2:

@@ -1,18 +1,17 @@
-"""The indexer on whole sequences: selection, and its losses with their gradients.
+"""The indexer on whole sequences: selection, and its losses with gradients.
 
     python -m benchmarks indexer
     python -m benchmarks indexer --tokens 8192 --operations select --ways tilelang cudnn
 
 ``select`` scores every visible pair and keeps the best keys, ``loss:LISTS`` is the KL sum with all
-gradients over selected keys, ``dense`` that of the warm-up stage, all through dispatch as a layer
-calls them. A way names the implementations; what one lacks is left to dispatch. The way
-``deepgemm-fp8`` selects by scores in the arithmetic of inference engines; its
-``recall`` is of the keys that exact scores select, its ``rule_recall`` of those that the rule in
-float64 does, for a few queries. The way ``megatron`` is megatron-core's own: its
-TileLang indexer (:mod:`benchmarks.indexer.bundled`), and its unfused dense loss
-(:mod:`benchmarks.indexer.dense`). The input is one causal sequence. FLOP count what is visible:
-2 * heads * dim per pair for ``select``, three products per selected pair for ``loss``; for
-``dense`` the same per visible pair, and the teacher's scores. Peak memory includes the results.
+gradients over selected keys, ``dense`` the same in the warm-up stage, all through dispatch. A way
+names implementations; dispatch chooses missing ones. ``deepgemm-fp8`` selects by scores in the
+arithmetic of inference engines; ``recall`` is the share of exact scores' keys, ``rule_recall`` the
+share of the float64 rule's keys, for a few queries. ``megatron`` is megatron-core's TileLang
+indexer (:mod:`benchmarks.indexer.bundled`) and its unfused dense loss
+(:mod:`benchmarks.indexer.dense`). The input is one causal sequence. FLOP count visible pairs: 2 *
+heads * dim per pair for ``select``, three products per selected pair for ``loss``; ``dense`` the
+same per visible pair, plus the teacher's scores. Peak memory includes the results.
 """
 
 import argparse
@@ -48,13 +47,13 @@ from megatron_dsa.testing.indexer_topk import (
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True
-#: Operations of dispatch that a measurement runs.
+#: Dispatched operations of a measurement.
 OPERATIONS = {
     "select": ("indexer_scores", "indexer_topk"),
     "loss": ("sparse_indexer_loss",),
     "dense": ("dense_indexer_loss",),
 }
-#: Selection by scores in the arithmetic of inference engines, with our kernels.
+#: Selection in the arithmetic of inference engines, with our kernels.
 ENGINE = DEEPGEMM_FP8
 
 
@@ -67,7 +66,7 @@ WAYS = {
     "loss": _ways("sparse_indexer_loss"),
     "dense": _ways("dense_indexer_loss"),
 }
-#: The torch way of the loss gathers keys for every token: longer sequences take minutes.
+#: torch gathers keys for every token: longer sequences take minutes.
 LONGEST_TORCH_LOSS = 8192
 CHECKED_TOKENS = 4
 
@@ -79,7 +78,7 @@ class Case:
     Attributes:
         tokens: of the sequence.
         heads, dim: of the indexer; topk: keys selected per query.
-        teacher_heads: heads of the attention that the dense loss learns from.
+        teacher_heads: heads of the dense loss's teacher.
         workspace_mib: budget of torch implementations.
     """
 
@@ -93,7 +92,7 @@ class Case:
 
 @dataclass
 class Call:
-    """What is timed, the check of its result, and the operations that it cannot avoid."""
+    """The timed call, the check of its result, and its necessary operations."""
 
     call: Callable
     check: Callable
@@ -103,7 +102,6 @@ class Call:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the inputs and the operations."""
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="8192 32768 131072, with --quick 96")
     add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
@@ -114,7 +112,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return a case per length."""
     quick = options.quick
     given = {
         "heads": options.heads or (4 if quick else 64),
@@ -133,20 +130,18 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 def named(operation: str, way: str) -> tuple[tuple[str, str], ...]:
-    """Return the implementations of a way; what it lacks is left to dispatch."""
+    """Return the implementations of a way; dispatch chooses missing ones."""
     there = {name: {c.name for c in DISPATCHED[name].candidates} for name in OPERATIONS[operation]}
     return tuple((name, way) for name, names in there.items() if way in names)
 
 
 class _Measurer:
-    """Draws the inputs once; they are the same for every way."""
-
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.settings, self.clock = case, settings, Clock(device)
         shape = Shape(1, 1, 1, case.heads, case.dim, case.topk, case.tokens, case.tokens)
         self.inputs = random_index_inputs(shape, case.tokens, device)
         self.layout = bshd_layout(case.tokens, 1, device)
-        #: Query tokens whose result is compared with float64.
+        #: Query tokens compared with float64.
         self.checked = sampled_tokens(case.tokens, CHECKED_TOKENS + 1, device)[1:]
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
@@ -177,7 +172,6 @@ class _Measurer:
             raise ImplementationError("it masks keys behind the query; these lists have such")
 
     def select(self, policy: Policy, is_bundled: bool, _lists: str) -> Call:
-        """Return the selection."""
         case, inputs = self.case, self.inputs
         figures: dict[str, float] = {}
 
@@ -200,7 +194,7 @@ class _Measurer:
         return Call(call, check, flop, figures)
 
     def _engine_figures(self, found, right: SelectionCase, indices, length) -> dict[str, float]:
-        """Return shares of the keys of exact scores and of the rule; complain of the latter."""
+        """Return recall of exact scores' keys and of the rule's; complain about the latter."""
         chosen = right.selected(found, indices, length)
         wanted = EngineCase(self.inputs, self.layout, self.checked, self.case.topk).best
         shares = {
@@ -254,7 +248,9 @@ class _Measurer:
         return IndexerInputs(x.q[tokens], x.k, x.weights[tokens])
 
     def _checks(self, expected: Callable[[], ExpectedLoss]) -> Callable:
-        """Return what compares gradients with those of the sampled tokens; keys have others."""
+        """Return a check of the sampled tokens' gradients; gradients of keys include other
+        tokens.
+        """
 
         def check(gradients):
             found, right = comparison_at_model_shapes(torch.bfloat16), expected()

@@ -1,8 +1,7 @@
-"""megatron-core's own TileLang indexer for the benchmark of the indexer: selection, sparse loss.
+"""megatron-core's TileLang indexer: selection and sparse loss.
 
-Both are called with the blocks of rows that its attention layer uses. Its selection keeps the
-scores of the selected keys for the loss, so they are given to the loss here and forming them is
-not part of its time; ours forms them again.
+Called in the blocks of its attention layer. Its selection keeps the selected scores for the loss,
+so the loss is timed without computing them; ours computes them again.
 """
 
 import torch
@@ -10,14 +9,14 @@ import torch
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.errors import ImplementationError
 
-#: The way of megatron-core's own functions.
+#: The way of megatron-core's functions.
 WAY = "megatron"
-#: Rows whose scores megatron-core forms at a time, and rows of the loss.
+#: Tokens that megatron-core scores at a time, and tokens of the loss.
 BLOCK, LOSS_BLOCK = 8192, 512
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise :class:`ImplementationError` where megatron-core's kernels cannot run."""
+    """Raise :class:`ImplementationError` if megatron-core's kernels cannot run."""
     from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
 
     if device.type != "cuda":
@@ -32,7 +31,7 @@ def _bounds(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def select(inputs: IndexerInputs, topk: int) -> torch.Tensor:
-    """Return the selected keys ``[rows, topk]`` in any order, ``-1`` where there are fewer.
+    """Return the selected keys ``[tokens, topk]`` in any order, padded with ``-1``.
 
     Raises:
         ImplementationError: megatron-core's kernels cannot run here, or decline.
@@ -50,14 +49,14 @@ def select(inputs: IndexerInputs, topk: int) -> torch.Tensor:
 
 
 def sorted_lists(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lists in the form of ours, ascending and ``-1`` last, and their lengths."""
+    """Return lists in our form, ascending with ``-1`` last, and their lengths."""
     behind = torch.iinfo(indices.dtype).max
     lists = torch.where(indices < 0, behind, indices).sort(-1).values
     return torch.where(lists == behind, -1, lists), (indices >= 0).sum(-1)
 
 
 def selected_scores(inputs: IndexerInputs, indices: torch.Tensor) -> torch.Tensor:
-    """Return the index scores of the listed keys ``[rows, K]``, ``-inf`` for the entry ``-1``."""
+    """Return the index scores of the listed keys ``[tokens, K]``, ``-inf`` for entries ``-1``."""
     from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
 
     require_kernels(inputs.q.device)
@@ -77,11 +76,11 @@ def selected_scores(inputs: IndexerInputs, indices: torch.Tensor) -> torch.Tenso
 def loss_gradients(
     inputs: IndexerInputs, indices: torch.Tensor, teacher: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Form the KL sum; return the gradients of q, k and weights.
+    """Compute the KL sum; return the gradients of q, k and weights.
 
     Args:
         inputs: the indexer's tensors.
-        indices, teacher: ``[rows, K]``, see :func:`megatron_dsa.dsa_kernels.sparse_indexer_loss`.
+        indices, teacher: ``[tokens, K]``, see :func:`megatron_dsa.dsa_kernels.sparse_indexer_loss`.
         scores: of :func:`selected_scores`.
     """
     from megatron.core.transformer.experimental_attention_variant.ops import (
@@ -91,12 +90,12 @@ def loss_gradients(
 
     dq, dweights, dk = [], [], torch.zeros_like(inputs.k)
     for rows in _blocks(len(indices), BLOCK):
-        # Slices of what a block selected, as there: of all rows, they would cost more.
+        # Slices per block, as in its layer; whole tensors would cost more.
         own, lists = scores[rows].detach().requires_grad_(), indices[rows]
         value = torch.zeros((), device=scores.device)
         for part in _blocks(len(lists), LOSS_BLOCK):
             value = tilelang_dsa._accumulate_topk_kl_chunk(
-                # Where the kernel does not fit it is normalised in place.
+                # The kernel normalises it in place.
                 target_chunk=teacher[rows][part].clone(),
                 index_logits_chunk=own[part],
                 valid_seq=lists[part] >= 0,

@@ -1,8 +1,8 @@
-"""The indexer's dense (warm-up) loss for the benchmark of the indexer, ours and Megatron's bundled.
+"""The indexer's dense (warm-up) loss, ours and Megatron's bundled one.
 
 The teacher is plain MLA: 192-dim keys of all heads, which ours expands from latents tile by tile
 and the bundled function takes whole. Both compute value and gradients from given projections; the
-bundled one returns the mean over tokens, which is brought back to the sum.
+bundled mean over tokens is scaled to the sum.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 def draw(inputs: IndexerInputs, layout: Layout, heads: int) -> DenseLossInputs:
-    """Return random queries and latents of MLA whose scores have a deviation of about 1."""
+    """Draw MLA queries and latents whose scores have a deviation of about 1."""
     rows, device = layout.num_queries, inputs.q.device
     generator = torch.Generator(device).manual_seed(2)
 
@@ -36,7 +36,6 @@ def flops(inputs: DenseLossInputs) -> int:
 
 
 def ours(inputs: DenseLossInputs, policy: Policy):
-    """Return the gradients of q, k and weights."""
     x = inputs.indexer
     value = dense_indexer_loss(
         x, inputs.q, inputs.k, inputs.layout, softmax_scale=inputs.softmax_scale, policy=policy
@@ -45,7 +44,6 @@ def ours(inputs: DenseLossInputs, policy: Policy):
 
 
 def bundled(inputs: DenseLossInputs):
-    """Return the gradients of q, k and weights by megatron-core's own functions."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     x = inputs.indexer
@@ -56,7 +54,7 @@ def bundled(inputs: DenseLossInputs):
     mask = torch.full((rows, rows), float("-inf"), device=device).triu_(1)
     value = dsa.compute_dsa_indexer_loss(
         scores,
-        torch.zeros(1, rows, 1, dtype=torch.int64, device=device),  # not read by the dense loss
+        torch.zeros(1, rows, 1, dtype=torch.int64, device=device),  # unused by the dense loss
         inputs.q[:, None],
         keys[:, None],
         inputs.softmax_scale,

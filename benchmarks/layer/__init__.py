@@ -1,4 +1,4 @@
-"""Whole attention layers, forward and backward on one GPU: time, memory, where the time goes.
+"""Whole attention layers, forward and backward on one GPU: time, memory, shares of operations.
 
     python -m benchmarks layer                     # V3.2's, and V4's of every ratio
     python -m benchmarks layer --presets v3.2 --heads 128 --tokens 4096 131072 --ways ours dense
@@ -8,32 +8,29 @@
     python -m benchmarks layer --presets glm-5.3-flash glm-5.3-flash-kda
     python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
 
-A step is the forward in training mode of one causal sequence, and the backward of a random
-gradient, in the sparse ways with the indexer, its sparse loss and the loss's backward. Ways
-(:mod:`benchmarks.layer.peers`) have the same weights and inputs. Each compiles with a short step
-first. The first step tells the peak memory of torch's allocator above weights, input and their
-gradients; then forwards and steps are timed, the host's part included where the GPU waits for it.
-``out_error`` compares the output of the first tokens, which select every key that they see, with
-that of the first way, ``ours``: there all ways compute the same. ``end_error`` compares output and
-input gradient of the last tokens in sparse ways: some of their keys differ, where scores nearly
-tie; addresses that overflow give something else altogether. Ways that may fault come last.
+A step is the forward in training mode of one causal sequence and the backward of a random gradient,
+in sparse ways with indexer and sparse loss. Ways (:mod:`benchmarks.layer.peers`) have the same
+weights and inputs and compile in a short step first. The first step measures torch's peak memory
+above weights, input and their gradients; then forwards and steps are timed, including the host if
+the GPU waits for it. ``out_error`` compares the output of the first tokens, which select all
+visible keys, with the first way, ``ours``. ``end_error`` compares output and input gradient of the
+last tokens in sparse ways: near-ties select other keys, overflowing addresses give much larger
+errors. Ways that may fault come last.
 
-The ways ``sparse-rank``, ``masked-rank`` and ``dense-rank`` are one tensor-parallel rank of as many
-as have the case's heads each (:mod:`benchmarks.layer.rank`): its heads of a model of 128, and its
-share of the tokens where work is divided by tokens, indexer and loss included. Nothing is sent:
-what collectives would send is counted in ``sent_bytes``, and the copies that stand in for them are
-``step/collectives``. Other ways with the same heads have a rank's heads and all tokens, as if every
-rank repeated the indexer's work.
+``sparse-rank``, ``masked-rank`` and ``dense-rank`` are one tensor-parallel rank with the case's
+heads (:mod:`benchmarks.layer.rank`): its heads of a model of 128, and its share of tokens for work
+divided by tokens, including indexer and loss. Nothing is sent: ``sent_bytes`` counts the
+collectives' bytes, ``step/collectives`` is the time of the copies that replace them. Other ways
+with the same heads have all tokens, as if every rank repeated the indexer's work.
 
-The way ``graph`` is ``ours`` with its step captured in one CUDA graph
-(:mod:`benchmarks.layer.graph`). ``graph_error`` compares output and gradients of a replay with the
-same step uncaptured, ``peak_mib`` is that of the capture, and ``kernel_ms`` the time of all
-kernels, copies and fills of one replay. For ``ours``, the sum of the rows ``step/OPERATION`` is
-that time of an uncaptured step.
+``graph`` is ``ours`` with its step captured in one CUDA graph (:mod:`benchmarks.layer.graph`).
+``graph_error`` compares output and gradients of a replay with an uncaptured step, ``peak_mib`` is
+the capture's, ``kernel_ms`` the time of all kernels, copies and fills of one replay; for ``ours``
+the parts ``step/OPERATION`` sum up to it.
 
-The kernels of one more step of the package's own ways are put down to the operations that launch
-them (:mod:`benchmarks.tracing`): ``step/matrix products`` are projections, ``step/other`` rope,
-norms and copies. The preset ``core`` is :mod:`benchmarks.layer.core`.
+Kernels of one more step of the package's ways are attributed to operations
+(:mod:`benchmarks.tracing`): ``step/matrix products`` are projections, ``step/other`` rope, norms
+and copies. Preset ``core``: :mod:`benchmarks.layer.core`.
 """
 
 import argparse
@@ -89,17 +86,17 @@ LENGTHS = {
     "tiny-csa": [256],
 }  # fmt: skip
 CSA_LENGTHS = [4096, 16384, 65536]
-#: Layers without fused kernels of more tokens take seconds per step.
+#: Longer sequences take seconds per step without fused kernels.
 LONGEST_TORCH = 16384
-#: Steps that only compile have so many tokens.
+#: Tokens of steps that only compile.
 PREPARE_TOKENS = 4096
-#: Timed calls, at least: of fewer, the median could be the straggler.
+#: With fewer timed calls, the median could be an outlier.
 FEWEST = 3
-#: Tokens of the output that are compared between ways.
+#: Output tokens compared between ways.
 COMPARED_TOKENS = 64
-#: Several bf16 products lie between the weights and the output, and each way rounds its own.
+#: Each way rounds several bf16 products.
 OUT_ERROR_LIMIT = 5e-2
-#: Other keys at the border of the selection make a tenth or two.
+#: Near-ties of the selection give 0.1 to 0.2.
 END_ERROR_LIMIT = 0.5
 
 
@@ -123,16 +120,15 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks have as many heads each; 1 if the heads of all do not divide so."""
+        """Return the number of ranks with these heads; 1 if the model's heads do not divide so."""
         ranks, rest = divmod(ALL_HEADS[self.preset], self.heads or ALL_HEADS[self.preset])
         return 1 if rest else ranks
 
     def of_all_ranks(self) -> LayerSpec:
-        """Return what the layer is built from of which one rank has these heads."""
+        """Return the layer of all ranks, one of which has these heads."""
         return dataclasses.replace(self.spec(), heads=ALL_HEADS[self.preset])
 
     def spec(self) -> LayerSpec:
-        """Return what the layer is built from."""
         return LayerSpec(
             self.preset.removesuffix("-csa"), self.tokens, self.ratio, self.heads,
             sequence_length=self.tokens, workspace_mib=self.workspace_mib,
@@ -140,7 +136,6 @@ class Case:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the layers."""
     add = parser.add_argument
     add("--presets", nargs="+", choices=PRESETS,
         help="v3.2 v4-flash v4-pro, with --quick tiny tiny-csa")  # fmt: skip
@@ -152,7 +147,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return the layers, short sequences first."""
     default = ("tiny", "tiny-csa") if options.quick else ("v3.2", "v4-flash", "v4-pro")
     found = []
     for preset in options.presets or default:
@@ -194,7 +188,7 @@ class _Measurer:
         if way == GRAPH and not self.clock.on_gpu:
             raise ImplementationError("CUDA graphs need a GPU")
         build(way, shortened(spec, PREPARE_TOKENS), self.device)[0].step()
-        still_works(self.clock)  # gives the memory back
+        still_works(self.clock)  # frees memory
         layer, remark = build(way, spec, self.device)
         for tensor in (*layer.module.parameters(), layer.x):
             tensor.grad = torch.zeros_like(tensor)
@@ -213,7 +207,7 @@ class _Measurer:
             yield from profiled(layer.step, self.device)
 
     def _measure_graph(self, layer: Layer, ran: str) -> dict:
-        """Return the result of a layer's step as one CUDA graph; it has run uncaptured before."""
+        """Return the result of a layer's step as one CUDA graph, after an uncaptured run."""
         graph = StepGraph(layer, self.clock)
         error = checked_error(layer, graph, OUT_ERROR_LIMIT)
         times = self._times(graph.replay, self.clock.seconds(graph.replay))
@@ -229,7 +223,7 @@ class _Measurer:
         return summary(self.clock.milliseconds(call, count))
 
     def _first_step(self, way: str, layer, remark: str) -> tuple[dict, float]:
-        """Return the result of a step, not timed, and its seconds."""
+        """Return the result of an untimed step, and its seconds."""
         from megatron_dsa.extras.doctor.bundled import declined_hooks
 
         reset_report()
@@ -250,10 +244,10 @@ class _Measurer:
         return result | self.agreement(way, own), once
 
     def agreement(self, way: str, own: dict[str, torch.Tensor]) -> dict:
-        """Return status and errors of a way's tensors; the first way's are kept."""
+        """Return status and errors of a way's tensors, compared with the first way's."""
         if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
             return {"status": "failed", "reason": "output or gradient is not finite"}
-        if way in rank.WAYS:  # of some tokens, and what the other ranks would send is made up
+        if way in rank.WAYS:  # some tokens only, and other ranks' data are made up
             return {"status": "ok"}
         if self._first is None and way == "ours":
             self._first = own
@@ -274,14 +268,13 @@ class _Measurer:
 
 
 def measure_core(case: Case) -> Iterator[tuple[str, dict]]:
-    """Yield the results of the core."""
     from benchmarks.layer import core
 
     yield from core.measure_core(case.tokens, case.workspace_mib)
 
 
 def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Start Megatron, unless the case needs none."""
+    """Start Megatron if the case needs it."""
     if case.preset == CORE:
         return _Measurer(case, torch.device("cpu"), settings)
     if (there := alone()).type != device.type:

@@ -1,8 +1,8 @@
-"""Memory of the core of a sparse layer in torch, on the CPU: what the workspace bounds.
+"""Memory of a sparse layer's core in torch, on the CPU, bounded by the workspace.
 
-The core is what a sparse layer runs between its projections: index scores and top-k, sparse
-attention, sparse indexer loss, and all their gradients, in fp32. Peak memory is the kernel's
-high-water mark of resident memory above what the inputs take. Needs Linux.
+The core is everything between projections: index scores and top-k, sparse attention, sparse indexer
+loss, and their gradients, in fp32. Peak memory is the process's resident high-water mark above the
+inputs. Requires Linux.
 """
 
 import ctypes
@@ -37,8 +37,7 @@ def resident(field: str) -> float:
 
 
 def measure_core(tokens: int, workspace_mib: int) -> Iterator[tuple[str, dict]]:
-    """Yield the result of one step of the core, after a short one."""
-    # Large blocks go straight back to the system, so that the mark shows what is alive.
+    # Freed large blocks return to the system, so the mark shows live memory.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 65536)
     policy = Policy(fused=False, workspace_bytes=workspace_mib * 2**20)
     step(min(SHORT, tokens), policy)

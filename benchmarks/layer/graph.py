@@ -1,8 +1,7 @@
-"""A training step of a layer as one CUDA graph, the way ``graph``.
+"""A training step of a layer as one CUDA graph: the way ``graph``.
 
-Forward and backward are captured together with torch's own ``torch.cuda.graph``, as Megatron's
-``--cuda-graph-impl full_iteration`` captures an iteration: Megatron's graphs of layers hold a whole
-transformer layer, or attention and its norm.
+Forward and backward are captured by ``torch.cuda.graph``, like an iteration in Megatron's
+``--cuda-graph-impl full_iteration``; Megatron's graphs of layers hold a whole transformer layer.
 """
 
 import math
@@ -14,19 +13,18 @@ from benchmarks.megatron_layer import SEED, Layer
 from benchmarks.timing import Clock, Peak
 from megatron_dsa.testing.comparison import relative_error
 
-#: The name of the way.
 GRAPH = "graph"
-#: Steps on the stream of the capture before it: kernels are compiled and tables made.
+#: On the stream of the capture, to compile kernels and build tables.
 WARM_UP_STEPS = 3
 
 
 class StepGraph:
     """Forward and backward of a layer as one CUDA graph.
 
-    A replay reads input and weights where they lie, and adds to the gradients that there are.
+    A replay reads input and weights in place, and accumulates gradients.
 
     Attributes:
-        peak_mib: peak memory of the captured step; the graph keeps as much.
+        peak_mib: peak memory of the captured step, kept by the graph.
     """
 
     def __init__(self, layer: Layer, clock: Clock):
@@ -40,23 +38,23 @@ class StepGraph:
                 layer.step()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks the GPU from a thread of its own.
+        # NCCL's watchdog calls CUDA from its own thread.
         capture = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
         with Peak(clock) as peak, capture:
             self._out = layer.step()
         self.peak_mib = peak.mib
 
     def replay(self) -> torch.Tensor:
-        """Run the step; return its output, which the next replay writes over."""
+        """Run the step; return its output, which the next replay overwrites."""
         self._graph.replay()
         return self._out
 
 
 def largest_error(layer: Layer, replay: Callable[[], torch.Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of a replay, against the same step uncaptured, and of what.
+    """Return the largest relative error of a replay against an uncaptured step, and its tensor.
 
-    Output, input gradient and all gradients of weights are compared. The tokens are put into
-    reversed order first, so that a replay of other tokens' results has an error.
+    Compares output, input gradient and all weight gradients, with reversed tokens, so that stale
+    results show.
     """
     with torch.no_grad():
         layer.x.copy_(layer.x.flip(0))

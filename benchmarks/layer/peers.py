@@ -1,9 +1,9 @@
 """Ways to run one attention layer, with the same weights and inputs.
 
-* ``ours``: the layer of this package, everything left to dispatch and to the costs of attention.
-  ``torch``: without fused kernels. ``graph``: the layer of ``ours``, for its step's CUDA graph.
-* ``sparse``, ``masked``: the same, by sparse attention or by masked dense attention as asked for.
-  ``recomputed``: sparse attention with ``--dsa-recompute latent_output``.
+* ``ours``: this package's layer with its defaults. ``torch``: without fused kernels. ``graph``: the
+  layer of ``ours``, for its CUDA graph.
+* ``sparse``, ``masked``: the same, with sparse or masked dense attention. ``recomputed``: sparse
+  attention with ``--dsa-recompute latent_output``.
 * ``all-queries``: ``ours`` with ``--dsa-indexer-loss-queries 1``. ``frozen``: with
   ``--dsa-indexer-loss-coeff 0``, which trains no indexer. ``unpooled``: with
   ``--dsa-indexer-pool-size 1``.
@@ -14,8 +14,8 @@
   fastest here.
 * ``ours-dense``: the same stage, its attention left to dispatch.
 
-``bundled`` and ``dense`` are peers of DeepSeek-V3.2's layer. :mod:`benchmarks.layer.rank` has the
-ways that are one of several ranks. All have the linears and norms of torch.
+``bundled`` and ``dense`` are peers of DeepSeek-V3.2's layer. Ways of one of several ranks:
+:mod:`benchmarks.layer.rank`. All have torch's linears and norms.
 """
 
 import copy
@@ -34,14 +34,14 @@ from benchmarks.timing import Clock, quantile
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS
 
-#: Tokens with which dense attentions are compared.
+#: Tokens for comparing dense attentions.
 TRIAL_ROWS = 8192
-#: Most elements of a tensor that torch's attention takes.
+#: Most elements of a tensor in torch's attention.
 MOST_ELEMENTS = 2**31 - 1
 
 
 def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
-    """Return a layer in training mode, its weights drawn from one seed, and what is special in it.
+    """Return a layer in training mode with seeded weights, and a remark on it.
 
     Raises:
         ImplementationError: a way has nothing that runs here.
@@ -73,10 +73,10 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
 
 
 def require_fused(config, prefix: str) -> None:
-    """Require fused kernels for the operations of a layer whose names begin with ``prefix``.
+    """Require fused kernels for a layer's operations that start with ``prefix``.
 
     Raises:
-        ImplementationError: one has none here, and a step in torch would take minutes.
+        ImplementationError: one is missing, and a step in torch would take minutes.
     """
     from megatron_dsa.layers.required_ops import called_ops, required_ops
 
@@ -89,15 +89,12 @@ def require_fused(config, prefix: str) -> None:
 
 
 def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:
-    """Fill all parameters of ``module`` with those of ``source`` that have the same name."""
+    """Copy all parameters of ``module`` from those of the same name in ``source``."""
     weights = dict(source.named_parameters())
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name])
     return module
-
-
-# Dense attention
 
 
 def own_dense_module(config, _device: torch.device | None = None, **options):
@@ -119,24 +116,24 @@ def changed_module(config, **options):
 
 def dense_module(config, device: torch.device):
     """Return the dense layer of a configuration, and the name of its attention."""
-    # Without a length the layer does not attend under bits of visible keys.
+    # Without a length the layer uses no bits of visible keys.
     module, _ = own_dense_module(config, sequence_length=None)
     if device.type != "cuda":
-        return module, ""  # what dispatch takes; there is nothing to choose from
+        return module, ""  # dispatch decides
     dims = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     name, attention = fastest_attention(heads, *dims, device)
     scale = module.core_attention.softmax_scale
-    # One sequence, no indexer: layout and index inputs have nothing to say.
+    # One sequence without indexer: layout and index inputs are unused.
     module.core_attention.forward_dense = lambda q, k, v, *_: attention(q, k, v, scale)
     return module, f"sdpa={name}"
 
 
 def attend(backend: SDPBackend, q, k, v, scale: float) -> torch.Tensor:
-    """Causal attention by one of torch's kernels: ``q, k [S, H, D]``, ``v [S, H, Dv]`` -> as v.
+    """Run causal attention by one of torch's kernels: ``q, k [S, H, D]``, ``v [S, H, Dv]`` -> as v.
 
-    FlashAttention takes only values as wide as the keys: they get columns of zeros. Tensors of more
-    elements than 32 bits count are cut by heads, which kernels may not be able to address.
+    FlashAttention requires values as wide as keys: they are zero padded. Tensors beyond 32-bit
+    indexing are split by heads.
     """
     heads, width = v.shape[1:]
     if backend == SDPBackend.FLASH_ATTENTION:
@@ -160,7 +157,7 @@ ATTENTIONS = {
 
 @functools.cache
 def fastest_attention(heads: int, qk_dim: int, v_dim: int, device: torch.device):
-    """Return name and function of the dense attention that is the fastest, forward and backward.
+    """Return name and function of the fastest dense attention, forward and backward.
 
     Raises:
         ImplementationError: none can run; the message has the reasons.
@@ -192,7 +189,7 @@ def fastest_attention(heads: int, qk_dim: int, v_dim: int, device: torch.device)
 
 
 def bundled_module(config, device: torch.device):
-    """Return megatron-core's DSA layer of a configuration, and what differs from ``ours``."""
+    """Return megatron-core's DSA layer, and its differences to ``ours``."""
     from megatron_dsa.extras.doctor.bundled import bundled_layer
 
     return bundled_layer(config, "tilelang" if device.type == "cuda" else "none")

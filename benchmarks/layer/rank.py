@@ -1,20 +1,19 @@
-"""One of several tensor-parallel ranks on one GPU, with sequence parallelism; others are absent.
+"""One of several tensor-parallel ranks on one GPU, with sequence parallelism; the others are
+absent.
 
-The rank has its part of the weights and ``1 / ranks`` of the tokens. A stand-in takes the place of
-each collective: it copies what this rank has to where the other ranks' parts belong. An all-gather
-repeats the rank's own part, a reduce-scatter keeps its own part of the input, an all-to-all returns
-what is sent, an all-reduce does nothing. All shapes are right and so is the time of the kernels.
-Stand-ins take about as long as it takes to write the results: the row ``step/collectives``. What
-the collectives would send is the metric ``sent_bytes``.
+The rank has its part of the weights and ``1 / ranks`` of the tokens. Stand-ins replace collectives
+by local copies: an all-gather repeats the local part, a reduce-scatter keeps its part of the input,
+an all-to-all returns its input, an all-reduce does nothing. Shapes and kernel times are right.
+Stand-ins take about as long as writing the results (``step/collectives``); ``sent_bytes`` counts
+the bytes of the collectives.
 
-Key bits are the exception: those of other ranks would be of this rank's tokens, which see other
-keys. The stand-in of their gather returns bits of random lists of visible keys, drawn before the
-measurement, and the rank's own bits at their place. Selections that come back from the rank that
-scored some of this rank's tokens are real as well: the rank is the first one of the second half,
-and what it scores for others lies before its own tokens.
+Key bits differ: other ranks' tokens see other keys. Their gather returns bits of random lists of
+visible keys, drawn in advance, with the rank's own bits inserted. Selections that return from the
+rank that scored some of this rank's tokens are real: the rank is the first of the second half, and
+its scores for others precede its tokens.
 
-Down projections take the rank's own tokens, as with transformer-engine; torch's own layers of
-Megatron split their columns and gather hidden states.
+Down projections take local tokens, as with transformer-engine; Megatron's own layers split their
+columns and gather hidden states.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ from megatron_dsa.ops.masked_attention import torch as in_torch
 from megatron_dsa.ops.masked_attention.api import gather_tokens
 from megatron_dsa.ops.masked_attention.spec import KeyBitsInputs
 
-#: Way -> how its layer attends, and what ranks divide.
+#: Way -> attention and division of work.
 WAYS: dict[str, dict[str, str]] = {
     "sparse-rank": {"selected_attention": "sparse", "tp_mode": "sequence"},
     "masked-rank": {"selected_attention": "masked", "tp_mode": "select"},
     "dense-rank": {},
 }
-#: Builds a layer and says what is special in it, as :func:`benchmarks.layer.peers.build`.
+#: Builds a layer with a remark, see :func:`benchmarks.layer.peers.build`.
 Build = Callable[[str, LayerSpec, torch.device], tuple[Layer, str]]
 
 
 @contextlib.contextmanager
 def one_rank_of(ranks: int) -> Iterator[Build]:
-    """Be one of ``ranks`` while this lasts; yields what builds its layers.
+    """Act as one of ``ranks``; yields the builder of its layers.
 
     The builder takes the specification of all ranks together, without the number of ranks.
     """
     rank = ranks // 2
     bits = KeyBits(ranks, rank)
     with one_of(ranks, rank), contextlib.ExitStack() as stack:
-        # Modules bind collectives when they are imported, and would keep the stand-ins.
+        # Modules bind collectives on import, and would keep the stand-ins.
         importlib.import_module("megatron_dsa.specs")
         for name, copy in STAND_INS.items():
             original = getattr(torch.distributed, name)
@@ -84,7 +83,7 @@ def _build(bits: KeyBits, way: str, spec: LayerSpec, device: torch.device) -> tu
 
 
 def replicate_down_projections(module: Any) -> None:
-    """Let a module's down projections take the tokens of its rank; their weights are drawn anew."""
+    """Make a module's down projections take local tokens; redraws their weights."""
     config = module.config
     generator = torch.Generator(module.linear_proj.weight.device).manual_seed(SEED)
     widths = {
@@ -102,10 +101,9 @@ def replicate_down_projections(module: Any) -> None:
 
 
 class KeyBits:
-    """Bits of all tokens of a causal sequence, as the ranks together would have them.
+    """Bits of all tokens of a causal sequence, over all ranks.
 
-    Args:
-        ranks: how many; rank: of this process.
+    ``ranks``: how many; ``rank``: this one.
     """
 
     def __init__(self, ranks: int, rank: int):
@@ -123,9 +121,9 @@ class KeyBits:
         )
 
     def gather(self, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """Stand in for :func:`~megatron_dsa.ops.masked_attention.api.gather_tokens`."""
-        gathered = gather_tokens(x, group)  # counts what is sent, and takes its time and memory
-        if group is None:  # kernels are compiled, when a layer is built
+        """Replace :func:`~megatron_dsa.ops.masked_attention.api.gather_tokens`."""
+        gathered = gather_tokens(x, group)  # counts bytes, and costs time and memory
+        if group is None:  # compilation while a layer is built
             return gathered
         assert self._bits is not None
         with _as_collective():
@@ -136,9 +134,6 @@ class KeyBits:
                 gathered.copy_(self._bits)
                 gathered.chunk(self.ranks)[self.rank].copy_(x)
         return gathered
-
-
-# Stand-ins of collectives, with the names of torch's arguments
 
 
 def _all_gather(output_tensor, input_tensor, group=None, **_rest) -> None:
@@ -168,19 +163,19 @@ STAND_INS = {
 
 
 def _as_collective() -> contextlib.AbstractContextManager:
-    """Let a profiled step count kernels inside as ``step/collectives``."""
+    """Attribute kernels inside to ``step/collectives`` in a profiled step."""
     return torch.profiler.record_function("megatron_dsa.collectives.copies")
 
 
 class _Done:
-    """The handle of a collective that is over."""
+    """The handle of a finished collective."""
 
     def wait(self) -> bool:
         return True
 
 
 def _stand_in(original: Callable, copy: Callable) -> Callable:
-    """Return what copies in place of a collective; its signature is the collective's."""
+    """Return the replacement of a collective, with its signature."""
 
     @functools.wraps(original)
     def collective(*args, async_op=False, **kwargs):

@@ -1,17 +1,16 @@
-"""Masked dense attention of whole sequences: every implementation, and others without a mask.
+"""Masked dense attention of whole sequences: all implementations, and peers without a mask.
 
     python -m benchmarks masked
     python -m benchmarks masked --heads 128 --tokens 8192 --operations forward backward
     python -m benchmarks masked --model glm-5
 
 The input is one causal sequence with lists of visible keys. ``forward`` and ``backward`` are
-attention, ``teacher`` is the head sum of its probabilities; the bits are there, the tiles are found
-in each call. Each result is compared with float64, all of it. The way ``cudnn-dense`` is torch's
-attention by cuDNN, causal, to all visible keys: it computes the same pairs and reads no mask; some
-tokens of ``out`` or ``dq`` are compared. ``flash4-dense`` is the same by FlashAttention 4, where it
-is installed. FLOP count all visible pairs, selected or not. ``forward/kernel`` and the like are the
-TileLang kernels of such calls alone, by the profiler: without tiles, sums that are set to zero,
-rounding and lists of keys.
+attention, ``teacher`` is the head sum of its probabilities; bits are given, tiles are found in each
+call. Each result is compared with float64 in full. ``cudnn-dense`` is torch's causal attention by
+cuDNN to all visible keys: the same pairs without a mask; some tokens of ``out`` or ``dq`` are
+compared. ``flash4-dense`` is the same by FlashAttention 4, if installed. FLOP count all visible
+pairs. ``forward/kernel`` etc. are the TileLang kernels of such calls, by the profiler: without
+tiles, zeroed sums, rounding and lists of keys.
 """
 
 import argparse
@@ -34,7 +33,7 @@ ON_DEVICE = True
 REPEATS = 30
 #: Profiled calls.
 PROFILED = 10
-#: Longer sequences take seconds per call in torch, and all pairs of all heads are computed.
+#: Longer sequences take seconds per call in torch.
 LONGEST_TORCH = 8192
 #: Dims of a model, and the heads of its ranks (1, 2 or 8 tensor-parallel ones).
 MODELS = {
@@ -47,7 +46,6 @@ TINY = {"nope": 12, "rope": 8, "v": 10, "topk": 16}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the inputs and the operations."""
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="4096 8192 16384 32768, with --quick 200")
     add("--model", choices=MODELS, default="v3.2", help="whose dims; --quick has its own")
@@ -59,7 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return all combinations, short sequences first."""
     lengths = options.tokens or ([200] if options.quick else [4096, 8192, 16384, 32768])
     dims, heads = (TINY, [3]) if options.quick else MODELS[options.model]
     counts = options.heads or heads
@@ -83,15 +80,12 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 def check(case: Case) -> None:
-    """Raise :class:`ValueError` if there is no such case."""
     if case.tokens < case.topk:
         raise ValueError(f"--tokens must be at least K ({case.topk}), got {case.tokens}: raise it")
     parse_distribution(case.distribution)
 
 
 class _Measurer:
-    """Draws the inputs once; they are the same for every implementation."""
-
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.settings = case, settings
         self.inputs, self.clock = Inputs(case, device), Clock(device)
@@ -112,7 +106,7 @@ class _Measurer:
             yield f"{work.part}/kernel", self._kernel(work)
 
     def _kernel(self, work: Work) -> dict:
-        """Return the time of the TileLang kernels of a call."""
+        """Return the time of a call's TileLang kernels."""
         call = self.inputs.call(*work)
         times = [kernel_milliseconds(call, "masked_attention_") for _ in range(PROFILED)]
         result = {"status": "ok"} | summary(times)

@@ -1,4 +1,4 @@
-"""The inputs of masked dense attention, calls of implementations, checks of results."""
+"""Inputs, calls and checks of masked dense attention."""
 
 import dataclasses
 from functools import cached_property
@@ -20,18 +20,18 @@ from megatron_dsa.testing.cases import Lists, sampled_tokens
 from megatron_dsa.testing.comparison import Comparison, comparison_at_model_shapes
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
 
-#: Tokens of the peer that are compared with float64.
+#: Tokens of a peer that are compared with float64.
 PEER_TOKENS = 16
 
 
 def require_cuda(device: torch.device) -> None:
-    """Raise :class:`ImplementationError` where there is no cuDNN."""
+    """Raise :class:`ImplementationError` without cuDNN."""
     if device.type != "cuda":
         raise ImplementationError("cuDNN's attention needs a GPU")
 
 
 def require_flash4(call: OpCall) -> None:
-    """Raise :class:`ImplementationError` where FlashAttention 4 cannot run ``call``."""
+    """Raise :class:`ImplementationError` if FlashAttention 4 cannot run ``call``."""
     (candidate,) = (c for c in DENSE_ATTENTION.candidates if c.name == "flash4")
     if reason := candidate.reason(call):
         raise ImplementationError(reason)
@@ -40,8 +40,8 @@ def require_flash4(call: OpCall) -> None:
 class Inputs:
     """The tensors of one case, in bf16, the same for every implementation.
 
-    Backward and teacher get ``out`` and ``lse`` from the float64 reference, rounded. An
-    implementation finds the tiles of the bits again in each call.
+    Backward and teacher get ``out`` and ``lse`` from the float64 reference, rounded. Tiles of the
+    bits are found again in each call.
     """
 
     def __init__(self, case: Case, device: torch.device):
@@ -110,10 +110,8 @@ class Inputs:
         return lambda: torch.autograd.grad(out, leaves, self.case.dout, retain_graph=True)
 
     def compare(self, operation: str, name: str, result) -> Comparison:
-        """Compare what ``operation`` returned with float64.
-
-        Of the peer, ``out`` or ``dq`` of some tokens; its gradients of keys and values are not
-        compared.
+        """Compare a result of ``operation`` with float64; of a peer only ``out`` or ``dq`` of some
+        tokens.
         """
         found = comparison_at_model_shapes(self.case.q.dtype)
         if name in PEERS:

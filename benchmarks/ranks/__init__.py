@@ -4,24 +4,22 @@
     python -m benchmarks ranks --grids tp1cp4 --layers v3.2 --tokens 65536 131072 --dry-run
     python -m benchmarks ranks --kinds dense --grids tp1cp4
 
-A grid has one process per GPU (:mod:`benchmarks.ranks.processes`); a rank that fails or does not
-answer ends its measurement, for all ranks of the grid, in bounded time. All ranks begin a call
-together and the slowest counts. The way ``one rank`` measures the same on one GPU in the same run,
-``one rank masked`` by masked dense attention, which masked ways are compared with: efficiency is
-its time, divided by the ranks and by theirs. Communication is exposed where NCCL's
-kernels run and no other kernel does. Bytes are counted where collectives are called, and stand
-beside what the design says (:mod:`benchmarks.ranks.traffic`).
+A grid has one process per GPU (:mod:`benchmarks.ranks.processes`); a failing or hanging rank ends
+its measurement for all ranks of the grid, in bounded time. All ranks start a call together and the
+slowest counts. ``one rank`` measures the same on one GPU in the same run, ``one rank masked`` by
+masked dense attention, for masked ways: efficiency is its time, divided by the ranks and by theirs.
+Communication is exposed while only NCCL's kernels run. Bytes are counted at the collectives' calls,
+and compared with the design (:mod:`benchmarks.ranks.traffic`).
 
-``layers``: attention layers. Ways of context parallelism are ``zigzag`` and ``contiguous``, which
-say who holds what, and ``plain``: zigzag, with every collective waited for where it is launched
-(:mod:`benchmarks.ranks.plain`). V3.2's layers have another, ``masked``: zigzag by masked dense
-attention. Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens), and V3.2's by masked dense
-attention heads (``masked heads``), or heads for attention and tokens for selection (``select``);
-``dense`` is the same layer by torch's dense attention, beside ``one rank dense``.
-``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`), ``--graph`` steps as
-one CUDA graph each (:mod:`benchmarks.layer.graph`).
+``layers``: attention layers. Context parallelism has the ways ``zigzag`` and ``contiguous``
+(layouts), and ``plain``: zigzag without overlapped collectives (:mod:`benchmarks.ranks.plain`);
+V3.2 also ``masked``: zigzag by masked dense attention. Tensor-parallel ranks divide ``heads`` or
+tokens (``rows``); V3.2's by masked dense attention heads (``masked heads``), or heads for attention
+and tokens for selection (``select``); ``dense`` is torch's dense attention, compared with ``one
+rank dense``. ``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`),
+``--graph`` steps as one CUDA graph each (:mod:`benchmarks.layer.graph`).
 
-``dense``: dense causal attention, ways for keys and values to reach the queries
+``dense``: dense causal attention, with several ways to distribute keys and values
 (:mod:`benchmarks.ranks.dense`).
 """
 
@@ -53,7 +51,6 @@ KINDS = (LAYERS, DENSE)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the cases."""
     add = parser.add_argument
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
     add("--grids", nargs="+", metavar="GRID", default=["tp1cp2", "tp2cp1"],
@@ -72,7 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return the cases, kind by kind."""
     quick, more = options.quick, {"workspace_mib": options.workspace_mib}
     of_layers = more | {"graph": options.graph or None}
     grids = [grid for grid in map(Grid.parse, options.grids) if grid != ONE]
@@ -80,7 +76,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
         raise ValueError("--grids must have a grid of several ranks: one rank is measured always")
     step = 128 * max(grid.ranks for grid in grids)
     if bad := [n for n in options.tokens or () if n < step or n % step]:
-        # Every rank has a group of every layer.
+        # Every rank needs a group of every layer.
         raise ValueError(f"--tokens must be positive multiples of {step}, got {bad[0]}")
     if options.chain < 1:
         raise ValueError(f"--chain must be positive, got {options.chain}")
@@ -115,7 +111,7 @@ class _Measurer:
         if self._gpus is not None and grid.ranks > self._gpus:
             raise ImplementationError(f"{grid.name} needs {grid.ranks} GPUs, not {self._gpus}")
         settings = {"repeats": self.settings.repeats, "budget": self.settings.budget}
-        # Ranks are ended before the process that asks is.
+        # Ranks must end before the process of the case.
         timeout = 0.9 * self.settings.timeout
         try:
             answers = self._measured(self.case, work.way, settings, timeout)

@@ -1,4 +1,4 @@
-"""Cases of several ranks: grids, layers, variants of how they are sharded, and one rank beside."""
+"""Cases of several ranks: grids, layers, shardings, and one rank for comparison."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from benchmarks.megatron_layer import LayerSpec
 from benchmarks.settings import Work
 
-#: Kinds of cases: attention layers; dense attention alone.
+#: Kinds of cases: attention layers; dense attention only.
 LAYERS, DENSE = "layers", "dense"
-#: The way that the others are compared with; of masked ones with its own attention.
+#: Baselines; masked ways have one with their attention.
 ONE_RANK, ONE_RANK_MASKED = "one rank", "one rank masked"
-#: What dense layers are compared with: dense attention on one rank.
+#: Baseline of dense layers.
 ONE_RANK_DENSE = "one rank dense"
 ALONE = (ONE_RANK, ONE_RANK_MASKED, ONE_RANK_DENSE)
-#: Ways of context-parallel layers, and what they change; all but ``plain`` overlap collectives.
+#: Context-parallel ways and their settings; all but ``plain`` overlap collectives.
 CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
 }  # fmt: skip
 _MASKED = {"selected_attention": "masked"}
-#: A way of context-parallel layers of V3.2; the others attend to lists of latents.
+#: Context-parallel way of V3.2; the others attend to lists of latents.
 MASKED_WAYS = {"masked": _MASKED}
-#: Ways of tensor-parallel layers.
+#: Tensor-parallel ways.
 TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
-#: Ways of tensor-parallel layers of V3.2 by masked dense attention.
+#: Tensor-parallel ways of V3.2 by masked dense attention.
 MASKED_TP_WAYS = {
     "masked heads": {"tp_mode": "heads", **_MASKED}, "select": {"tp_mode": "select", **_MASKED},
 }  # fmt: skip
-#: The same ways where every rank teaches query tokens with its own heads, and sums none.
+#: The same with each rank's heads as teacher, without a sum over ranks.
 OWN_TEACHERS = {f"{way}, own teacher": way for way in MASKED_TP_WAYS}
 MASKED_TP_WAYS |= {own: MASKED_TP_WAYS[way] for own, way in OWN_TEACHERS.items()}
-#: The way of tensor-parallel layers of V3.2 by dense attention of torch, and what it changes.
+#: Tensor-parallel way of V3.2 by torch's dense attention.
 DENSE_TP_WAYS = {"dense": {"tp_mode": "heads"}}
-#: Way -> the one of one rank that its time is compared with, where it is not :data:`ONE_RANK`.
+#: Way -> baseline other than :data:`ONE_RANK`.
 BASES = dict.fromkeys((ONE_RANK_MASKED, *MASKED_WAYS, *MASKED_TP_WAYS), ONE_RANK_MASKED)
 BASES |= dict.fromkeys((ONE_RANK_DENSE, *DENSE_TP_WAYS), ONE_RANK_DENSE)
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
@@ -41,8 +41,6 @@ DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
 
 @dataclass(frozen=True)
 class Grid:
-    """Tensor- and context-parallel ranks."""
-
     tp: int = 1
     cp: int = 1
 
@@ -56,7 +54,7 @@ class Grid:
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """Read ``tp1cp2``."""
+        """Parse ``tp1cp2``."""
         found = re.fullmatch(r"tp([1-9]\d*)cp([1-9]\d*)", text)
         if not found:
             raise ValueError(f"a grid must be tp<ranks>cp<ranks>, like tp1cp2, got {text!r}")
@@ -77,8 +75,8 @@ class Case:
         tp, cp: ranks.
         heads: of the attention; with dense attention, per rank.
         ratio: compression ratio of a CSA layer.
-        layers: in a chain; times and bytes are per layer, memory is that of the chain.
-        graph: true: the step is one CUDA graph.
+        layers: in a chain; times and bytes are per layer, memory is the chain's.
+        graph: the step is one CUDA graph.
         workspace_mib: budget of torch implementations.
     """
 
@@ -98,11 +96,9 @@ class Case:
         return Grid(self.tp, self.cp)
 
     def grid_of(self, way: str) -> Grid:
-        """Return the ranks that a way runs on."""
         return ONE if way in ALONE else self.grid
 
     def spec(self, way: str) -> LayerSpec:
-        """Return a rank's part of the layer."""
         grid = self.grid_of(way)
         ways = CP_WAYS | MASKED_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
         ways |= {ONE_RANK_MASKED: _MASKED}
@@ -121,12 +117,12 @@ NAMED = {
     "v3.2-h32": {"preset": "v3.2-h32", "heads": 32},
     "v4-flash-r4": {"preset": "v4-flash", "ratio": 4},
     "v4-flash-r128": {"preset": "v4-flash", "ratio": 128},
-    # For trying the benchmark itself on any machine.
+    # For a quick run on any machine.
     "tiny": {"preset": "tiny"},
     "tiny-r4": {"preset": "tiny", "ratio": 4},
     "tiny-r128": {"preset": "tiny", "ratio": 128},
 }
-#: Lengths with context parallelism, and without: of the comparison of rows and heads.
+#: Lengths with context parallelism, and for comparing tokens with heads.
 CP_TOKENS = {"v3.2": (32768, 65536, 131072), "v4-flash-r4": (65536,), "v4-flash-r128": (65536,)}
 TP_TOKENS = {
     "v3.2": (8192, 32768), "v3.2-h32": (8192, 32768), "v4-flash-r4": (32768,),
@@ -155,7 +151,7 @@ def layer_cases(grid: Grid, names, tokens=None, layers: int = 1, **more) -> list
     Args:
         grid: several ranks.
         names: keys of :data:`NAMED`.
-        tokens: lengths, ``None`` for those of the grid and the layer.
+        tokens: lengths, ``None`` for the defaults.
         layers: in a chain.
         more: other fields of the cases.
     """

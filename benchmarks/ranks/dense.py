@@ -1,8 +1,8 @@
-"""Dense causal attention over several GPUs: ways for keys and values to reach the queries.
+"""Dense causal attention over several GPUs: distribution of keys and values.
 
-Compared are the zigzag ring of keys and values, the all-gather of MLA's latents (with nothing to
-run under it), and a ring over contiguous parts, in which the last rank sees every key: all ranks do
-what that one has to, which is how long the others would wait for it.
+Compares the zigzag ring of keys and values, the all-gather of MLA's latents (without overlap), and
+a ring over contiguous parts: all ranks do the work of the last one, which sees every key and for
+which the others would wait.
 """
 
 import torch
@@ -11,7 +11,7 @@ from benchmarks.ranks.cases import DENSE_WAYS, ONE_RANK, Case
 from benchmarks.ranks.timing import timed
 from benchmarks.timing import Clock
 
-#: MLA of DeepSeek-V3.2: widths of a key without rope, of rope, of a value and of the latent.
+#: MLA of DeepSeek-V3.2: key dims without rope and with rope, value dim, latent dim.
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
 RING, GATHERED, CONTIGUOUS = DENSE_WAYS
 
@@ -20,8 +20,8 @@ def measure(case: Case, way: str, device, settings: dict) -> dict:
     """Time forward and forward with backward of one way on this rank.
 
     Returns:
-        The answer for :func:`benchmarks.ranks.merge.merge`; ``difference`` is that of the gathered
-        latents' output from the ring's.
+        The answer for :func:`benchmarks.ranks.merge.merge`; ``difference`` is the output's distance
+            from the ring's.
     """
     rank, way = torch.distributed.get_rank(), RING if way == ONE_RANK else way
     cp = torch.distributed.get_world_size()
@@ -47,7 +47,7 @@ def measure(case: Case, way: str, device, settings: dict) -> dict:
 
 
 def tensors(case: Case, cp: int, rank: int, device) -> dict:
-    """Queries, the latent and weights; keys and values are what the latent expands to."""
+    """Return queries, latent and weights; keys and values are the expanded latent."""
     generator = torch.Generator(device).manual_seed(rank)
 
     def normal(*shape: int, scale: float = 1.0):
@@ -56,7 +56,7 @@ def tensors(case: Case, cp: int, rank: int, device) -> dict:
 
     rows, heads = case.tokens // cp, case.heads
     latent = normal(rows, RANK + ROPE)
-    generator.manual_seed(99)  # the weights are the same on all ranks
+    generator.manual_seed(99)  # equal weights on all ranks
     w_uk, w_uv = (normal(heads, n, RANK, scale=RANK**-0.5) for n in (NOPE, VALUE))
     with torch.no_grad():
         k = torch.einsum("sr,hnr->shn", latent[:, :RANK], w_uk)
@@ -69,7 +69,7 @@ def tensors(case: Case, cp: int, rank: int, device) -> dict:
 
 
 def attention(case: Case, way: str, rank: int, inputs: dict):
-    """Return a call that gives the output, and the name of the attention to one block."""
+    """Return a call that computes the output, and the name of the block attention."""
     from megatron.core import parallel_state
 
     from megatron_dsa.layers.parallel.gather import finish_with_proxy, start_gather
@@ -110,6 +110,6 @@ def attention(case: Case, way: str, rank: int, inputs: dict):
 
 
 def flops(case: Case, cp: int, part: str) -> float:
-    """Operations of one rank: a product of scores and one of values; twice and a half backwards."""
+    """Return one rank's operations: two products; 2.5 times as many backward."""
     forward = case.tokens**2 / 2 * case.heads * (NOPE + ROPE + VALUE) * 2 / cp
     return forward * (3.5 if part == "step" else 1)

@@ -1,4 +1,4 @@
-"""What ranks send to each other in a step, by the design."""
+"""Bytes that ranks send in a step, by design."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from benchmarks.ranks.traffic import exchange, gather, reduce, sum_everywhere
 
 @dataclass(frozen=True)
 class Design:
-    """What a step's traffic follows from.
+    """Parameters of a step's traffic.
 
     Attributes:
         config: of the layer; ratio: its compression ratio, ``None`` for DSA.
-        rows: that a rank holds.
+        rows: tokens of a rank.
         tp, cp: ranks.
-        runs: runs of neighbouring rows that a rank holds.
+        runs: runs of adjacent tokens on a rank.
     """
 
     config: object
@@ -35,7 +35,7 @@ class Design:
 
     @property
     def narrow(self) -> int:
-        """Bytes of an activation; sums of gradients over ranks are formed in fp32."""
+        """Bytes of an activation; gradients are summed over ranks in fp32."""
         return self.config.params_dtype.itemsize
 
 
@@ -43,17 +43,18 @@ WIDE = 4
 
 
 def formula_bytes(d: Design) -> float:
-    """Bytes that a rank sends in a training step (forward, backward) of an attention layer."""
+    """Return the bytes that a rank sends in a training step (forward, backward) of an attention
+    layer.
+    """
     own = _dsa_bytes(d) if d.ratio is None else _hybrid_bytes(d)
     return own + _tensor_parallel_bytes(d)
 
 
 def hidden_bytes(d: Design) -> float:
-    """Bytes that a rank would send if hidden states were gathered instead of keys.
+    """Return the bytes that a rank would send if hidden states were gathered instead of keys.
 
-    All ranks then project the keys of all rows: an all-gather in the forward, and in the backward
-    the reduce-scatter that autograd makes of it, in the activations' dtype. A second gather for the
-    weights' gradient, where gathered states are not kept, would come on top.
+    All ranks then project all keys: an all-gather in the forward, and its reduce-scatter in the
+    backward, in the activations' dtype. A second gather for the weights' gradient is not included.
     """
     part = d.rows * d.config.hidden_size * d.narrow
     return gather(part, d.ranks) + reduce(part, d.ranks)
@@ -65,27 +66,27 @@ def _summed_keys(d: Design, rows: float, dim: int, ranks: int) -> float:
 
 
 def _index_keys(d: Design, rows: float) -> float:
-    """Like any keys; by heads, the ranks of one row group form the same gradient."""
+    """Like other keys; by heads, the ranks of a token group compute the same gradient."""
     part = rows * d.config.dsa_indexer_head_dim
     back = d.ranks if d.by_sequence else d.cp
     return gather(part * d.narrow, d.ranks) + reduce(part * WIDE, back)
 
 
 def _index_queries(d: Design) -> float:
-    """By heads every rank scores the rows of its group: it needs their latents and weights."""
+    """By heads every rank scores its group's tokens, and needs their latents and weights."""
     c = d.config
     if d.by_sequence:
         return 0.0
     return gather(d.rows * (c.q_lora_rank + c.dsa_indexer_n_heads) * d.narrow, d.tp) + (
-        sum_everywhere(d.rows * d.tp * c.dsa_indexer_topk * WIDE, d.tp)  # the teacher
+        sum_everywhere(d.rows * d.tp * c.dsa_indexer_topk * WIDE, d.tp)  # teacher
     )
 
 
 def _balanced_selection(d: Design) -> float:
-    """Where ranks see unequally many keys, but many: another one scores half of a rank's rows.
+    """If ranks see many, but unequally many keys, another rank scores half of a rank's tokens.
 
-    Index queries and weights leave, selected keys come back. (Of an odd number of parts, the rank
-    in the middle keeps its rows.)
+    Index queries and weights leave, selected keys return. In an odd number of parts the middle rank
+    keeps its tokens.
     """
     from megatron_dsa.config.model import options_of
     from megatron_dsa.layers.parallel.balanced_topk import VISIBLE_TO_TOPK
@@ -104,13 +105,11 @@ def _dsa_bytes(d: Design) -> float:
     latent = c.kv_lora_rank + c.qk_pos_emb_head_dim
     total = _summed_keys(d, d.rows, latent, d.ranks) + _index_keys(d, d.rows) + _index_queries(d)
     total += _balanced_selection(d)
-    # megatron-core's own layers split the down projections by columns, so hidden states are
-    # gathered (again for the weight's gradient) and so are the latents, which then are cut again.
+    # Megatron's own layers split down projections by columns, so hidden states are gathered (again
+    # for the weight's gradient) and so are the latents, which are then split again.
     total += 2 * 3 * gather(d.rows * c.hidden_size * d.narrow, d.tp)
     total += 2 * gather(d.rows * (c.q_lora_rank + latent) * d.narrow, d.tp)
-    if (
-        d.by_sequence
-    ):  # the absorbed up projection of keys and values, gathered again in the backward
+    if d.by_sequence:  # absorbed up projection of keys and values, gathered again in the backward
         weight = c.num_attention_heads * (c.qk_head_dim + c.v_head_dim) * c.kv_lora_rank / d.tp
         total += 2 * gather(weight * d.narrow, d.tp) + reduce(weight * WIDE, d.tp)
     return total
@@ -123,7 +122,7 @@ def _hybrid_bytes(d: Design) -> float:
         total += _summed_keys(d, d.rows, c.head_dim, d.tp)
     window = min(rows, d.runs * (c.csa_window_size - 1))
     total += _summed_keys(d, window, c.head_dim, queries)
-    if d.by_sequence:  # the sinks
+    if d.by_sequence:  # sinks
         total += 2 * gather(c.num_attention_heads / d.tp * WIDE, d.tp)
     if not d.ratio:
         return total
@@ -144,7 +143,7 @@ def _hybrid_bytes(d: Design) -> float:
 
 
 def _tensor_parallel_bytes(d: Design) -> float:
-    """Up and output projection under sequence parallelism, and rows for heads and back."""
+    """Up and output projection under sequence parallelism, and tokens for heads and back."""
     c = d.config
     hybrid = d.ratio is not None
     up = 3 * gather(d.rows * c.q_lora_rank * d.narrow, d.tp)  # forward, again backward, gradient

@@ -1,4 +1,4 @@
-"""Shares of a traced step in which ranks communicate, and in which they do nothing else."""
+"""Shares of a traced step in which ranks communicate, and in which they only communicate."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,6 @@ STEP = "benchmarks.ranks step"
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same points of time as disjoint intervals in order."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -18,18 +17,17 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Total length of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
 def outside(intervals, others) -> float:
-    """Length of what ``intervals`` cover and ``others`` do not."""
     others = list(others)
     return length(union([*intervals, *others])) - length(union(others))
 
 
 def communication_shares(events: Iterable[dict]) -> dict:
-    """Shares of a traced step in which NCCL runs, and in which nothing but NCCL does.
+    """Return the shares of a traced step in which NCCL runs, and in which only NCCL runs.
 
     The step is the range :data:`STEP`, up to the end of its last kernel. NCCL's kernels also wait
     for slower ranks, so these shares include that wait.

@@ -24,14 +24,14 @@ def measure_layer(case: Case, way: str, device: torch.device, settings: dict) ->
     (layer, remark), result = build("dense" if dense else "ours", spec, device), {}
     with collectives(PLAIN if way == PLAIN else OVERLAPPED):
         reset_report()
-        # Also compiles, and makes the gradients' memory, which so is not part of a step's.
+        # Also compiles and allocates gradients, before the measured step.
         with counted() as traffic:
             result["squares"] = layer.first_step()
         clock.wait()
         gc.collect()
         step = layer.step
         if case.graph:
-            ran = what_ran()  # replays do not tell
+            ran = what_ran()  # replays dispatch nothing
             graph = StepGraph(layer, clock)
             result["graph_error"] = checked_error(layer, graph, OUT_ERROR_LIMIT)
             step = graph.replay

@@ -1,21 +1,21 @@
-"""What the answers of all ranks to one measurement come to."""
+"""Results of one measurement, merged over ranks."""
 
 from collections.abc import Iterator
 
 from benchmarks.ranks.cases import ALONE, BASES, ONE_RANK, ONE_RANK_DENSE, Case
 from benchmarks.timing import summary
 
-#: The largest value over ranks counts. These belong to the whole step, not to its forward.
+#: Figures of the whole step, not the forward; the largest over ranks counts.
 OF_STEP = (
     "communication_share", "exposed_share", "bytes_per_token", "formula_bytes_per_token",
     "hidden_bytes_per_token", "peak_mib", "graph_error",
 )  # fmt: skip
-#: Outputs that differ by more than this are not outputs of the same layer. bf16 lands near 1e-3.
+#: Outputs that differ more are of different layers; bf16 reaches 1e-3.
 NORM_LIMIT = 2e-2
 
 
 def slowest(answers: list[dict], part: str) -> list[float]:
-    """Milliseconds of every call: all ranks began it together, it took as long as the slowest."""
+    """Return the milliseconds of every call on its slowest rank."""
     return [max(ranks) for ranks in zip(*(a["times"][part] for a in answers), strict=True)]
 
 
@@ -41,13 +41,13 @@ def merge(answers: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def norms(answers: list[dict]) -> dict[str, float]:
-    """Return the norms of what all ranks have together."""
+    """Return the norms over all ranks."""
     names = answers[0].get("squares", {})
     return {name: sum(a["squares"][name] for a in answers) ** 0.5 for name in names}
 
 
 class Judge:
-    """Compares the ways of a case with one rank's, which come before them."""
+    """Compares the ways of a case with one rank's, measured first."""
 
     def __init__(self, case: Case):
         self._ranks = case.grid.ranks

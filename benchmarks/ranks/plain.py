@@ -1,8 +1,6 @@
-"""The peer of overlapped collectives: the same layer with each waited for where it is launched.
+"""The peer of overlapped collectives: the same layer with a wait after each launch.
 
-That is how context parallelism is written without further thought: gather the keys, then go on;
-reduce and scatter their gradient, then go on. Bytes, kernels and results stay the same, so what a
-step takes longer is what overlap saves.
+Bytes, kernels and results stay the same, so the difference is the gain of overlap.
 """
 
 import contextlib
@@ -19,7 +17,7 @@ OVERLAPPED, PLAIN = "overlapped", "plain"
 
 @contextlib.contextmanager
 def collectives(kind: str) -> Iterator[None]:
-    """Run what is inside with collectives of that ``kind``; ``overlapped`` changes nothing."""
+    """Run the context with this ``kind`` of collectives; ``overlapped`` changes nothing."""
     with contextlib.ExitStack() as stack:
         if kind == PLAIN:
             for name in COLLECTIVES:
@@ -29,14 +27,14 @@ def collectives(kind: str) -> Iterator[None]:
 
 
 def _waiting(original):
-    """Return the collective with a wait at its end: the host goes on, the current stream waits."""
+    """Return the collective with a wait of the current stream at its end."""
 
     @functools.wraps(original)
     def collective(*args, **kwargs):
         work = original(*args, **kwargs)
-        if work is not None:  # it was asked to be asynchronous
+        if work is not None:  # asynchronous
             work.wait()
-        # The caller waits once more, for work that has ended.
+        # The caller waits again, for finished work.
         return work
 
     return collective

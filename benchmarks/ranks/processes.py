@@ -1,6 +1,6 @@
-"""The processes of grids: all of one grid measure the same, and end together in bounded time.
+"""Processes of grids: all ranks measure the same, and end together in bounded time.
 
-They belong to the process group of the case's process, which the runner ends whatever happens.
+They belong to the process group of the case's process, which the runner always ends.
 """
 
 import contextlib
@@ -18,23 +18,23 @@ from benchmarks.child import one_line
 from benchmarks.process_groups import join
 from benchmarks.ranks.cases import DENSE, LAYERS, Case, Grid
 
-#: Importing these does not use the GPU yet: forks can.
+#: Importing these does not initialise the GPU, so forks can use it.
 IMPORTED = ["torch"]
-#: What Megatron imports of torch, most of a small measurement's time; not tried with GPUs.
+#: Megatron's torch imports, most of a small measurement's time; not tried with GPUs.
 IMPORTED_ON_CPU = [*IMPORTED, "torch.distributed.tensor", "torch._inductor.compile_fx"]
-#: Seconds that the others get once a rank has failed: they may wait for it in a collective.
+#: Seconds for the others after a rank has failed: they may wait for it in a collective.
 GRACE = 15.0
 
 
 class RankFailed(Exception):
-    """A rank has failed, ended or does not answer; the text says which and why."""
+    """A rank has failed, ended or hangs; the text names it and the reason."""
 
 
 class Ranks:
-    """The processes of one grid, which measure one way after another.
+    """Processes of one grid, which measure one way after another.
 
     Args:
-        grid: how many there are, and how they divide the work.
+        grid: tensor- and context-parallel ranks.
         run: ``(case, way, device, settings) -> answer`` (:func:`run_rank`).
     """
 
@@ -56,12 +56,11 @@ class Ranks:
         """Measure a way of a case; return the answer of every rank.
 
         Args:
-            case, way: what is measured.
             settings: ``repeats`` and ``budget`` (seconds).
-            timeout: seconds until ranks that do not answer have failed.
+            timeout: seconds until a hanging rank has failed.
 
         Raises:
-            RankFailed: those that are not at the same place can do nothing more: end them.
+            RankFailed: ranks out of step cannot continue: end them.
         """
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended, as its answer will say
@@ -83,7 +82,7 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE)
         bad = [found for found in answers.values() if found["status"] != "ok"]
         if bad:
-            # The lack of memory on one rank is the cause of whatever happens to the others.
+            # Out of memory on one rank causes all other failures.
             raise RankFailed(
                 min(bad, key=lambda found: found["status"] != "out of memory")["reason"]
             )
@@ -93,7 +92,6 @@ class Ranks:
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def end(self) -> None:
-        """End the processes, whatever they are doing."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -102,7 +100,7 @@ class Ranks:
 
 
 class Grids:
-    """The ranks of a case's grids, which are started when they are needed and stay.
+    """The ranks of a case's grids, started on demand and kept.
 
     Starting them takes longer than most measurements.
     """
@@ -112,7 +110,7 @@ class Grids:
         self._started: dict[Grid, Ranks] = {}
 
     def measured(self, case: Case, way: str, settings: dict, timeout: float) -> list[dict]:
-        """Do what :meth:`Ranks.measured` does, with the ranks of the way; ranks that fail end."""
+        """Call :meth:`Ranks.measured` of the way's ranks; end ranks that fail."""
         grid = case.grid_of(way)
         if grid not in self._started:
             self._started[grid] = Ranks(grid, self._run)
@@ -123,7 +121,6 @@ class Grids:
             raise
 
     def end(self) -> None:
-        """End all processes."""
         while self._started:
             self._started.popitem()[1].end()
 
@@ -136,15 +133,15 @@ def _ending(rank: int, process) -> str:
 
 
 def serve(rank: int, grid: Grid, store: str, pipe, run) -> None:
-    """Join the grid, then measure this rank's part of what is asked for, until one fails."""
-    # What Megatron asks for under sequence parallelism; alike on all grids, to be compared.
+    """Join the grid, then measure this rank's part of all requests, until one fails."""
+    # Megatron requires it under sequence parallelism; equal on all grids.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         device = join(rank, grid.tp, grid.cp, store)
         while True:
             case, way, settings = pipe.recv()
             pipe.send({"status": "ok", **(run or run_rank)(case, way, device, settings)})
-            # The next way begins with the memory that a new process would have.
+            # The next way starts with the memory of a new process.
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -156,7 +153,6 @@ def serve(rank: int, grid: Grid, store: str, pipe, run) -> None:
 
 
 def run_rank(case: Case, way: str, device, settings: dict) -> dict:
-    """Measure this rank's part of a case."""
     from benchmarks.ranks import dense, layer
 
     measure = {DENSE: dense.measure, LAYERS: layer.measure_layer}[case.kind]
@@ -164,7 +160,7 @@ def run_rank(case: Case, way: str, device, settings: dict) -> dict:
 
 
 def failure(error: Exception) -> dict:
-    """Return what to say about an error. Libraries report a lack of memory as errors of theirs."""
+    """Describe an error; libraries raise their own out-of-memory errors."""
     lacks = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
     status = "out of memory" if lacks else "failed"
     return {"status": status, "reason": f"{type(error).__name__}: {one_line(error)}"}

@@ -1,6 +1,6 @@
-"""How a forward and a step are measured on several ranks at once: times, memory, shares of a trace.
+"""Times, memory and trace shares of a forward and a step on several ranks.
 
-All ranks begin every call together. Who puts their answers together takes the slowest of each call.
+All ranks start every call together; the slowest of each call counts.
 """
 
 import time
@@ -12,19 +12,19 @@ from benchmarks.timing import Clock, Peak, what_ran
 from benchmarks.tracing import trace_of
 from megatron_dsa.ops.dispatch import reset_report
 
-#: Timed calls, at least: of fewer, the median could be the straggler.
+#: With fewer timed calls, the median could be an outlier.
 FEWEST = 3
 
 
 def agree(wish: bool, device: torch.device) -> bool:
-    """Return whether all ranks wish so; every rank waits until all have asked."""
+    """Return whether all ranks agree; a barrier."""
     flag = torch.tensor(float(wish), device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
     return bool(flag.item())
 
 
 def timed(call, clock: Clock, device: torch.device, repeats: int, budget: float) -> list[float]:
-    """Milliseconds of calls that all ranks begin together; equally many on all."""
+    """Return milliseconds of calls that all ranks start together, equally many on all."""
     times: list[float] = []
     begin = time.perf_counter()
     while agree(
@@ -47,10 +47,10 @@ def measured(forward, step, clock: Clock, device: torch.device, settings: dict) 
 
 
 def traced_shares(call, clock: Clock, device: torch.device) -> dict:
-    """Trace one call that all ranks begin together; see :func:`communication_shares`."""
+    """Trace one call that all ranks start together; see :func:`communication_shares`."""
 
     def ready() -> None:
-        agree(True, device)  # starting the profiler takes each rank its own time
+        agree(True, device)  # ranks differ in the profiler's start-up time
         clock.wait()
 
     def step() -> None:

@@ -1,9 +1,9 @@
-"""What ranks send to each other: rules of counting, and bytes counted where they are sent.
+"""Bytes that ranks send: counting rules, and bytes counted at the collectives.
 
 A byte counts where it leaves a rank, as in a ring: of ``P`` ranks, each sends its part of an
 all-gather ``P - 1`` times, as much for a reduce-scatter, and twice ``(P - 1) / P`` of an
-all-reduce. Counting and formula (:mod:`benchmarks.ranks.design`) share these rules, so
-that any difference is a collective too many, or too few, or of another size.
+all-reduce. Counting and formula (:mod:`benchmarks.ranks.design`) share these rules, so that
+differences come from missing, additional or differently sized collectives.
 """
 
 import contextlib
@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Rules
-
 
 def gather(part: float, ranks: int) -> float:
-    """Bytes that a rank sends in an all-gather of ``part`` bytes per rank."""
+    """Return the bytes that a rank sends in an all-gather of ``part`` bytes per rank."""
     return (ranks - 1) * part
 
 
@@ -28,22 +26,21 @@ reduce = gather
 
 
 def exchange(whole: float, ranks: int) -> float:
-    """Bytes that a rank sends in an all-to-all of ``whole`` bytes: all but its own part."""
+    """Return the bytes that a rank sends in an all-to-all of ``whole`` bytes: all but its
+    own part.
+    """
     return (ranks - 1) * whole / ranks
 
 
 def leaving(whole: float, splits: list[int], given: dict) -> float:
-    """Bytes that a rank sends in an all-to-all of parts of different sizes."""
+    """Return the bytes that a rank sends in an all-to-all of parts of different sizes."""
     own = splits[torch.distributed.get_rank(given.get("group"))]
     return whole * (1 - own / sum(splits)) if own else whole
 
 
 def sum_everywhere(whole: float, ranks: int) -> float:
-    """Bytes that a rank sends in an all-reduce of ``whole`` bytes."""
+    """Return the bytes that a rank sends in an all-reduce of ``whole`` bytes."""
     return 2 * (ranks - 1) * whole / ranks
-
-
-# Counting
 
 
 @dataclass
@@ -68,7 +65,7 @@ COLLECTIVES = {
 
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count what is sent by torch's collectives, from any thread, while this is active."""
+    """Count bytes sent by torch's collectives, from any thread, in the context."""
     traffic = Traffic()
     with contextlib.ExitStack() as stack:
         for name, rule in COLLECTIVES.items():
@@ -80,9 +77,9 @@ def counted() -> Iterator[Traffic]:
 
 @contextlib.contextmanager
 def replaced(original, other) -> Iterator[None]:
-    """Let every name of a collective in torch.distributed, Megatron and this package be ``other``.
+    """Replace all references to a collective in torch.distributed, Megatron and this package.
 
-    Megatron binds some of them to names of its own when it is imported.
+    Megatron binds some of them on import.
     """
     bound = [
         (module, alias)
@@ -104,7 +101,7 @@ def _counting(original, name: str, counts: str, rule, traffic: Traffic):
     inside = threading.local()
 
     def collective(*args, **kwargs):
-        # Under a torch function mode a collective calls itself once more, by its (new) name.
+        # Under a torch function mode a collective calls itself again, by its (new) name.
         if getattr(inside, "yes", False):
             return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments

@@ -1,14 +1,14 @@
-"""What FP8 in the indexer's linears costs: recall of the selection, and attention it captures.
+"""Cost of FP8 in the indexer's linears: recall of the selection, and captured attention.
 
     python -m benchmarks recall
 
 A small DSA model is trained in bf16 on Python's standard library. Each layer's indexer then gets
-the hidden states of held-out text once more, with its linears in bf16 and quantised, all with the
-same weights. Ways: ``bf16``; ``e4m3``, factors rounded to e4m3 with one scale per tensor, in torch;
-``tensorwise``, ``delayed`` and ``blockwise``, transformer-engine's recipes, whose products are in
-FP8. Scores and their selection are computed alike in all these. ``deepgemm-fp8`` has linears in
-bf16 and forms scores as inference engines do (``--dsa-indexer-numerics``). Compared are queries
-that see more keys than they select, evenly spaced over the sequence.
+the hidden states of held-out text again, with its linears in bf16 and quantised, all with the same
+weights. Ways: ``bf16``; ``e4m3``, factors rounded to e4m3 with one scale per tensor, in torch;
+``tensorwise``, ``delayed`` and ``blockwise``, transformer-engine's recipes with FP8 products.
+Scores and selection are the same in all these. ``deepgemm-fp8`` has linears in bf16 and scores like
+inference engines (``--dsa-indexer-numerics``). Compares queries that see more keys than they
+select, evenly spaced over the sequence.
 """
 
 import argparse
@@ -58,12 +58,10 @@ class Case:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the length of the training."""
     parser.add_argument("--steps", type=int, help="of training (400, with --quick 10)")
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return the model."""
     preset, tokens, steps = ("tiny", 128, 10) if options.quick else ("small", 4096, 400)
     works = [Work("all", way) for way in (BF16, ENGINE, ROUNDED, *RECIPES)]
     return [(Case(preset, tokens, options.steps or steps), works)]
@@ -74,7 +72,7 @@ class _Measurer:
         self._case, self._device = case, device
         self._unusable = why_not_transformer_engine(device.type == "cuda")
         self._loss, self._layers = math.nan, list[Recorded]()
-        #: By layer, what ``bf16`` selects, its scores and the mass that it captures.
+        #: By layer: the keys that ``bf16`` selects, its scores and captured mass.
         self._exact: list[tuple[torch.Tensor, torch.Tensor, float]] = []
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
@@ -119,7 +117,7 @@ class _Measurer:
         indexer = layer.core.indexer
         x, qr, rope, ranks, *_ = layer.indexer
         for _ in range(1 + WARMING.get(way, 0)):
-            with _quantised(indexer, way):  # new scales are formed where it ends
+            with _quantised(indexer, way):  # its end computes new scales
                 found = indexer(x, qr, rope, ranks)
         if way in RECIPES and not getattr(indexer.linear_wq_b, "fp8", False):
             raise RuntimeError(f"{way}: the indexer's linear did not multiply in FP8")
@@ -134,7 +132,7 @@ class _Measurer:
 
 
 def _engine_scores(found: IndexerInputs, queries: torch.Tensor) -> torch.Tensor:
-    """Return the scores ``[queries, keys]`` of the rule, by torch."""
+    """Return the scores ``[queries, keys]`` of the engines' rule, by torch."""
     assert found.fp32_weights is not None
     q, weights = engine.quantized_queries(found.q[queries], found.fp32_weights[queries])
     k, scales = engine.quantized(found.k)
@@ -151,7 +149,7 @@ def _linears(indexer) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def _quantised(indexer, way: str) -> Iterator[None]:
-    """Let an indexer's linears compute as a way does."""
+    """Make an indexer's linears compute like a way."""
     if way == BF16:
         yield
     elif way == ENGINE:
@@ -181,7 +179,7 @@ def _quantised(indexer, way: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_the_recipe(indexer, name: str) -> Iterator[None]:
-    """Quantise by a recipe of transformer-engine; our linears' own, which is none, is put aside."""
+    """Quantise by a recipe of transformer-engine, instead of the linears' own."""
     from transformer_engine.common import recipe
     from transformer_engine.pytorch.fp8 import fp8_autocast
 
@@ -204,7 +202,7 @@ def _of_the_recipe(indexer, name: str) -> Iterator[None]:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` as e4m3 holds it with one scale for all."""
+    """Round ``x`` to e4m3 with one scale."""
     scale = E4M3_LARGEST / x.float().abs().max().clamp_min(1e-12)
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
@@ -224,7 +222,6 @@ def captured(layer: Recorded, indices: torch.Tensor, queries: torch.Tensor) -> f
 
 
 def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Start Megatron."""
     if (there := alone()).type != device.type:
         raise ImplementationError(f"layers run on {there}, where Megatron puts them")
     return _Measurer(case, device)

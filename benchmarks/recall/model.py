@@ -1,4 +1,4 @@
-"""A small DSA model, trained on text, and what its indexers and attentions are given."""
+"""A small DSA model trained on text, and the inputs of its indexers and attentions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ PEAK_RATE, WARM_UP_STEPS, SEED = 1e-3, 50, 1
 
 
 def build(preset: str, tokens: int, engine: bool, device: torch.device) -> torch.nn.Module:
-    """Return the model in bf16, with transformer-engine's linears or Megatron's own."""
+    """Return the model in bf16, with transformer-engine's or Megatron's linears."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.config.model import DSAOptions
@@ -71,7 +71,7 @@ class Text:
         self._generator = torch.Generator().manual_seed(SEED)
 
     def batch(self, held_out: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and labels ``[1, tokens]`` of a piece chosen at random."""
+        """Return tokens and labels ``[1, tokens]`` of a random piece."""
         part = self._parts[held_out]
         last = len(part) - self._tokens - 1
         at = int(torch.randint(last, (), generator=self._generator))
@@ -80,7 +80,6 @@ class Text:
 
 
 def losses_of(model: torch.nn.Module, batch) -> torch.Tensor:
-    """Return the mean loss of a batch."""
     tokens, labels = batch
     places = torch.arange(tokens.shape[1], device=tokens.device)[None]
     return model(tokens, places, None, labels=labels).float().mean()
@@ -106,7 +105,7 @@ def train(model: torch.nn.Module, text: Text, steps: int) -> None:
 
 @dataclass
 class Recorded:
-    """What one layer was given in a forward pass.
+    """Inputs of one layer in a forward pass.
 
     Attributes:
         core: its attention core.
@@ -124,7 +123,7 @@ class Recorded:
 
 @torch.no_grad()
 def recorded(model: torch.nn.Module, batch) -> tuple[float, list[Recorded]]:
-    """Run a forward pass; return its loss and what each layer was given."""
+    """Run a forward pass; return its loss and each layer's inputs."""
     found, undo = [], []
     for layer in model.decoder.layers:
         core = layer.self_attention.core_attention

@@ -1,23 +1,22 @@
-"""Training: planned memory and operations, resumed runs, sparse beside dense attention.
+"""Training: planned memory and operations, resumed runs, sparse and dense attention.
 
     python -m benchmarks train                              # memory of small models' steps
     python -m benchmarks train --kinds operations           # needs Nsight Compute
-    python -m benchmarks train --kinds run                  # a stop and what comes after it
+    python -m benchmarks train --kinds run                  # an interrupted and resumed run
     python -m benchmarks train --kinds convergence --runs 1 2
-    python -m benchmarks train --kinds selected     # masked beside sparse attention, every step
+    python -m benchmarks train --kinds selected     # masked and sparse attention, every step
     python -m benchmarks train --kinds muon         # needs emerging-optimizers
     python -m benchmarks train --kinds whole-v4     # fused and in torch, every step
     python -m benchmarks train --kinds ranks        # one and several GPUs, every step
 
-``memory``: planned peak of a training step beside the measured (:mod:`benchmarks.train.memory`).
-``operations``: planned operations beside those that tensor cores counted
-(:mod:`benchmarks.train.operations`). ``run``: runs that are stopped and go on beside others
-(:mod:`benchmarks.train.resume`). ``convergence``: the same training with several attentions
-(:mod:`benchmarks.train.convergence`). ``selected``: the same training with each of the two
-attentions to selected keys (:mod:`benchmarks.train.selected`). ``muon``: the same training by AdamW
-and by Muon with and without blocks (:mod:`benchmarks.train.muon`). ``whole-v4``: the same training
-of a whole DeepSeek-V4 with fused kernels and in torch (:mod:`benchmarks.train.whole`). ``ranks``:
-the same training on one and several ranks (:mod:`benchmarks.train.ranks`).
+``memory``: planned and measured peak of a training step (:mod:`benchmarks.train.memory`).
+``operations``: planned operations and those counted by tensor cores
+(:mod:`benchmarks.train.operations`). ``run``: resumed and uninterrupted runs
+(:mod:`benchmarks.train.resume`). The others compare the same training: ``convergence`` with several
+attentions (:mod:`benchmarks.train.convergence`), ``selected`` with both attentions to selected keys
+(:mod:`benchmarks.train.selected`), ``muon`` by AdamW and by Muon with and without blocks
+(:mod:`benchmarks.train.muon`), ``whole-v4`` of a whole DeepSeek-V4 with fused kernels and in torch
+(:mod:`benchmarks.train.whole`), ``ranks`` on one and several ranks (:mod:`benchmarks.train.ranks`).
 """
 
 import argparse
@@ -37,18 +36,17 @@ from benchmarks.train.models import CASES, command, model_of
 
 CEILINGS = ()
 ON_DEVICE = False
-#: Seconds until a run that does not answer is ended.
+#: Seconds until a hanging run is ended.
 TIMEOUT = 7200.0
 KINDS = ("memory", "operations", "run", "convergence", "selected", "muon", "whole-v4", "ranks")
-#: Kind -> module and class that train it, a way at a time.
+#: Kind -> module and class that train it, one way at a time.
 TRAINED: dict[str, tuple[Any, Any]] = {
     "convergence": (convergence, convergence.Comparison),
     "selected": (selected, selected.SameTraining),
     "muon": (muon, muon.SameStart),
     "whole-v4": (whole, whole.SameModel),
 }
-#: Models whose operations are counted: all stages, both models, experts, prediction,
-#: recomputation; by number in CASES.
+#: Numbers in CASES: all stages, both models, experts, prediction, recomputation.
 COUNTED = (0, 10, 7, 8, 9, 5, 6, 12)
 TOKENS = {"v3.2": 8192, "v4": 2048}
 OURS = "ours"
@@ -64,7 +62,7 @@ class Case:
         tokens: of a sequence; of a step of the kinds in :data:`TRAINED` and ``ranks``.
         steps: optimizer steps.
         run: number of the run; of the kinds in :data:`TRAINED` and ``ranks`` its seed.
-        indexer_loss_coeff: of a run that has another one than the script.
+        indexer_loss_coeff: if it differs from the script's.
     """
 
     kind: str
@@ -76,7 +74,6 @@ class Case:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what tells the models."""
     add = parser.add_argument
     add("--kinds", nargs="+", choices=KINDS, default=["memory"], help="default: memory")
     add("--models", type=int, nargs="+", choices=range(len(CASES)), metavar="NUMBER",
@@ -95,7 +92,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
-    """Return the cases, kind by kind."""
     found, quick = [], options.quick
     for kind in options.kinds:
         if kind in ("memory", "operations"):
@@ -175,7 +171,6 @@ class _Measurer:
 
 
 def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Let Megatron run on this machine, with or without a GPU."""
     from megatron_dsa.patches import cpu_host
 
     if cpu_host.needed():

@@ -1,17 +1,16 @@
-"""Small models with sparse and with dense attention, trained on the same text.
+"""Small models with sparse and dense attention, trained on the same text.
 
-Ways, all of the same depth, width, schedule, number of steps and tokens, in the same order:
+All ways have the same depth, width, schedule, steps and tokens, in the same order:
 
 * ``dense``: MLA that attends to everything.
-* ``sparse``: DeepSeek-V3.2's attention from the first step; its indexer learns beside the model.
-* ``staged``: the first third of the steps attends to everything while the indexer learns along
+* ``sparse``: DeepSeek-V3.2's attention from the first step; its indexer learns with the model.
+* ``staged``: the first third of the steps attends to everything while the indexer learns
   (``--dsa-stage warmup --dsa-warmup-train-all``), the rest is sparse.
 * ``hybrid``: DeepSeek-V4's attention, sparse from the first step.
 
-The first three start from the same weights (the indexer's aside). The hybrid model has other
-attention weights and starts from its own; all of a seed see the same text in the same order. Whole
-texts are held out (:mod:`benchmarks.train.text`), and all runs are evaluated on the same of them.
-Every run is ``python -m megatron_dsa.pretrain`` with TensorBoard.
+The first three start from the same weights (without the indexer's), the hybrid model from its own.
+Whole texts are held out (:mod:`benchmarks.train.text`) for the evaluation of all runs. Every run is
+``python -m megatron_dsa.pretrain`` with TensorBoard.
 """
 
 import dataclasses
@@ -36,9 +35,9 @@ LOGGED = {"indexer_loss": "indexer loss", "mass_captured": "dsa attention mass c
 
 @dataclass(frozen=True)
 class Size:
-    """Everything that differs between a measurement and a try-out.
+    """Settings that differ between a measurement and a quick run.
 
-    ``model`` are flags of all ways, ``mla``, ``sparse`` (its indexer) and ``hybrid`` of their own.
+    ``model``: flags of all ways; ``mla``, ``sparse`` (indexer), ``hybrid``: flags of some.
     """
 
     model: str
@@ -48,7 +47,7 @@ class Size:
     batch: int
     length: int
     held_out_bytes: int
-    evaluations: int  # batches per evaluation; all of them about as much as is held out
+    evaluations: int  # batches per evaluation; together about all held-out text
     steps: int
     every: int
 
@@ -102,7 +101,7 @@ def size_of(quick: bool, steps: int | None) -> Size:
     """Return the size of the models to compare.
 
     Raises:
-        ValueError: too few steps, or not as many between evaluations.
+        ValueError: too few steps, or not a multiple of the evaluation interval.
     """
     size = TINY if quick else SMALL
     if steps in (None, size.steps):
@@ -112,12 +111,12 @@ def size_of(quick: bool, steps: int | None) -> Size:
     return dataclasses.replace(size, steps=steps, every=steps // 12)
 
 
-#: Shorter runs have no step in which the learning rate rises.
+#: In shorter runs the learning rate never rises.
 FEWEST_STEPS = 10
 
 
 def with_steps(size: Size, steps: int | None) -> Size:
-    """Return a size with this number of steps, if one is given.
+    """Return a size with this number of steps, if given.
 
     Raises:
         ValueError: too few steps.
@@ -128,7 +127,7 @@ def with_steps(size: Size, steps: int | None) -> Size:
     return dataclasses.replace(size, steps=steps)
 
 
-#: Indexers learn from the keys that they selected, or from all visible ones.
+#: Indexers learn from selected keys, or from all visible ones.
 LOSS_OVER_ALL = ["--dsa-indexer-loss-coeff", "1.0"]
 SPARSE_LOSS = [*LOSS_OVER_ALL, "--dsa-indexer-use-sparse-loss"]
 
@@ -137,17 +136,17 @@ WAYS = ("dense", "sparse", "staged", "hybrid")
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one way with one seed; its folder holds the log and the event files."""
+    """A run of one way with one seed; its folder holds log and event files."""
 
     way: str
     seed: int
     folder: Path
-    start: Path  # a checkpoint of dense MLA, before the first step
+    start: Path  # a checkpoint of dense MLA before the first step
     data: Path
     size: Size
 
     def commands(self) -> list[list[str]]:
-        """Return the flags of its processes, one after the other."""
+        """Return the flags of its processes, in order."""
         size = self.size
         mla, sparse, hybrid = size.mla.split(), size.sparse.split(), size.hybrid.split()
         flags = [*size.model.split(), *training_flags(size, self.data, self.seed)]
@@ -169,7 +168,7 @@ class Run:
         ]
 
     def train(self) -> Iterator[tuple[str, dict]]:
-        """Train; yield the result of every evaluated step, and of ``all`` of the run.
+        """Train; yield the result of every evaluated step, and ``all`` of the run.
 
         Raises:
             RuntimeError: training failed; the text is the end of its log.
@@ -177,7 +176,7 @@ class Run:
         log = self.folder / "log.txt"
         for flags in self.commands():
             train(flags, log)
-        # A checkpoint between two stages is large.
+        # Checkpoints between stages are large.
         shutil.rmtree(self.folder / "checkpoint", ignore_errors=True)
         parameters = re.findall(r"number of parameters on .*: (\d+)", log.read_text())
         yield from results(read_run(self.way, self.folder / "events"), int(parameters[-1]))
@@ -186,7 +185,7 @@ class Run:
 def training_seconds(log: RunLog) -> dict[int, float]:
     """Return the time of all steps up to a step, without evaluation and start-up.
 
-    Where kernels were compiled (a mean of three times the median), steps count like the median.
+    Steps that compiled kernels (mean above three times the median) count as the median.
     """
     series = log.scalars["iteration-time"]
     usual = statistics.median(value for _, value in series)
@@ -198,11 +197,9 @@ def training_seconds(log: RunLog) -> dict[int, float]:
 
 
 def results(log: RunLog, parameters: int) -> Iterator[tuple[str, dict]]:
-    """Yield the result of every evaluated step, and of ``all`` of the run.
+    """Yield the result of every evaluated step, and ``all`` of the run.
 
-    Args:
-        log: of one run.
-        parameters: of the model.
+    ``parameters``: of the model.
     """
     seconds, training = training_seconds(log), dict(log.scalars["lm loss"])
     figures = {metric: dict(log.scalars.get(FIGURES[name], ())) for metric, name in LOGGED.items()}
@@ -217,8 +214,8 @@ def results(log: RunLog, parameters: int) -> Iterator[tuple[str, dict]]:
 
 
 def training_flags(size: Size, data: Path, seed: int) -> list[str]:
-    """Return what all ways have in common besides the model's size."""
-    # The time of every evaluated step is wanted, of the last one, too.
+    """Return the flags of all ways, without the model's size."""
+    # Every evaluated step must be logged, including the last.
     evaluated = math.gcd(size.every, size.steps)
     log_interval = max(n for n in range(1, max(size.every // 5, 1) + 1) if evaluated % n == 0)
     return (
@@ -240,12 +237,12 @@ def training_flags(size: Size, data: Path, seed: int) -> list[str]:
 
 
 def train(flags: list[str], log: Path, module: str | None = None) -> None:
-    """Train in a process of its own; see :func:`benchmarks.train.models.launch`.
+    """Train in its own process; see :func:`benchmarks.train.models.launch`.
 
     Args:
         flags: of the training.
-        log: file that its output is appended to.
-        module: what is run in place of the entry point.
+        log: file that the output is appended to.
+        module: replaces the entry point.
     """
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     quiet = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -254,10 +251,10 @@ def train(flags: list[str], log: Path, module: str | None = None) -> None:
 
 
 def make_start(folder: Path, size: Size, data: Path, seed: int) -> None:
-    """Save the weights that the dense model of a seed starts from."""
+    """Save the initial weights of a seed's dense model."""
     flags = [*f"{size.model} {size.mla}".split(), *training_flags(size, data, seed)]
     flags += ["--dsa-stage", "dense"]
-    # Megatron saves nothing before a step: one that changes nothing.
+    # Megatron saves only after a step: take one that changes nothing.
     flags += ["--lr", "0", "--min-lr", "0", "--exit-interval", "1", "--no-save-optim"]
     flags += ["--eval-iters", "0"]
     flags += ["--save", str(folder), "--save-interval", str(size.steps)]
@@ -265,7 +262,7 @@ def make_start(folder: Path, size: Size, data: Path, seed: int) -> None:
 
 
 class Comparison:
-    """All runs of one seed: text and weights that they start from are made once."""
+    """All runs of one seed: text and initial weights are made once."""
 
     def __init__(self, size: Size, seed: int, folder: Path):
         self.size, self.seed, self.folder = size, seed, folder

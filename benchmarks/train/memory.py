@@ -1,7 +1,7 @@
-"""Planned peak memory of a training step beside what it takes.
+"""Planned and measured peak memory of a training step.
 
-One step settles, one is measured: by torch's allocator, or, on a machine without a GPU, by
-following the bytes of all tensors (:mod:`megatron_dsa.extras.planner.memory_tracker`).
+After one step of warm-up, one is measured: by torch's allocator, or without a GPU by tracking the
+bytes of all tensors (:mod:`megatron_dsa.extras.planner.memory_tracker`).
 """
 
 import gc
@@ -23,7 +23,7 @@ def planned_peak(memory) -> int:
 
 
 def measured(argv: list[str]) -> float:
-    """Return the peak of a training step on this machine, in MiB above what was there before."""
+    """Return the peak of a training step on this machine, in MiB above its start."""
     from megatron_dsa.extras.planner.command import parsed
     from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 
@@ -49,7 +49,7 @@ def measured(argv: list[str]) -> float:
 
 def compare(argv: list[str]) -> dict:
     """Plan and measure the step of a command line; return the result."""
-    memory = plan(argv).stages[0].memory  # needs process groups of its own
+    memory = plan(argv).stages[0].memory  # needs its own process groups
     with one_rank():
         peak = measured(argv)
     result = {"status": "ok", "planned_mib": planned_peak(memory) / 2**20, "peak_mib": peak}

@@ -1,6 +1,6 @@
 """Training steps of small whole models of V3.2's and V4's attention.
 
-They are built as the entry point does, with Megatron's data parallel wrapper and optimizer.
+Built like the entry point's, with Megatron's data parallel wrapper and optimizer.
 """
 
 import functools
@@ -71,7 +71,7 @@ def model_of(name: str, tokens: int) -> tuple[int, bool, str]:
 
 
 def command(thousands: int, hybrid: bool, flags: str, tiny: bool) -> list[str]:
-    """Return the command line of a model; ``tiny`` has 64 tokens where it has 1024."""
+    """Return the command line of a model; ``tiny`` has 64 tokens for each 1024."""
     tokens = 64 * thousands if tiny else 1024 * thousands
     parts = [_BASE, TINY if tiny else "", flags]
     if hybrid:
@@ -81,7 +81,7 @@ def command(thousands: int, hybrid: bool, flags: str, tiny: bool) -> list[str]:
 
 
 def plan(argv: list[str]):
-    """Return the plan of a command line's step on this machine, as ``--dsa-dry-run`` makes it."""
+    """Return the plan of a command line's step on this machine, like ``--dsa-dry-run``."""
     from megatron_dsa.config.gpus import GPU, GPUS, gpu_here
     from megatron_dsa.extras.planner.command import plan_of
 
@@ -90,7 +90,7 @@ def plan(argv: list[str]):
 
 
 def launch(command: list[str], log: Path, **variables: str) -> None:
-    """Run training in a process of its own; its output is appended to ``log``.
+    """Run training in its own process; append its output to ``log``.
 
     Raises:
         RuntimeError: it failed; the text is the end of its log.
@@ -107,7 +107,7 @@ def launch(command: list[str], log: Path, **variables: str) -> None:
 
 
 def trainer(args):
-    """Build model and optimizer as Megatron's training does; return a function that does a step."""
+    """Build model and optimizer like Megatron's training; return a function that runs a step."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.optimizer import get_megatron_optimizer

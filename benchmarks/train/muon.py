@@ -1,10 +1,9 @@
 """A small V4 trained by AdamW, by Megatron's Muon, and by Muon with this package's blocks.
 
-Ways: ``adamw``; ``released``, Megatron's Muon as it is, to which a stack of output groups is one
-matrix and a table of positions is one, too; ``groups``, with this package's marks; ``heads``, the
-same with up projections and the indexer's queries head by head. All have the same weights at first,
-text, order of the text, schedule, and the same learning rate: the scale of DeepSeek-V4 gives Muon's
-updates the size of AdamW's.
+Ways: ``adamw``; ``released``, Megatron's Muon, which treats stacks of output groups and tables of
+positions as one matrix; ``groups``, with this package's marks; ``heads``, the same with up
+projections and the indexer's queries head by head. All have the same initial weights, text, order,
+schedule and learning rate: DeepSeek-V4's scale gives Muon's updates the size of AdamW's.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from benchmarks.train.selected import LOSSES, results
 from benchmarks.train.text import prepare_text
 from megatron_dsa.extras.report.events import read_run
 
-#: DeepSeek-V4's Muon. The products of its iteration are in fp32, which CPUs are not slow at.
+#: DeepSeek-V4's Muon, with products of its iteration in fp32 for CPUs.
 MUON = [
     *("--optimizer", "muon", "--muon-coefficient-type", "deepseekv4", "--muon-num-ns-steps", "10"),
     *("--muon-momentum", "0.95", "--muon-nesterov", "--muon-extra-scale-factor", "0.18"),
@@ -29,9 +28,9 @@ WAYS = {
     "groups": MUON,
     "heads": [*MUON, "--dsa-muon-per-head", "all"],
 }
-#: Ways -> what is run, if it is not the entry point.
+#: Way -> module other than the entry point.
 MODULES = {"released": "benchmarks.train.unmarked"}
-#: Above the rate of larger models, as in the scripts of small ones.
+#: Above larger models' rate, as in the scripts of small ones.
 RATE = ["--lr", "3e-3", "--min-lr", "3e-4"]
 
 #: A window layer, two CSA layers and an HCA layer, with hyper-connections.
@@ -75,7 +74,6 @@ class SameStart:
         prepare_text(folder / "data", size.held_out_bytes)
 
     def flags(self, way: str) -> list[str]:
-        """Return the flags of a way's process."""
         size = self.size
         flags = f"{size.model} {size.hybrid}".split()
         flags += [*training_flags(size, self.folder / "data", self.seed), *SPARSE_LOSS, *RATE]
@@ -83,7 +81,7 @@ class SameStart:
         return [*flags, *WAYS[way]]
 
     def train(self, way: str) -> Iterator[tuple[str, dict]]:
-        """Train; yield the result of every step, and of ``all`` of the run.
+        """Train; yield the result of every step, and ``all`` of the run.
 
         Raises:
             RuntimeError: training failed; the text is the end of its log.

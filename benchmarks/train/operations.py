@@ -1,10 +1,10 @@
-"""Planned floating-point operations of a training step beside those that the GPU executed.
+"""Planned and executed floating-point operations of a training step.
 
-The plan is that of ``--dsa-dry-run``: products that the mathematics asks for, each once. What was
-executed is read from the tensor cores' hardware counter with Nsight Compute, for one step after two
-that settle it, of kernels that by their names have products in them. It holds what a plan leaves
-out: masked parts of tiles, padding, scores computed again in a backward pass, layers recomputed. A
-matrix product of known size checks the counter's unit in every step. About a minute per case.
+The plan is ``--dsa-dry-run``'s: each mathematically required product once. Executed operations are
+read from the tensor cores' hardware counter with Nsight Compute, for one step after two of warm-up,
+of kernels whose names indicate products. They include masked parts of tiles, padding and
+recomputation, which a plan omits. A matrix product of known size checks the counter's unit in every
+step. About a minute per case.
 
 Needs ``ncu`` on the PATH and the right to read hardware counters.
 """
@@ -28,20 +28,20 @@ from benchmarks.train.models import plan, trainer
 from megatron_dsa.errors import ImplementationError
 
 METRIC = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
-#: Rows and columns of the product that checks the counter. No product of a model has a factor 7.
+#: Size of the product that checks the counter. No product of a model has a factor 7.
 KNOWN = 3584
 #: Seconds for one case.
 LIMIT = 300
 
 WEIGHTS = "products with weights"
-#: Groups of planned parts; all others are products with weights.
+#: Groups of planned parts; the rest are products with weights.
 PARTS = {
     "attention": "attention",
     "window attention": "attention",
     "index scores": "index scores",
     "indexer loss": "indexer loss",
 }
-#: Groups of kernels by what their names contain, the first that is found.
+#: Group -> pattern of kernel names; the first match counts.
 KERNELS = {
     "attention": r"_mla_|masked_attention|sparse_attn|sdpa|flash|fmha",
     "index scores": r"index_scores",
@@ -51,7 +51,6 @@ KERNELS = {
 
 
 def group_of(kernel: str) -> str:
-    """Return the group of a kernel that was counted."""
     return next((name for name, pattern in KERNELS.items() if re.search(pattern, kernel)), WEIGHTS)
 
 
@@ -61,7 +60,7 @@ def counted(lines: Iterable[str]) -> list[tuple[str, int]]:
     Raises:
         ValueError: there is no table with the counter in it.
     """
-    # What the program says about itself stands before and after the table.
+    # The program's own output surrounds the table.
     rows = csv.DictReader(line for line in lines if line.startswith('"'))
     if METRIC not in (rows.fieldnames or ()):
         raise ValueError(f"ncu counted no {METRIC}: does this GPU have it?")
@@ -70,7 +69,7 @@ def counted(lines: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def operations_per_count(known: int) -> int:
-    """Return what one count stands for, given that of the known product.
+    """Return the operations per count, from the known product's.
 
     Raises:
         ValueError: neither an operation nor a multiply-add.
@@ -99,7 +98,7 @@ def planned(argv: list[str]) -> Counter[str]:
 
 
 def run_step(argv: list[str]) -> None:
-    """Do three steps; the profiler sees the known product and the last of them."""
+    """Run three steps; the profiler sees the known product and the last step."""
     from megatron_dsa.extras.planner.command import parsed
 
     a = torch.randn(KNOWN, KNOWN, device="cuda", dtype=torch.bfloat16)
@@ -117,10 +116,10 @@ def run_step(argv: list[str]) -> None:
 
 
 def profile(argv: list[str]) -> list[tuple[str, int]]:
-    """Run a step of a case under ncu; return the kernels that it counted, in order.
+    """Run a step of a case under ncu; return the counted kernels in order.
 
     Raises:
-        RuntimeError: it ended with an error, whose text this is, or did not end.
+        RuntimeError: it failed, with its output as text, or did not end.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, said = Path(folder, "ncu.csv"), Path(folder, "said.txt")
@@ -128,7 +127,7 @@ def profile(argv: list[str]) -> list[tuple[str, int]]:
         ncu += ["--profile-from-start", "off", "--log-file", str(log)]
         ncu += ["--kernel-name-base", "demangled"]
         ncu += ["--kernel-name", "regex:" + "|".join(KERNELS.values())]
-        # Clocks and caches stay as they are: nothing is timed.
+        # Nothing is timed: clocks and caches stay as they are.
         ncu += ["--clock-control", "none", "--cache-control", "none"]
         step = [sys.executable, "-m", "benchmarks.train.operations", *argv]
         with said.open("w") as file:

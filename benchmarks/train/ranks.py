@@ -1,11 +1,10 @@
 """The same training on one rank and on several, step by step.
 
-All ways start from one checkpoint, which a run on one rank has made, and read the same batches.
-``one rank again`` says how far two runs come apart that differ in nothing but the order of atomic
-sums. Models: ``v3.2``, four layers of DeepSeek-V3.2's attention; ``v4``, four layers of
-DeepSeek-V4-Flash's width with all that V4 has around its attention. Ways of several ranks run under
-torchrun, one process per GPU. On ``all``, ``out_error`` is the relative difference of the mean loss
-of the last steps from that of one rank.
+All ways start from one checkpoint of a run on one rank, and read the same batches. ``one rank
+again`` shows the effect of the order of atomic sums. Models: ``v3.2``, four layers of
+DeepSeek-V3.2's attention; ``v4``, four layers of DeepSeek-V4-Flash's width with everything around
+V4's attention. Ways of several ranks run under torchrun, one process per GPU. On ``all``,
+``out_error`` is the relative difference to one rank of the mean loss of the last steps.
 """
 
 import dataclasses
@@ -55,9 +54,9 @@ MEASURED = {
     "v4": dataclasses.replace(whole.MEASURED, batch=2),
 }
 QUICK = {"v3.2": selected.QUICK, "v4": whole.QUICK}
-#: With the usual rate losses rise at first, and equal runs end 3 % (V4) to 10 % (V3.2) apart.
+#: With the usual rate losses first rise, and equal runs end 3 % (V4) to 10 % (V3.2) apart.
 RATE = "--lr 1e-4 --min-lr 1e-5"
-#: Steps at the end of which the mean loss is compared.
+#: Last steps whose mean loss is compared.
 LAST = 20
 
 
@@ -72,7 +71,7 @@ def size_of(model: str, quick: bool, steps: int | None) -> Size:
 
 
 class SameOnRanks:
-    """All runs of one model and seed, in one folder; text and first weights are made once."""
+    """All runs of one model and seed, in one folder; text and initial weights are made once."""
 
     def __init__(self, model: str, size: Size, seed: int, folder: Path):
         self.model, self.size, self.seed, self.folder = model, size, seed, folder
@@ -80,27 +79,26 @@ class SameOnRanks:
         prepare_text(folder / "data", size.held_out_bytes)
 
     def flags(self) -> list[str]:
-        """Return the flags of all ways."""
         size = self.size
         attention = size.hybrid if self.model == "v4" else f"{size.mla} {size.sparse}"
         flags = f"{size.model} {attention}".split()
         flags += [*training_flags(size, self.folder / "data", self.seed), *SPARSE_LOSS]
-        # Padding of the vocabulary depends on ranks, and so would the weights.
+        # The vocabulary's padding, and so the weights, would depend on the ranks.
         flags += ["--micro-batch-size", "1", "--padded-vocab-size", "512", "--log-interval", "1"]
         return [*flags, *RATE.split(), "--eval-iters", "0"]
 
     def start(self) -> Path:
-        """Return a checkpoint of the weights that all ways start from."""
+        """Return a checkpoint of the initial weights of all ways."""
         folder = self.folder / "start"
         if not folder.exists():
-            # Megatron saves nothing before a step: one that changes nothing.
+            # Megatron saves only after a step: take one that changes nothing.
             still = ["--lr", "0", "--min-lr", "0", "--exit-interval", "1", "--no-save-optim"]
             saved = ["--save", str(folder), "--save-interval", str(self.size.steps)]
             train([*self.flags(), *still, *saved], self.folder / "start.txt")
         return folder
 
     def train(self, way: str) -> Iterator[tuple[str, dict]]:
-        """Train; yield the result of every step, and of ``all`` of the run.
+        """Train; yield the result of every step, and ``all`` of the run.
 
         Raises:
             ImplementationError: there are too few GPUs.

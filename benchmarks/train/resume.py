@@ -1,9 +1,9 @@
-"""Training that is stopped and goes on, beside training that is not.
+"""Interrupted and resumed training, compared with uninterrupted training.
 
 Models on the bytes of Python's documentation, by ``examples/train_bf16.sh``. Ways: ``fast``, with
 the fastest kernels; ``straight``, in Megatron's deterministic mode; ``resumed``, the same in two
-processes, the second from the checkpoint that the first left at half of the steps. All that the
-last two log has to be the same to the bit.
+processes, the second from the first's checkpoint at half of the steps. The logs of the last two
+must agree to the bit.
 """
 
 import shutil
@@ -17,10 +17,10 @@ import torch
 from benchmarks.train.models import TINY, TINY_HYBRID, launch
 
 SCRIPT = Path(__file__).parents[2] / "examples/train_bf16.sh"
-#: The learning rate's, in the script: Megatron refuses runs that are no longer.
+#: The script's learning rate; Megatron requires longer runs.
 WARM_UP_STEPS = 5
 WAYS = ("fast", "straight", "resumed")
-#: Metrics and what they are called in the event files.
+#: Metric -> tag in the event files.
 LOGGED = {
     "lm_loss": "lm loss",
     "indexer_loss": "dsa/indexer-loss",
@@ -28,7 +28,7 @@ LOGGED = {
     "mass_captured": "dsa/mass-captured",
 }
 
-#: Flags on top of the script's own.
+#: Flags in addition to the script's.
 MODELS = {
     "v3.2": (
         "--num-layers 4 --seq-length 8192 --max-position-embeddings 8192 --dsa-indexer-topk 2048 "
@@ -49,14 +49,14 @@ TINY_MODELS = {"v3.2": f"{TINY} {_SHORT}", "v4": f"{TINY} {TINY_HYBRID} {_SHORT}
 
 @dataclass(frozen=True)
 class Trial:
-    """One model in one folder; ``steps`` in all."""
+    """One model in one folder, for ``steps`` steps."""
 
     flags: str
     folder: Path
     steps: int
 
     def run(self, way: str) -> Iterator[tuple[str, dict]]:
-        """Train and yield the result of every step, and ``all`` with the peak memory.
+        """Train; yield the result of every step, and ``all`` with the peak memory.
 
         Raises:
             RuntimeError: training failed.
@@ -68,7 +68,7 @@ class Trial:
         yield from self.results(way)
 
     def train(self, name: str, *flags: str) -> None:
-        """Run the script; its event files go to folder ``name``.
+        """Run the script, with event files in folder ``name``.
 
         Raises:
             RuntimeError: it failed; the text is the end of its log.
@@ -81,7 +81,7 @@ class Trial:
         launch([str(SCRIPT), *fixed], run / "log.txt", PYTHON=sys.executable, RUN_DIR=str(run))
 
     def in_two_parts(self) -> None:
-        """Train half of the steps in a process, and the rest in another."""
+        """Train in two processes, half of the steps each."""
         checkpoint = self.folder / "checkpoint"
         both = ["--deterministic-mode", "--save", str(checkpoint)]
         both += ["--save-interval", str(self.steps)]
@@ -90,7 +90,7 @@ class Trial:
         shutil.rmtree(checkpoint)
 
     def results(self, way: str) -> Iterator[tuple[str, dict]]:
-        """Yield what the runs in folder ``way`` logged."""
+        """Yield the logged results in folder ``way``."""
         from megatron_dsa.extras.report.events import read_run
 
         scalars = read_run(way, self.folder / way / "events").scalars
@@ -98,7 +98,7 @@ class Trial:
         times = dict(scalars["iteration-time"])
         for step in sorted(logged["lm_loss"]):
             result = {metric: values.get(step) for metric, values in logged.items()}
-            # Deterministic kernels are slow; Megatron leaves out the first step.
+            # Deterministic kernels are slow; Megatron omits the first step.
             if way == "fast" and step in times:
                 result["ms"] = 1e3 * times[step]
             yield str(step), {"status": "ok", **result}
@@ -108,13 +108,12 @@ class Trial:
 
 
 def differences(straight: dict[str, dict], resumed: dict[str, dict]) -> list[str]:
-    """Return where a resumed run logged something else than the straight one.
+    """Return where a resumed run's log differs from the straight one.
 
-    Args:
-        straight, resumed: step -> result.
+    ``straight``, ``resumed``: step -> result.
 
     Raises:
-        ValueError: they did not log the same steps.
+        ValueError: they logged different steps.
     """
     if not straight or straight.keys() != resumed.keys():
         raise ValueError(f"steps {sorted(straight)} and, resumed, {sorted(resumed)}")

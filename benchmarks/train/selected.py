@@ -1,10 +1,9 @@
-"""The same training with each of the two attentions to selected keys, step by step.
+"""The same training with both attentions to selected keys, step by step.
 
 Ways: ``sparse`` and ``masked``, by ``--dsa-selected-attention``, and ``sparse again``. All have the
-same model, text, order of the text, schedule and seed, and so the same weights at first: both
-attentions have the same parameters. They compute the same function and round it in different
-places, and small differences grow from step to step in any training. ``sparse again`` says how far
-two runs come apart that differ in nothing but the order of atomic sums.
+same model, initial weights, text, order, schedule and seed. Both attentions compute the same
+function with different rounding, and small differences grow in any training. ``sparse again`` shows
+the effect of the order of atomic sums.
 """
 
 import dataclasses
@@ -60,7 +59,6 @@ class SameTraining:
         prepare_text(folder / "data", size.held_out_bytes)
 
     def flags(self, way: str) -> list[str]:
-        """Return the flags of a way's process."""
         size = self.size
         flags = f"{size.model} {size.mla} {size.sparse}".split()
         flags += [*training_flags(size, self.folder / "data", self.seed), *SPARSE_LOSS]
@@ -68,7 +66,7 @@ class SameTraining:
         return [*flags, "--dsa-selected-attention", WAYS[way]]
 
     def train(self, way: str) -> Iterator[tuple[str, dict]]:
-        """Train; yield the result of every step, and of ``all`` of the run.
+        """Train; yield the result of every step, and ``all`` of the run.
 
         Raises:
             RuntimeError: training failed; the text is the end of its log.
@@ -77,12 +75,12 @@ class SameTraining:
         yield from results(read_run(way, self.folder / way / "events"))
 
 
-#: Metrics of every step that charts and pages read, and what event files call them.
+#: Metrics of every step for charts and pages -> tags in event files.
 LOSSES = {name: LOGGED[name] for name in ("lm_loss", "indexer_loss")}
 
 
 def results(log: RunLog, tags: dict[str, str] = LOSSES) -> Iterator[tuple[str, dict]]:
-    """Yield what a run logged of every step, and its time and kernels as ``all``."""
+    """Yield a run's logged steps, and its time and kernels as ``all``."""
     logged = {metric: dict(log.scalars.get(tag, ())) for metric, tag in tags.items()}
     for step in sorted(logged["lm_loss"]):
         yield str(step), {"status": "ok"} | {name: x.get(step) for name, x in logged.items()}

@@ -1,4 +1,4 @@
-"""The text that all ways train on: Python's standard library and language reference, by bytes."""
+"""The training text: Python's standard library and language reference, by bytes."""
 
 import hashlib
 import sysconfig
@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_dsa.extras.prepare_data.inputs import python_documentation
 from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 
-#: Folders of the standard library that are tables, tests, or no part of it.
+#: Folders of the standard library that are tables, tests, or third-party.
 LEFT_OUT = {"encodings", "test", "tests", "site-packages", "dist-packages", "pydoc_data"}
 
 
@@ -23,7 +23,7 @@ def library_texts() -> dict[str, str]:
 
 
 def held_out(texts: dict[str, str], size: int) -> set[str]:
-    """Choose whole texts of at least ``size`` characters together, the same ones every time."""
+    """Choose whole texts of at least ``size`` characters together, reproducibly."""
     chosen: set[str] = set()
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if sum(len(texts[other]) for other in chosen) >= size:

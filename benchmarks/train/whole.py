@@ -1,8 +1,8 @@
 """The same training of a whole DeepSeek-V4 with fused kernels and in torch, step by step.
 
 Ways: ``fused``; ``unfused``, by ``--attention-backend dsa_unfused``; ``fused again``. All have the
-same model, text, order of the text, schedule and seed. ``fused again`` says how far two runs come
-apart that differ in nothing but the order of atomic sums.
+same model, text, order, schedule and seed. ``fused again`` shows the effect of the order of atomic
+sums.
 """
 
 import dataclasses
@@ -65,7 +65,6 @@ class SameModel(SameTraining):
     """All runs of one seed, in one folder; the text is written once."""
 
     def flags(self, way: str) -> list[str]:
-        """Return the flags of a way's process."""
         size = self.size
         flags = f"{size.model} {size.hybrid}".split()
         flags += [*training_flags(size, self.folder / "data", self.seed), *SPARSE_LOSS]

@@ -15,9 +15,7 @@ from megatron_dsa.config.rules.ranges import Range, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, did_you_mean, require, suggest_names
 from megatron_dsa.versions import require_supported_megatron
 
-#: Console script of this module, installed with the package.
 SCRIPT = "megatron-dsa"
-#: Flag -> range, for all commands.
 RANGES: dict[str, Range] = {
     "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
     "--temperature": Range(0, math.inf, "0 takes the most probable token"),
@@ -38,9 +36,9 @@ RANGES: dict[str, Range] = {
 
 
 def _run(module: str, function: str, *paths: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that imports its module when it runs: the host is prepared before.
+    """Defer the import of a command's module until it runs.
 
-    ``paths``: arguments that name existing files or folders, which saves the imports if not.
+    ``paths``: arguments whose files or folders must exist.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -72,12 +70,11 @@ def _print_flags(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Commands that need no Megatron.
+#: Commands that run without Megatron.
 WITHOUT_HOST = ("info", "doctor", "flags", "report")
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run a parsed command; returns the exit code."""
     if arguments.command not in WITHOUT_HOST:
         require_supported_megatron()
     for ok, message in range_rules(vars(arguments), RANGES):
@@ -92,7 +89,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; each sets ``run``, a function of the arguments."""
+    """Each subparser sets ``run``, a function of the arguments."""
     script = Path(sys.argv[0]).name == SCRIPT
     prog = SCRIPT if script else "python -m megatron_dsa"
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
@@ -333,10 +330,10 @@ def _add_trained(commands) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code.
+    """Run a command line; return the exit code.
 
     Raises:
-        ConfigError: an error that the user can mend; ``python -m megatron_dsa`` prints a sentence.
+        ConfigError: an error the user can fix; ``python -m megatron_dsa`` prints it.
     """
     arguments, unknown = build_parser().parse_known_args(argv)
     if unknown:

@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa info``: versions, GPU, what every operation would run and can run."""
+"""Command ``info``: versions, GPU, and implementations that each operation runs."""
 
 import argparse
 import json
@@ -38,8 +38,7 @@ from megatron_dsa.versions import (
 
 
 def collect_info() -> dict:
-    """Return versions, GPU, and for every operation what would run and why the rest would not."""
-    optional_extra("muon")  # adds its patches to the table
+    optional_extra("muon")  # registers its patches
     info = {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
@@ -75,7 +74,6 @@ def collect_info() -> dict:
 
 
 def _verdict(info: dict) -> str:
-    """Return the first line: the device, and whether fused kernels run its operations."""
     device = info["gpus"][0]["name"] if info["gpus"] else "CPU"
     if (problem := info["megatron-core"]["problem"]) is not None:
         return f"{device}: no training, {problem}"
@@ -94,9 +92,7 @@ def _verdict(info: dict) -> str:
     )
 
 
-#: Models whose operations are listed.
 MODELS = ("v3.2", "v4-pro")
-#: Options that call all operations between them.
 SETTINGS = (
     DSAOptions(stage="sparse", evaluate_indexer=True),
     DSAOptions(stage="sparse", selected_attention="masked"),
@@ -106,13 +102,12 @@ SETTINGS = (
 
 
 def model_ops(name: str) -> dict[str, RequiredOp]:
-    """Return one call of every operation that a model's layers need in any stage."""
     ops: dict[str, RequiredOp] = {}
     for options in SETTINGS:
         if options.selected_attention == "masked" and _is_v4(name):
             continue
         config = model_config(name, options)
-        # V4's layers with an indexer call everything that the others do.
+        # V4's layers with an indexer call all operations.
         ratios = getattr(config, "csa_compress_ratios", None) or [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
@@ -128,7 +123,7 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-#: Megatron's defaults of fields on which calls depend.
+#: Defaults that calls depend on.
 _MEGATRON = {
     "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
     "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
@@ -138,10 +133,6 @@ _MEGATRON = {
 
 
 def model_config(name: str, options: DSAOptions) -> CSAFields:
-    """Return the fields of a released model on which its calls depend.
-
-    Megatron's configuration would say the same, after seconds of imports.
-    """
     config = CSAFields()
     vars(config).update(
         _MEGATRON | PRESETS[name] | {"hc_mult": AROUND[name].get("hc_mult", 1)}, dsa=options,
@@ -171,7 +162,6 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
     return operations
 
 
-#: Conditions under which an operation is called.
 _REMARKS = {
     **dict.fromkeys(
         (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
@@ -187,7 +177,6 @@ _REMARKS = {
 
 
 def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
-    """Return ``{"1-32": name, ...}`` where the choice depends on the number of heads."""
     edges = {1}
     for rule in OPERATIONS[operation].first:
         edges |= {rule.heads[0], rule.heads[1] + 1}
@@ -202,7 +191,7 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-#: Package -> the entry that says why it is not used though it is installed.
+#: Package -> entry with the reason for not using it.
 _UNUSED = {
     "transformer-engine": "transformer_engine_unused",
     "flash-attn-4": "flash_attention_4_unused",
@@ -210,7 +199,6 @@ _UNUSED = {
 
 
 def print_info(arguments: argparse.Namespace) -> int:
-    """Print for people, as JSON, the support table or Muon's list; return the exit code."""
     _check_flags(arguments)
     if arguments.support_table:
         print(support_table())
@@ -312,7 +300,6 @@ _COLUMNS = (
 
 
 def support_table() -> str:
-    """Return what every implementation can run, as a page of Markdown."""
     parts = [_HEAD]
     for operation in OPERATIONS.values():
         title = operation.title[0].upper() + operation.title[1:]

@@ -1,1 +1,1 @@
-"""Figures of a run: losses, the selection, floating point operations, and the log."""
+"""Figures of a run: losses, selection, floating-point operations, log."""

@@ -47,9 +47,9 @@ class Work(NamedTuple):
     """Products of one kind.
 
     Attributes:
-        part: name of the part of the model, for reports.
-        keys: they happen once for each of these keys of every query.
-        forward, backward: multiply-adds per key in each pass.
+        part: model part, for reports.
+        keys: the products run once per query and each of these keys.
+        forward, backward: multiply-adds per key.
     """
 
     part: str
@@ -59,12 +59,11 @@ class Work(NamedTuple):
 
 
 def flops(work: Iterable[Work], pairs: Callable[[Keys], int]) -> int:
-    """Return the operations of ``work``, given how many pairs there are of each kind."""
+    """Sum operations; ``pairs``: query-key pairs by kind."""
     return 2 * sum((w.forward + w.backward) * pairs(w.keys) for w in work)
 
 
 def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[str, int]:
-    """Return the operations of every part of ``work``, the largest first."""
     parts: dict[str, list[Work]] = {}
     for each in work:
         parts.setdefault(each.part, []).append(each)
@@ -77,7 +76,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
 
     Args:
         config: a validated transformer configuration of this package.
-        vocabulary: words of the output layer, padding included.
+        vocabulary: size of the output layer, including padding.
     """
     main = _weight_gradients(config)
     logits = config.hidden_size * vocabulary
@@ -89,13 +88,13 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     for number in range(1, (config.mtp_num_layers or 0) + 1):
         work += [*layer_work(config, number, is_mtp=True), *_head(config)]
         work.append(_linear("multi-token prediction", projections, main))
-        # Detached heads train the hidden states, not the output layer.
+        # Detached heads train hidden states only.
         work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
     return _merged(work)
 
 
 def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
-    """Return what transformer layer ``number`` (from 1) of the decoder, or MTP layer, does."""
+    """Return the products of decoder (or MTP) layer ``number``, from 1."""
     work: list[Work] = []
     for part in parts_of_layer(config, number, is_mtp):
         if part == ATTENTION:
@@ -156,7 +155,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     work = [_linear("projections", queries + hidden * dim + output, main)]
     if not ratio:
         return work
-    # Values and scores, with two halves of channels where groups overlap.
+    # Values and scores; overlap doubles the channels.
     compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
     work.append(_linear("compressor", compressor * dim, main))
     if ratio == CSA_RATIO and uses_indexer(config):
@@ -181,7 +180,7 @@ def _kda_work(config) -> list[Work]:
 
 
 def _indexer_weights(config, keys: int) -> Work:
-    """``keys``: products per token that the indexer's keys take."""
+    """``keys``: products per token."""
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
@@ -190,12 +189,12 @@ def _indexer_weights(config, keys: int) -> Work:
 
 
 def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
-    """Yield the products of queries and keys: of the first call of each operation in training."""
+    """Yield the products of each operation's first training call."""
     ops: dict[str, RequiredOp] = {}
     for op in required_ops(config, number, is_mtp):
         if op.in_training:
             ops.setdefault(op.operation, op)
-    main, heads = _main_gradients(config), config.num_attention_heads  # of all ranks
+    main, heads = _main_gradients(config), config.num_attention_heads
     dense_loss = ops.get("dense_indexer_loss")
     for name in ("dense_attention", "sparse_attention_forward", "masked_attention_forward"):
         if name not in ops:
@@ -203,14 +202,14 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         call, kinds = ops[name].call, ops[name].keys
         parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
-            of_all = 0  # scores of all visible keys, those that are attended to among them
+            of_all = 0  # scores of visible keys, including attended ones
             if dense_loss is not None and part == "attention":
                 of_all = round(dense_loss.share * heads * call.qk_dim)
                 yield Work(part, dense_loss.keys[0], of_all)
             products = heads * (call.qk_dim + call.v_dim)
             yield Work(part, attended, products - of_all, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
-    # The dense loss forms the scores itself where nothing is selected.
+    # Otherwise the dense loss computes the scores.
     for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
         yield _share(op, Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim))
     for op in losses:
@@ -218,7 +217,6 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
 
 
 def _share(op: RequiredOp, work: Work) -> Work:
-    """Return the part of ``work`` that its query tokens need."""
     forward, backward = (round(op.share * x) for x in (work.forward, work.backward))
     return work._replace(forward=forward, backward=backward)
 
@@ -239,7 +237,6 @@ def _mlp_work(config, moe: bool) -> list[Work]:
 
 
 def _linear(part: str, products: int, gradients: int) -> Work:
-    """Return a product with weights that needs 0 to 2 ``gradients``."""
     return Work(part, TOKEN, products, gradients * products)
 
 
@@ -248,7 +245,6 @@ def _main_gradients(config) -> int:
 
 
 def _weight_gradients(config) -> int:
-    """Gradients of a product with a weight of the main model; under LoRA only for the input."""
     return 1 if has_adapters(config) and trains_main(config) else _main_gradients(config)
 
 
@@ -261,5 +257,5 @@ def _merged(work: Iterable[Work]) -> list[Work]:
     return [Work(*kind, *total) for kind, total in sums.items()]
 
 
-#: What happens once per token.
+#: Once per token.
 TOKEN = Keys(limit=1)

@@ -1,9 +1,9 @@
-"""Two figures of the selection, measured on a few queries once per iteration.
+"""Selection metrics, sampled on a few queries per iteration.
 
-* mass captured: share of the *dense* attention's probability on the attended keys; falls when the
-  indexer loses track. In V4's attention, window and sink count as attended.
-* query overlap: share of a query's keys that the query before also selected, over queries that see
-  more keys than they select: others have no choice.
+* mass captured: share of *dense* attention's probability on attended keys (in V4 including window
+  and sink); falls when the indexer loses track.
+* query overlap: share of a query's keys that the previous query also selected, over queries that
+  see more keys than they select.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 def sampled_queries(layout: Layout, count: int) -> torch.Tensor:
-    """Return :func:`sample_queries` of a layout, computed once for all layers."""
     device = layout.start.device
     return layout.derive(
         ("sampled queries", count), lambda: sample_queries(layout.num_queries, count, device)
@@ -34,7 +33,7 @@ def sampled_queries(layout: Layout, count: int) -> torch.Tensor:
 
 
 def sample_queries(num_queries: int, count: int, device) -> torch.Tensor:
-    """Return up to ``count`` queries, evenly spread, the last one included."""
+    """Return up to ``count`` evenly spread queries, including the last."""
     count = min(count, num_queries)
     return ((torch.arange(1, count + 1, device=device) * num_queries) // count) - 1
 
@@ -45,17 +44,17 @@ class Attended:
 
     Attributes:
         inputs: the indexer's tensors.
-        layout, topk: as given to the selection.
-        positions: the layout of positions, which is ``layout`` unless keys are compressed.
-        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention, ``Skv`` the keys of the
-            indexer; ``kv [Skv, H, Dk]`` of masked dense attention; ``q [Sq, H, A + P]`` and latents
-            ``kv [Skv, R + P]`` of absorbed attention.
-        indices: int32 ``[Sq, K]``, the selected key rows.
-        lse: ``[Sq, H]``, log of all mass that the attention had in its denominator.
+        layout, topk: of the selection.
+        positions: layout of positions; differs from ``layout`` for compressed keys.
+        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention, ``Skv`` the indexer's keys; ``kv
+            [Skv, H, Dk]`` of masked dense attention; ``q [Sq, H, A + P]`` and latents ``kv [Skv, R
+            + P]`` of absorbed attention.
+        indices: int32 ``[Sq, K]``, selected keys.
+        lse: ``[Sq, H]``, log of the softmax denominator.
         softmax_scale: factor on ``q . kv``.
-        k_pe: ``[Skv, R]``, the rope key of masked dense attention, or ``None``.
-        w_uk: ``[H, A, R]``, up projection of latents to keys of absorbed attention, or ``None``.
-        group: ranks that have ``H / ranks`` heads of ``w_uk`` each, or ``None``.
+        k_pe: ``[Skv, R]``, rope key of masked dense attention, or ``None``.
+        w_uk: ``[H, A, R]``, key up projection of absorbed attention, or ``None``.
+        group: ranks with ``H / ranks`` heads of ``w_uk`` each, or ``None``.
     """
 
     inputs: TrainedIndexer
@@ -77,7 +76,7 @@ class Attended:
         return None if self.w_uk is None else gather_detached(self.w_uk, self.group)
 
     def keys(self) -> TeacherKeys:
-        """Return the keys ``[Skv, 1, D]`` that all heads share, or keys of every head."""
+        """Return the keys ``[Skv, 1, D]`` shared by all heads, or keys per head."""
         if self.weights is not None:
             return LatentKeys(self.kv, self.weights)
         if self.k_pe is None:
@@ -88,7 +87,7 @@ class Attended:
 
 @torch.no_grad()
 def selection_health(attended: Attended, count: int, workspace_bytes: int) -> dict[str, Mean]:
-    """Measure the figures of ``count`` queries, on the device, without synchronisation."""
+    """Compute the metrics of ``count`` queries, without synchronisation."""
     layout, queries = attended.layout, sampled_queries(attended.layout, count)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
@@ -99,7 +98,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     overlap = adjacent_overlap(attended.indices, attended.positions, queries)
     chosen = chooses(layout, queries, attended.topk)
     return {
-        # An attention that is NaN is not left out.
+        # NaN attention must show.
         "dsa attention mass captured": Mean.of(captured, sees_keys),
         "dsa query overlap": Mean.of(torch.where(chosen, overlap, float("nan"))),
     }

@@ -1,4 +1,4 @@
-"""Attaching the indexer loss to the model, scaling it, and reporting it through Megatron's log."""
+"""The indexer loss in the model's backward and in Megatron's log."""
 
 import functools
 import inspect
@@ -26,12 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class LossScale:
-    """The factor that Megatron applies to auxiliary losses, held per model configuration.
+    """Megatron's factor of auxiliary losses, one per model configuration.
 
-    Megatron's schedules call it after every forward pass with ``loss_scale * cp /
-    num_microbatches``, with per-token loss ``loss_scale``. It stays 1 outside of Megatron's
-    schedules. Once a backward pass has read it, it is one tensor that is written in place: a CUDA
-    graph reads it there.
+    Schedules set it after every forward to ``loss_scale * cp / num_microbatches``, with per-token
+    loss to ``loss_scale``; else it is 1. Once read, it is updated in place, for CUDA graphs.
     """
 
     def __init__(self):
@@ -44,9 +42,8 @@ class LossScale:
             self.value = scale.detach().clone()
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the factor, one number on ``device``."""
         if not isinstance(self.value, torch.Tensor):
-            # Not copied from the host, which would synchronise.
+            # Copying would synchronise.
             self.value = torch.full((1,), self.value, device=device)
         return self.value.to(device).reshape(-1)[0]
 
@@ -68,7 +65,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        # Read here, not in the forward: Megatron sets the scale after the forward pass.
+        # Megatron sets it after the forward.
         shape, dtype, device = ctx.loss_like
         return grad_output, ctx.scale.on(device).to(dtype).expand(shape), None
 
@@ -83,41 +80,37 @@ NAMES = tuple(FIGURES)
 
 @dataclass
 class _State:
-    # [2, layers, metrics] on the device: sums and counts.
+    # [2, layers, metrics]: sums and counts.
     sums: torch.Tensor | None = None
-    sampled: set[int] = field(default_factory=set)  # layers whose selection was sampled since
-    # Figure -> sum and number of its iterations since Megatron's last log line.
+    sampled: set[int] = field(default_factory=set)
+    # Figure -> sum and count since the last log line.
     line: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class IndexerLog:
-    """Per-layer metrics of the current iteration, reduced over all ranks when Megatron logs.
+    """Per-layer metrics of an iteration, reduced over all ranks.
 
-    :class:`TrainingLog` calls :meth:`log` on every rank once per iteration. The buffers exist on
-    every rank from the moment the model is built: a pipeline stage without an indexer would
-    otherwise stay out of the reduction, and the others would wait for it for ever.
+    Every rank creates the buffers: a stage without indexers must join the reduction.
     """
 
     _state = _State()
 
     @classmethod
     def create(cls, num_layers: int, device) -> None:
-        """Make room for ``num_layers`` layers (decoder plus MTP)."""
         cls._state.sampled.clear()
         if cls._state.sums is None or cls._state.sums.shape[1] != num_layers:
             cls._state.sums = torch.zeros(2, num_layers, len(NAMES), device=device)
 
     @classmethod
     def is_on(cls) -> bool:
-        """Return False outside of Megatron's training loop, where nothing takes metrics."""
+        """Return False outside of Megatron's training loop."""
         return cls._state.sums is not None
 
     @classmethod
     def samples_selection(cls, layer_index: int) -> bool:
-        """Return whether a layer's selection is to be sampled now: in one microbatch per iteration.
+        """Return whether to sample a layer's selection now, once per iteration.
 
-        Some hundred small kernels on a few queries: for every microbatch they would take the host
-        longer than a short sequence takes the GPU.
+        The host launches about a hundred small kernels.
         """
         if not cls.is_on() or layer_index in cls._state.sampled:
             return False
@@ -126,9 +119,9 @@ class IndexerLog:
 
     @classmethod
     def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Scaled | Mean]) -> None:
-        """Add one microbatch's metrics of a layer (index from 0).
+        """Add a microbatch's metrics of a layer (index from 0).
 
-        A scalar counts once; a :class:`Mean` weighs by its count, so that padding does not.
+        A scalar counts once; a :class:`Mean` weighs by its count, so that padding does not count.
         """
         sums = cls._state.sums
         if sums is None or _rehearses_capture():
@@ -144,10 +137,9 @@ class IndexerLog:
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:
-        """Sum over all ranks, return each figure's sums and counts ``[layers]``, and clear.
+        """Sum over all ranks; return each figure's sums and counts ``[layers]``, and clear.
 
-        Dividing sums by counts afterwards averages over the ranks that recorded. A layer that did
-        not record a figure has a count of 0, one that recorded NaN a sum of NaN.
+        A layer that recorded nothing has count 0; one that recorded NaN has sum NaN.
         """
         cls._state.sampled.clear()
         assert cls._state.sums is not None
@@ -163,14 +155,12 @@ class IndexerLog:
     ) -> None:
         """Write the metrics to Megatron's log line, TensorBoard and W&B.
 
-        The log line holds means over layers, microbatches and iterations; the writers get every
-        iteration and every layer. ``total_loss_dict`` collects Megatron's log line, as it was
-        before this iteration. Iterations that the optimizer ``skipped`` stay out of it.
+        The log line holds means over layers, microbatches and iterations that were not ``skipped``;
+        the writers get every iteration and layer.
         """
         if not cls.is_on():
             return
         metrics, written, of_line = cls.reduce(), {}, {}
-        # One transfer for all of them.
         table = torch.stack([torch.stack(mean) for mean in metrics.values()]).tolist()
         for name, (totals, counts) in zip(metrics, table, strict=True):
             layers = enumerate(zip(totals, counts, strict=True), 1)
@@ -179,12 +169,11 @@ class IndexerLog:
                 continue
             mean = sum(recorded.values()) / len(recorded)
             if name == EVALUATION:
-                # It belongs to no iteration of the log line.
+                # Evaluation belongs to no iteration.
                 _print_once(f"> {name} (before iteration {iteration}): {mean:.6E}")
             else:
                 of_line[name] = mean
             if not math.isfinite(mean):
-                # Megatron leaves NaN out of its log line.
                 wrong = ", ".join(str(i) for i, x in recorded.items() if not math.isfinite(x))
                 _print_once(f"> {name} is not finite in layer(s) {wrong} (iteration {iteration})")
             written[FIGURES[name]] = mean
@@ -195,11 +184,10 @@ class IndexerLog:
 
     @classmethod
     def _add_to_line(cls, metrics: dict[str, float], total_loss_dict: dict, skipped: bool) -> None:
-        """Put means over iterations with the figure, times Megatron's divisor, into its log."""
         line = cls._state.line
         advanced = total_loss_dict.get("advanced iterations", 0)
         if advanced + total_loss_dict.get("skipped iterations", 0) == 0:
-            line.clear()  # Megatron resets both with every log line
+            line.clear()
         if not skipped:
             advanced += 1
             for name, value in metrics.items():
@@ -210,12 +198,12 @@ class IndexerLog:
                 total, count = line[name]
                 total_loss_dict[name] = torch.tensor(total / count * max(1, advanced))
             elif name in total_loss_dict:
-                # Megatron leaves NaN out, and would print the 0 that it resets metrics to.
+                # Megatron would print the 0 it resets to.
                 total_loss_dict[name] = torch.tensor(float("nan"))
 
 
 def _rehearses_capture() -> bool:
-    """Return whether Megatron runs a layer on zeros before capture: replays add by themselves."""
+    """Return whether Megatron runs a layer on zeros before capture."""
     return is_graph_warmup() or (is_graph_capturing() and not capturing())
 
 
@@ -225,19 +213,16 @@ def _print_once(line: str) -> None:
 
 
 class TrainingLog:
-    """Megatron's ``training_log`` with our metrics, and with the first step in one line.
+    """Megatron's ``training_log`` with this package's metrics.
 
-    Megatron's own hook for metrics of an indexer runs only with a positive coefficient, without the
-    iterations that were skipped. Megatron 0.19.2 prints a line for the first step after a start and
-    keeps its sums even if that step ends an interval: with ``--log-interval 1`` the second line
-    would be the mean of two steps.
+    Megatron's hook needs a positive coefficient and omits skipped iterations. Megatron 0.19.2 also
+    logs the first step twice with ``--log-interval 1``.
     """
 
     def __init__(self, megatron: Callable):
         self.megatron, self._signature = megatron, inspect.signature(megatron)
 
     def __call__(self, *args, **kwargs):
-        """Add our metrics to the log, then call Megatron's function."""
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
         bound = self._signature.bind(*args, **kwargs)
@@ -245,7 +230,7 @@ class TrainingLog:
         skipped, line = bool(call["skipped_iter"]), call["total_loss_dict"]
         if not skipped:
             for name in call["loss_dict"]:
-                line.setdefault(name, 0.0)  # the line begins with the losses of the main model
+                line.setdefault(name, 0.0)
         IndexerLog.log(
             call["iteration"], line, skipped, get_tensorboard_writer(), get_wandb_writer()
         )
@@ -255,7 +240,7 @@ class TrainingLog:
 
 
 def install_logging(config, device=None, training_module: ModuleType | None = None) -> None:
-    """Let Megatron's training loop log our metrics, and every step in its own interval."""
+    """Add this package's metrics to Megatron's training log."""
     if has_indexers(config):
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -266,7 +251,7 @@ def install_logging(config, device=None, training_module: ModuleType | None = No
 
 
 def say_how_trained(config) -> None:
-    """Log, once per process, on what the indexers of a model are trained, or that they are not."""
+    """Log the indexers' loss, or that they are frozen, once."""
     if not has_indexers(config):
         return
     if indexer_is_trained(config):

@@ -1,8 +1,8 @@
 """Quality of a selection: recall, overlap, captured mass.
 
-Plain functions on tensors, usable without Megatron. They return one value per query, NaN where a
-query has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: key rows or slots
-(the same in all lists of a call) in any order, none twice; negative entries select nothing.
+Plain functions on tensors, usable without Megatron, free of host synchronisation. They return one
+value per query, NaN where undefined. *Lists* are int32 ``[r, K]``: distinct key indices in any
+order; negative entries select nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Mean(NamedTuple):
-    """A mean that can be continued: over ranks and microbatches, sums and counts are added."""
+    """A sum and a count, which add over ranks and microbatches."""
 
     total: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of that name
@@ -43,21 +43,21 @@ class Mean(NamedTuple):
 
         Args:
             values: one per token, or more.
-            counted: bool, broadcast to ``values``, which of them to take: the mean is NaN if one of
-                these is. ``None``: all that are not NaN, where NaN only says that there is none.
+            counted: bool, broadcast to ``values``: entries to average, including NaN; ``None``: all
+                that are not NaN.
         """
         counted = ~values.isnan() if counted is None else counted.expand_as(values)
         return cls(torch.where(counted, values, 0.0).sum(), counted.sum())
 
 
 def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return fp32 ``[r]``: the share of the keys in ``reference`` that ``selected`` has as well.
+    """Return fp32 ``[r]``: the share of ``reference``'s keys in ``selected``.
 
     Args:
         selected, reference: lists ``[r, K]`` and ``[r, K']`` of the same queries.
 
     Raises:
-        ConfigError: lists that are not int32 or of different queries.
+        ConfigError: lists are not int32, or of different queries.
     """
     for name, lists in (("selected", selected), ("reference", reference)):
         require(
@@ -80,15 +80,14 @@ def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def adjacent_overlap(
     indices: torch.Tensor, layout: Layout, queries: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return fp32 ``[r]``: the share of a query's keys that the query before selected as well.
+    """Return fp32 ``[r]``: the share of a query's keys that the previous query also selected.
 
-    NaN for the first query of a sequence, where the query before is not among ``layout``'s (another
-    rank holds it), and for queries that select nothing.
+    NaN if the previous query does not exist or is on another rank, or nothing is selected.
 
     Args:
         indices: lists ``[num_queries, K]``.
-        layout: layout of the positions of the queries, also for compressed keys.
-        queries: int64 ``[r]``, tokens to look at; all by default.
+        layout: layout of the queries' positions, also for compressed keys.
+        queries: int64 ``[r]``; default: all.
     """
     require(
         len(indices) == layout.num_queries,
@@ -96,7 +95,7 @@ def adjacent_overlap(
     )
     if queries is None:
         queries = torch.arange(layout.num_queries, device=indices.device)
-    # Neighbours in a sequence are as far apart as the elements of a batch are many.
+    # Sequences of a batch are interleaved.
     before = queries - layout.query_ranges[0].tokens.step
     exists = before >= 0
     before = before.clamp_min(0)
@@ -107,8 +106,8 @@ def adjacent_overlap(
 
 
 def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
-    """Return bool ``[r, num_keys]``: which key rows the queries see."""
-    # The key buffer may be large: only the slots of its rows are looked up.
+    """Return bool ``[r, num_keys]``: keys visible to the queries."""
+    # The buffer may hold more keys.
     slots = layout.slots_of_key_rows()
     return (slots >= layout.start[queries, None]) & (slots < layout.end[queries, None])
 
@@ -132,16 +131,16 @@ def captured_mass(
     NaN for queries that see no key.
 
     Args:
-        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention; with ``k_pe``, ``kv`` is
-            ``[Skv, H, Dk]`` of masked dense attention; with ``w_uk``, ``q`` is ``[Sq, H, A + P]``,
-            not absorbed, and ``kv`` the latents ``[Skv, R + P]``.
-        indices: int32 ``[Sq, K]``, key rows that are attended to; negative entries are no key.
-        lse: ``[Sq, H]``, natural log of all mass that the attention had in its denominator.
-        layout: which keys each query sees.
+        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention; with ``k_pe``, ``kv [Skv, H,
+            Dk]`` of masked dense attention; with ``w_uk``, ``q [Sq, H, A + P]``, not absorbed, and
+            latents ``kv [Skv, R + P]``.
+        indices: int32 ``[Sq, K]``, attended keys; negative: none.
+        lse: ``[Sq, H]``, natural log of the softmax denominator.
+        layout: visible keys per query.
         softmax_scale: factor on ``q . kv``.
-        k_pe: ``[Skv, R]``, the rope key of masked dense attention, for the last dims of ``q``.
-        w_uk: ``[H, A, R]``, what makes keys of latents in absorbed attention.
-        queries: int64 ``[r]``, tokens to look at; all by default.
+        k_pe: ``[Skv, R]``, rope key of masked dense attention, for the last dims of ``q``.
+        w_uk: ``[H, A, R]``, key up projection of absorbed attention.
+        queries: int64 ``[r]``; default: all.
         workspace_bytes: budget for temporary memory.
     """
     require_scale(softmax_scale)
@@ -149,7 +148,7 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    # Keys of a head are copied for its product.
+    # The product copies keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]
@@ -181,7 +180,6 @@ def _shared_key_logits(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return bool ``[r, keys]`` from key rows ``[r, K]``; negative ones select nothing."""
     mask = torch.zeros(len(indices), keys + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter_(1, torch.where(indices < 0, keys, indices).long(), True)[:, :keys]
 
@@ -195,12 +193,12 @@ def query_scores(
 ) -> torch.Tensor:
     """Return the index scores ``[r, Skv]`` of some queries, fp32 (fp64 for fp64 inputs).
 
-    Columns are key rows; keys that a query does not see are also scored.
+    Invisible keys are also scored.
 
     Args:
         inputs: the indexer's tensors.
-        queries: int64 ``[r]``, tokens.
-        workspace_bytes: budget for temporary memory besides the result.
+        queries: int64 ``[r]``.
+        workspace_bytes: budget for temporary memory, without the result.
     """
     sampled = IndexerInputs(
         inputs.q[queries].detach(), inputs.k, inputs.weights[queries], inputs.relu
@@ -216,5 +214,5 @@ def query_scores(
 
 
 def chooses(layout: Layout, queries: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r]``: which of the queries see more keys than they select."""
+    """Return bool ``[r]``: queries that see more keys than they select."""
     return layout.end[queries] - layout.start[queries] > topk

@@ -1,7 +1,4 @@
-"""Scalars that this package adds to TensorBoard and W&B, and their tags.
-
-Tags start with ``dsa/`` and hold no spaces; ``docs/guide/reports.md`` lists them.
-"""
+"""Tags of this package's scalars in TensorBoard and W&B (``docs/guide/reports.md``)."""
 
 from typing import Any
 
@@ -10,7 +7,7 @@ from megatron_dsa.ops.dispatch import report
 #: Measured in evaluation passes, on request.
 EVALUATION = "indexer loss, evaluation"
 
-#: Figures of a layer: name in the log line -> tag. ``indexer loss`` is Megatron's own name for it.
+#: Name in the log line -> tag. ``indexer loss`` is Megatron's.
 FIGURES = {
     "indexer loss": "dsa/indexer-loss",
     "dsa attention mass captured": "dsa/mass-captured",
@@ -18,35 +15,29 @@ FIGURES = {
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 
-#: Losses of the indexer.
 NAMES_OF_LOSSES = ("indexer loss", EVALUATION)
-#: Figures of the selection of a few queries.
 SAMPLED = tuple(name for name in FIGURES if name not in NAMES_OF_LOSSES)
 
-#: Share of the GPU's peak, from 0 to 1.
 MFU = "dsa/mfu"
 
-#: What the tags of operations begin with: how often they ran, and their time.
 CALLS, TIME = "dsa/calls/", "dsa/time/"
 
 
 def layer_tag(tag: str, layer: int) -> str:
-    """Tag of a figure of one layer, numbered from 1."""
     return f"{tag}/layer-{layer}"
 
 
 def calls_tag(operation: str, implementation: str) -> str:
-    """Tag of how often an implementation ran, counted since the start of the process."""
+    """Return the tag of an implementation's calls since start."""
     return f"{CALLS}{operation}/{implementation}"
 
 
 def time_tag(operation: str) -> str:
-    """Tag of the time of an operation, in seconds per iteration."""
     return f"{TIME}{operation}"
 
 
 def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
-    """Write scalars by tag to Megatron's writers, which are ``None`` on all ranks but the last."""
+    """Write scalars; writers are ``None`` on all ranks but the last."""
     if writer is not None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)
@@ -55,7 +46,6 @@ def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: 
 
 
 def operation_metrics(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the calls and times (``seconds`` per iteration) of operations by tag."""
     calls: dict[str, float] = {
         calls_tag(operation, name): count
         for operation, counts in report().items()

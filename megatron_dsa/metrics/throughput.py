@@ -1,8 +1,4 @@
-"""Megatron's throughput log, with the operations of this package's layers; and the MFU.
-
-Megatron counts an MLA model as if every layer attended to all visible keys. A model with layers of
-this package is counted here instead; the first iteration prints which products count.
-"""
+"""Megatron's throughput log with this package's operation counts and MFU."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +13,8 @@ from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_
 from megatron_dsa.metrics.tags import MFU, operation_metrics, write
 from megatron_dsa.ops.dispatch.operation import TIMES
 
-#: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
-#: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.
+#: Dense bf16 TFLOP/s by torch's GPU name: half of NVIDIA's figures with sparsity (data sheets of
+#: H100 SXM, H200 SXM, HGX B200, GB200 NVL72).
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989.0,
     "NVIDIA H200": 989.0,
@@ -28,15 +24,14 @@ PEAKS = {
 
 
 def peak_tflops(config: Any, device: str) -> float | None:
-    """Return the peak in TFLOP/s that the MFU refers to, ``None`` if there is none.
+    """Return the MFU's reference peak in TFLOP/s, ``None`` without one.
 
-    Only parameters of 16 bits have a peak; products in fp8 are also measured against bf16.
+    fp8 products are also measured against bf16.
     """
     return PEAKS.get(device) if config.params_dtype in (torch.bfloat16, torch.float16) else None
 
 
 def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
-    """Return the line on the counted operations and the peak of the MFU."""
     parts = flops_by_part(work, lambda keys: keys.pairs(length))
     peak = peak_tflops(config, device)
     reference = "no MFU, the peak of this GPU and precision is not known"
@@ -51,13 +46,12 @@ def describe(config: Any, work: list[Work], length: int, device: str = "") -> st
 
 
 def shares(parts: dict[str, int]) -> str:
-    """Return ``experts 44.2 %, ...``: the share of every part of the operations."""
     total = sum(parts.values())
     return ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
 
 
 class MegatronFunctions(NamedTuple):
-    """Functions of Megatron's training loop that are still called."""
+    """Functions of Megatron that are still called."""
 
     consume: Callable[[], tuple]
     track: Callable[..., None]
@@ -66,22 +60,22 @@ class MegatronFunctions(NamedTuple):
 
 
 class Throughput:
-    """Counts operations for Megatron's training loop; its methods replace Megatron's functions."""
+    """Operation counter with replacements for Megatron's functions."""
 
     def __init__(self, config: Any, megatron: MegatronFunctions, device: str = ""):
         self.config, self.megatron, self.device = config, megatron, device
         self._kinds = sorted({TOKEN} | {work.keys for work in model_work(config, vocabulary=1)})
-        self._lengths: list[torch.Tensor] = []  # of documents since the last consume
-        self._pairs: dict[Keys, int] | None = None  # of the documents that were consumed last
+        self._lengths: list[torch.Tensor] = []
+        self._pairs: dict[Keys, int] | None = None
         self._announced = False
-        self._logged: int | None = None  # the iteration that was logged last
+        self._logged: int | None = None
 
     def count_documents(self, offsets: torch.Tensor) -> None:
         """Add a microbatch of packed documents with bounds ``offsets`` int ``[n + 1]``; no sync."""
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Return tokens and squared lengths of an iteration on all ranks, or ``None`` twice."""
+        """Return tokens and squared lengths over all ranks, or ``(None, None)``."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()
@@ -111,10 +105,9 @@ class Throughput:
         seqlen_squared_sum_in_batch: float | None = None,
         total_real_tokens_in_batch: float | None = None,
     ) -> int:
-        """Return the operations of a global batch, as Megatron's ``num_floating_point_operations``.
+        """Return the operations of a global batch, like ``num_floating_point_operations``.
 
-        Exact for full sequences and for documents of :meth:`count_documents`. Documents of another
-        script, of which Megatron has two sums only, count as documents of one length.
+        Documents of other scripts count as equally long.
         """
         work = model_work(self.config, args.padded_vocab_size)
         if not self._announced:
@@ -128,12 +121,12 @@ class Throughput:
             return flops(work, self._pairs.__getitem__)
         if tokens == 0:
             return 0
-        assert squares is not None  # Megatron gives both or none
+        assert squares is not None
         length = max(round(squares / tokens), 1)
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write calls and times of operations and the MFU, as ``track_e2e_metrics``."""
+        """Write calls, times and MFU, like ``track_e2e_metrics``."""
         self.megatron.track(log_throughput, throughput)
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
@@ -142,7 +135,7 @@ class Throughput:
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
         times = {name: value / steps for name, value in TIMES.take().items()}
-        # A replayed graph calls nothing that could be counted.
+        # CUDA graph replays dispatch nothing.
         graphed = self.config.cuda_graph_impl != "none"
         metrics = {} if graphed else operation_metrics(times)
         peak = peak_tflops(self.config, self.device)
@@ -155,7 +148,7 @@ class Throughput:
 
 
 def installed(training_module: ModuleType | None = None) -> Throughput | None:
-    """Return what counts for Megatron's training loop; ``None`` if that is Megatron itself."""
+    """Return the installed counter, if any."""
     training = training_module or sys.modules.get("megatron.training.training")
     counts = getattr(training, "num_floating_point_operations", None)
     owner = getattr(counts, "__self__", None)
@@ -163,11 +156,11 @@ def installed(training_module: ModuleType | None = None) -> Throughput | None:
 
 
 def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
-    """Let Megatron's training loop count the operations of the model that ``config`` describes."""
+    """Make Megatron's training loop count ``config``'s operations."""
     training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
-        return  # no training loop, or another stage of the same model
+        return  # another stage of the same model
     if before is None:
         megatron = MegatronFunctions(
             training.consume_seqlen_stats_in_iteration,

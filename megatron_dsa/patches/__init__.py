@@ -1,6 +1,6 @@
-"""Patches of megatron-core: one table, from which they are installed and which ``info`` prints.
+"""Table of all patches of megatron-core, also printed by ``info``.
 
-The module of a patch gives the details. It changes nothing where the defect does not show.
+Behaviour without the defect stays unchanged.
 """
 
 import functools
@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_dsa.versions import host_version, parse_version
 
 UNREPORTED = "unreported"
-#: The defect is a host that Megatron is not made for, or a part that its wheel lacks.
+#: Unsupported host, or a part missing from the wheel.
 OURS = "none: of this package"
 
 
@@ -21,14 +21,13 @@ class Patch(NamedTuple):
     """One patch.
 
     Attributes:
-        defect: behaviour of Megatron without it.
-        installer: ``module:function`` below ``megatron_dsa``; a second call changes nothing.
-        by: what installs it; ``checkpoints``: entry point and layer specs; ``layers``: block specs
-            and layers, by name.
-        when: the runs in which it is active.
-        needed: the same for a transformer configuration, where layer specs install it.
+        defect: Megatron's behaviour without it.
+        installer: ``module:function`` in ``megatron_dsa``; idempotent.
+        by: installing code.
+        when: runs in which it is active.
+        needed: the same as code, for layer specs.
         upstream: number in NVIDIA/Megatron-LM.
-        versions: of megatron-core that have the defect.
+        versions: megatron-core versions with the defect.
     """
 
     defect: str
@@ -40,12 +39,10 @@ class Patch(NamedTuple):
     versions: str = ">=0.19"
 
     def applies(self) -> bool:
-        """Return whether the megatron-core that is imported has the defect."""
         release = ".".join(map(str, parse_version(host_version() or "0")))
         return release in SpecifierSet(self.versions)
 
     def install(self, *arguments: Any) -> Any:
-        """Call the installer where this megatron-core has the defect."""
         if not self.applies():
             return None
         module, _, function = self.installer.partition(":")
@@ -79,8 +76,7 @@ def _fuses_gradients(config: Any) -> bool:
     return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
 
 
-#: Name -> patch, in the order in which they are installed: some wrap the same method. Extras add
-#: theirs when they are imported.
+#: In installation order: some wrap the same method. Extras add theirs on import.
 TABLE: dict[str, Patch] = {
     "no GPU": Patch(
         "says device='cuda' in hundreds of places",
@@ -175,19 +171,16 @@ TABLE: dict[str, Patch] = {
 
 
 def install(name: str, *arguments: Any) -> Any:
-    """Install one patch of :data:`TABLE` for the rest of the process."""
     return TABLE[name].install(*arguments)
 
 
 def install_checkpoint_repairs() -> None:
-    """Install the patches for reading and writing Megatron checkpoints; a second call is free."""
     for patch in TABLE.values():
         if patch.by == "checkpoints":
             patch.install()
 
 
 def install_for_layers(config: Any) -> None:
-    """Install the patches that the layers of a transformer configuration need."""
     install_checkpoint_repairs()
     for patch in TABLE.values():
         if patch.by == "layer specs" and patch.needed(config):
@@ -195,13 +188,12 @@ def install_for_layers(config: Any) -> None:
 
 
 def install_for_model(config: Any) -> None:
-    """Install the log of a model, on every pipeline rank: see ``IndexerLog``."""
+    """Install a model's log, on every pipeline rank."""
     install("training log", config)
     install("throughput", config)
 
 
 def described() -> list[str]:
-    """Return a line per patch."""
     return [
         f"{name} ({patch.when}; megatron-core {patch.versions}{_state(patch)}; upstream "
         f"{patch.upstream}): {patch.defect}"
@@ -214,7 +206,7 @@ def _state(patch: Patch) -> str:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorate the replacement of a function or method; the original is its first argument."""
+    """Decorate the replacement of a function; the original is its first argument."""
     original = getattr(owner, name)
 
     def decorate(function: Callable) -> Callable:

@@ -1,7 +1,7 @@
-"""Optimizer states under the names of their parameters.
+"""Optimizer states with ``--dist-ckpt-optim-fully-reshardable``.
 
-With ``--dist-ckpt-optim-fully-reshardable`` megatron-core 0.19 gathers the states of a buffer
-without the padding between its buckets, and cuts them at offsets that count it.
+megatron-core 0.19 gathers states without the padding between buckets, but cuts them at padded
+offsets.
 """
 
 import functools
@@ -14,7 +14,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def repair_offsets_of_states() -> None:
-    """Let the distributed optimizer save every state as its own parameter's."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @replace(DistributedOptimizer, "sharded_param_state_fully_reshardable")
@@ -34,7 +33,7 @@ def repair_offsets_of_states() -> None:
 
 
 def _insert_padding(tensors: dict, buffer) -> None:
-    """Move each bucket of the flat ``tensors``, in place, to where ``buffer`` has it."""
+    """Move buckets, in place, to their offsets in ``buffer``."""
     for key, gathered in tensors.items():
         if not isinstance(gathered, torch.Tensor) or gathered.numel() == buffer.numel:
             continue

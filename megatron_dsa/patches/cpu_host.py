@@ -1,7 +1,6 @@
-"""Running Megatron's own training loop on a machine without a GPU, over gloo.
+"""Megatron's training loop without a GPU, over gloo.
 
-Megatron says ``device="cuda"`` in a few hundred places, which :func:`activate` redirects to the
-CPU. It never pretends that CUDA is available.
+Redirects ``device="cuda"`` to the CPU. CUDA is never reported as available.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron_dsa.errors import DSAError
 from megatron_dsa.versions import require_supported_megatron, why_not_transformer_engine
 
-#: Flags that turn off features that the CPU lacks or is slow at.
+#: Unsupported or slow on the CPU.
 FLAGS = [
     "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-bias-dropout-fusion",
     "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--num-workers", "0",
@@ -28,17 +27,14 @@ _CPU = torch.device("cpu")
 
 
 def needed() -> bool:
-    """Return whether this machine has no GPU."""
     return not torch.cuda.is_available()
 
 
 def activate() -> None:
-    """Install the shims, for the rest of the process; calling it again changes nothing.
-
-    torch keeps function modes per thread: call it in the thread that builds and trains.
+    """Install the shims for the rest of the process, in the thread that builds and trains.
 
     Raises:
-        VersionError: on a megatron-core version that is not supported.
+        VersionError: the megatron-core version is not supported.
         DSAError: inside of the planner's ``host()``, whose end would undo a part.
     """
     require_supported_megatron()
@@ -47,7 +43,7 @@ def activate() -> None:
 
 @functools.cache
 def _install() -> None:
-    # The other context would take our mode off the stack in place of its own.
+    # It would pop this mode instead of its own.
     if any(isinstance(mode, CudaTo) for mode in _get_current_function_mode_stack()):
         raise DSAError(
             "activate() must not be called first inside of planning.host.host(), which sends CUDA "
@@ -61,41 +57,40 @@ def _install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Let Megatron take transformer-engine for not installed, if it was not imported before."""
+    """Make transformer-engine look uninstalled, unless already imported."""
     if "transformer_engine.pytorch" in sys.modules:
         return
     modules: dict[str, Any] = sys.modules
-    for name in list(modules):  # an import that failed may leave parts
+    for name in list(modules):
         if name.startswith("transformer_engine."):
             del modules[name]
     modules["transformer_engine"] = None
-    modules["transformer_engine_torch"] = None  # its PyTorch extension, a module of its own
+    modules["transformer_engine_torch"] = None
 
 
 def hide_unusable_transformer_engine() -> None:
-    """Hide transformer-engine where it needs a missing GPU, or cannot be imported.
+    """Hide transformer-engine if it needs a missing GPU or fails to import.
 
-    To be called before Megatron is imported, which expects only ``ImportError`` of it.
+    Megatron, imported later, handles only ``ImportError``.
     """
     if why_not_transformer_engine(has_gpu=not needed()) is not None:
         hide_transformer_engine()
 
 
-#: Functions that :class:`CudaTo` changes even without keywords; it passes on all others at once.
 _LOOKED_AT = frozenset(
     {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
 )
 
 
 class CudaTo(TorchFunctionMode):
-    """Sends tensors that ask for a CUDA device to another one."""
+    """Function mode that redirects CUDA devices."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if not kwargs and func not in _LOOKED_AT:  # nearly every call
+        if not kwargs and func not in _LOOKED_AT:  # fast path
             return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
@@ -103,13 +98,12 @@ class CudaTo(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.distributed.all_to_all_single:
-            # Megatron makes lists of these sizes where it copies them from a GPU.
+            # Megatron converts these only when copying from a GPU.
             for name in ("output_split_sizes", "input_split_sizes"):
                 if isinstance(kwargs.get(name), torch.Tensor):
                     kwargs[name] = kwargs[name].tolist()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends.
-            # The inner one of two modes has replaced it already.
+            # Optimizers compare it with 'torch.cuda.FloatTensor'.
             name = func(*args)
             return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
@@ -127,18 +121,17 @@ def _is_cuda(device) -> bool:
 
 
 class NoStream:
-    """A stream or an event on a device without streams: everything is already in order."""
+    """Stream or event of a device that runs in order."""
 
     def __init__(self, *_args, **_kwargs):
         pass
 
     def wait(self, _other=None) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return at once."""
 
     wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self) -> NoStream:
-        """Return an object that can be waited for."""
         return self
 
 
@@ -150,13 +143,13 @@ def _patch_torch_cuda() -> None:
     cuda.Stream = NoStream
     cuda.Event = NoStream
     tensor: Any = torch.Tensor
-    # Its C++ code takes real streams only. Memory is used in order.
+    # Requires real streams in C++.
     tensor.record_stream = lambda _tensor, _stream: None
     cuda.stream = lambda _stream: contextlib.nullcontext()
 
 
 def _patch_rng() -> None:
-    """Send the CUDA generator's calls to the CPU's: dropout and saved random states stay real."""
+    """Redirect the CUDA generator to the CPU's."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_args, **_kwargs):
@@ -176,17 +169,17 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # 10 takes the branch without warnings.
+    # Takes the branch without warnings.
     arguments.get_device_arch_version = lambda: 10
-    # Warms up fused kernels with random inputs, from the one generator that there is.
+    # It would draw from the only generator.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None
-    # torch.compile would need a compiler for a few element-wise functions.
+    # torch.compile would need a compiler.
     torch.compiler.set_stance("force_eager")
 
     initialize_megatron = initialize.initialize_megatron
 
     def initialize_on_cpu(*args, **kwargs):
-        # One "device" per process that cannot be set, and no insistence on CUDA.
+        # One "device" per process, which cannot be set.
         with (
             mock.patch.object(torch.cuda, "device_count", lambda: 1),
             mock.patch.object(torch.cuda, "set_device", lambda _device: None),
@@ -198,7 +191,7 @@ def _patch_megatron() -> None:
     build_iterators = training.build_train_valid_test_data_iterators
 
     def build_iterators_apart(*args, **kwargs):
-        # Samplers draw seeds; on a GPU that is not the generator that dropout uses.
+        # Samplers draw seeds; GPU dropout has another generator.
         with torch.random.fork_rng(devices=[]):
             return build_iterators(*args, **kwargs)
 

@@ -1,10 +1,8 @@
-"""Checkpoints of optimizers that hold 16-bit and fp32 parameters in one parameter group.
+"""Checkpoints of optimizers with 16-bit and fp32 parameters in one group.
 
-Megatron trains such a mix, but mistakes one parameter for another when it saves: it crashes, or
-files states under wrong names. megatron-core 0.20 repairs its plain optimizer
-(NVIDIA/Megatron-LM pull request 5835), not the distributed one (5929). With
-``--use-precision-aware-optimizer`` that saves fp32 parameters as they were at the start of the
-run. Optimizers of one precision see no difference.
+Megatron confuses parameters when saving such a mix. megatron-core 0.20 fixes the plain optimizer
+(NVIDIA/Megatron-LM pull request 5835), not the distributed one (5929), which with
+``--use-precision-aware-optimizer`` saves initial fp32 parameters.
 """
 
 import functools
@@ -18,11 +16,10 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def name_all_parameters_in_plain_checkpoints() -> None:
-    """Name all parameters while the plain optimizer is saved, for the rest of the process.
+    """Name all parameters while saving.
 
-    The states are numbered over all parameters, but only 16-bit ones are looked up. Its lists of
-    16-bit parameters and of their fp32 copies therefore name all parameters, in the inner
-    optimizer's order. An fp32 parameter is its own copy, which the model's state holds.
+    States are numbered over all parameters, but looked up for 16-bit ones only. An fp32 parameter
+    becomes its own main copy.
     """
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
@@ -52,10 +49,7 @@ def name_all_parameters_in_plain_checkpoints() -> None:
 
 @functools.cache
 def index_fp32_parameters_of_distributed_optimizer() -> None:
-    """Correct the indices of parameters in their groups, for the rest of the process.
-
-    Megatron notes every parameter's index in its group, and then puts the fp32 ones in front.
-    """
+    """Correct indices recorded before fp32 parameters moved to the front."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     optimizer_class: Any = DistributedOptimizer
@@ -75,7 +69,7 @@ def index_fp32_parameters_of_distributed_optimizer() -> None:
     def get_main_param_and_optimizer_states(original, self, model_param):
         tensors = original(self, model_param)
         if model_param.dtype == torch.float32:
-            # transformer-engine's precision-aware optimizer steps it, and never the copy it keeps.
+            # transformer-engine updates it, not the copy.
             group, index = self.model_param_group_index_map[model_param]
             tensors["param"] = self.optimizer.param_groups[group]["params"][index]
         return tensors

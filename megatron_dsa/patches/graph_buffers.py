@@ -1,9 +1,7 @@
-"""Inputs of CUDA graphs that native operations of torch save for their backward pass.
+"""CUDA graph inputs that torch's native operations save for backward.
 
-With transformer-engine installed, megatron-core 0.19 frees the memory of a graph's inputs and
-outputs after the forward capture, unless a ``torch.autograd.Function`` saved them. Operations that
-torch implements in C++, such as the norms of local layers, save them unseen: other tensors are
-captured in that memory, and gradients of the first norm of every layer are wrong.
+With transformer-engine, megatron-core 0.19 frees them after forward capture; reuse of the memory
+corrupts gradients of each layer's first norm.
 """
 
 import functools
@@ -13,14 +11,14 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def keep_graph_buffers_until_backward() -> None:
-    """Keep inputs and outputs of a captured layer until its backward pass is captured.
+    """Keep a captured layer's inputs and outputs until its backward is captured.
 
-    Takes the memory of one hidden state per captured layer and microbatch in flight.
+    Costs one hidden state per captured layer and microbatch in flight.
     """
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
     @replace(_CudaGraphRunner, "_weakref_forward_buffers")
     def weakref_forward_buffers(release, self, preserve_forward_to_backward_lifetimes):
-        # Megatron calls it again, with False, behind the capture of the backward pass.
+        # Called again, with False, after capturing the backward.
         if not preserve_forward_to_backward_lifetimes:
             release(self, False)

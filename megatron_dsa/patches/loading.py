@@ -1,10 +1,7 @@
-"""Megatron's distributed loader: lists of tensors that torch 2.15 wrote, and empty stages.
+"""Megatron's distributed loader with torch 2.15's metadata and empty stages.
 
-megatron-core 0.19 passes every property that torch saved with a tensor to ``torch.empty``. torch
-2.15 saves one that ``torch.empty`` does not take (``strides``). Shape and dtype say all that
-Megatron keeps. It leaves empty entries out of its result: on a pipeline stage without weights, as
-in the layout ``Et||tL``, ``load_checkpoint`` raises ``KeyError: 'model'``, unless the rank has
-several chunks of the model.
+megatron-core 0.19 passes saved properties to ``torch.empty``, which rejects torch 2.15's
+``strides``. It drops empty entries: a stage without weights raises ``KeyError: 'model'``.
 """
 
 import functools
@@ -20,7 +17,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def repair_reading_of_metadata() -> None:
-    """Let Megatron list the tensors of checkpoints that any version of torch wrote."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -40,7 +36,6 @@ def repair_reading_of_metadata() -> None:
 
 @functools.cache
 def repair_empty_stages() -> None:
-    """Let the distributed loader return the empty entries that it was given."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
 
@@ -52,7 +47,7 @@ def repair_empty_stages() -> None:
             if isinstance(entry, dict) and not entry
         }
         loaded = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        # A tuple if it also has missing and unexpected keys.
+        # A tuple with missing and unexpected keys.
         return empty | loaded if isinstance(loaded, dict) else (empty | loaded[0], *loaded[1:])
 
     dist_checkpointing.load = load

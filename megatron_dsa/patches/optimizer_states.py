@@ -1,25 +1,19 @@
-"""Counts of steps and momenta of Megatron's optimizers when a checkpoint is saved and loaded.
+"""Step counts and momenta of Megatron's optimizers in checkpoints.
 
-torch counts steps per parameter, transformer-engine and Apex per parameter group. megatron-core
-0.19 loses the count between optimizers of different packages:
+torch counts steps per parameter, transformer-engine and Apex per group. megatron-core 0.19 loses
+the count between packages:
 
-* The distributed optimizer with torch's Adam saves its state and cannot load it: it reads the
-  count before there is one, loads one tensor as the count of all parameters, each of which then
-  advances it, and copies a count over it that belongs to no checkpoint.
-* The other optimizers find the count only where their own package would have put it.
+* The distributed optimizer cannot load torch's Adam: it reads a missing count and shares one tensor
+  among parameters, each of which advances it.
+* The others look for the count only where their package puts it.
 
-Rank 0 writes the unsharded part of a checkpoint, and all ranks read it. An optimizer without
-parameters, there or elsewhere, as on a pipeline stage on which nothing is trained, is not expected:
+Optimizers without parameters (a stage that trains nothing) fail, because rank 0 writes for all:
 
-* It has no count of steps. The distributed optimizer with torch's Adam reads it and cannot be
-  saved; without one from rank 0, the other ranks resume at no step.
-* Its list of weights in fp32 is empty, which rank 0 writes for all ranks, and which a checkpoint
-  that other ranks wrote does not hold.
-* Its states are also empty, and the loader leaves out empty entries, where rank 0 counts steps
-  elsewhere (Muon).
+* They have no step count.
+* Their empty list of fp32 weights is written for all ranks.
+* The loader drops their empty states, which with Muon hold the count.
 
-A loader fills states that exist. Megatron creates them by a function that Adam has and SGD has not
-(``init_state_fn=None``): it saves and ends in a ``TypeError`` at resume.
+SGD has no ``init_state_fn`` to create states: resuming raises ``TypeError``.
 """
 
 import functools
@@ -35,7 +29,6 @@ _FP32 = "fp32_from_fp16_params"
 
 @functools.cache
 def repair_empty_optimizers() -> None:
-    """Let optimizers without parameters count, save and load, for the rest of the process."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import (
         Float16OptimizerWithFloat16Params,
@@ -63,17 +56,14 @@ def _count_in_groups(optimizer_class: Any) -> None:
 
 
 def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer count its steps while it has no parameters; some of its kind do so already.
-
-    transformer-engine 2.9 leaves groups without parameters uncounted, 2.20 counts them.
-    """
+    """Count the steps of an optimizer without parameters, as transformer-engine 2.20 does."""
     before: list[Any] = []
 
     def note(optimizer, _args, _kwargs):
         before[:] = [group.get("step", 0) + 0 for group in optimizer.param_groups]
 
     def count(optimizer, _args, _kwargs):
-        # At every step: the distributed optimizer takes parameters away after it was built.
+        # Per step: the distributed optimizer removes parameters later.
         if _is_empty(optimizer):
             for group, step in zip(optimizer.param_groups, before, strict=True):
                 group["step"] = step + 1
@@ -89,14 +79,13 @@ def _save_a_count(optimizer_class: Any) -> None:
             return original(self)
         inner = self.optimizer.state_dict()
         count = torch.tensor(float(inner["param_groups"][0].get("step", 0)))
-        # Megatron takes the count from here, and nothing else.
         inner["state"] = {0: {"step": count}}
         with mock.patch.object(self.optimizer, "state_dict", lambda: inner):
             return original(self)
 
 
 def _load_the_count(optimizer_class: Any) -> None:
-    """Take the count of a checkpoint that a rank with parameters wrote."""
+    """Use the count saved by a rank with parameters."""
 
     @replace(optimizer_class, "load_state_dict")
     def load_state_dict(original, self, state_dict):
@@ -125,13 +114,11 @@ def _leave_out_fp32_weights(optimizer_class: Any) -> None:
         original(self, state_dict)
 
 
-#: Optimizers that count the steps of every parameter.
 _PER_PARAMETER = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @functools.cache
 def repair_optimizer_steps() -> None:
-    """Let all of Megatron's optimizers resume at the step at which they were saved."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
@@ -154,7 +141,7 @@ def _repair_distributed(optimizer_class: Any) -> None:
                 state["step"] = torch.tensor(0.0)
         state = original(self)
         for group in state["optimizer"]["param_groups"]:
-            group["step"] = int(group["step"])  # transformer-engine takes no other
+            group["step"] = int(group["step"])  # required by transformer-engine
         return state
 
     @replace(optimizer_class, "load_state_dict")
@@ -165,15 +152,13 @@ def _repair_distributed(optimizer_class: Any) -> None:
                 state["step"] = state["step"].clone()
 
     @replace(optimizer_class, "_set_main_param_and_optimizer_states")
-    @torch.no_grad()  # the shard of an fp32 parameter is a view of it
+    @torch.no_grad()  # the shard of an fp32 parameter is a view
     def set_main_param_and_optimizer_states(original, self, model_param, tensors):
-        # Not a tensor, not copied: load_state_dict has set the count.
+        # load_state_dict has set the count.
         original(self, model_param, {**tensors, "step": None})
 
 
 def _repair_plain(optimizer_class: Any, inner_state) -> None:
-    """``inner_state(state_dict)`` returns the part that belongs to the inner optimizer."""
-
     @replace(optimizer_class, "load_state_dict")
     def load_state_dict(original, self, state_dict):
         saved = inner_state(state_dict)
@@ -197,7 +182,6 @@ def _counts_parameters(states: dict) -> bool:
 
 @functools.cache
 def make_room_for_momentum() -> None:
-    """Let SGD resume, for the rest of the process; other optimizers see no difference."""
     from megatron.core.optimizer import SGD
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -209,7 +193,7 @@ def make_room_for_momentum() -> None:
 
 
 def init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
-    """Start momenta at 0, from which the first step goes as from none; without momentum nothing."""
+    """Create zero momenta, equivalent to none."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if group["momentum"] and "momentum_buffer" not in optimizer.state[parameter]:

@@ -1,12 +1,10 @@
-"""Multi-token prediction in packed documents, under context parallelism, and of other classes.
+"""Multi-token prediction: packed documents, context parallelism, block classes.
 
-megatron-core 0.19 shifts ids, labels and masks within ``cu_seqlens_q``, the documents' lengths
-without padding, though tokens lie at the padded offsets: targets cross documents. It divides each
-rank's loss by the rank's own count of unmasked tokens, for the gradient and for the log: ranks of
-context parallelism hold parts of the same sequences, so masks that are not spread evenly gave
-other gradients and another log than one rank. Here counts are summed over the ranks of the group.
-megatron-core 0.20 looks for linears for inference among the modules of its layers, whose classes
-derive from transformer-engine's: without that they are none, and ``isinstance`` raises.
+* megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``: they cross padded documents.
+* It divides losses by local token counts: uneven masks change gradients and log under context
+  parallelism.
+* megatron-core 0.20 tests for inference linears with ``isinstance``, which raises without
+  transformer-engine.
 """
 
 import dataclasses
@@ -21,13 +19,12 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def shift_within_padded_documents() -> None:
-    """Shift within the padded offsets; shifts of unpacked batches see no change."""
     from megatron.core.transformer import multi_token_prediction
 
     @replace(multi_token_prediction, "_roll_tensor_packed_seq")
     def roll(original, tensor, shifts, dims, packed_seq_params, cp_group=None, return_sum=True):
         if shifts != -1 or dims not in (-1, tensor.dim() - 1):
-            return original(tensor, shifts, dims, packed_seq_params, cp_group)  # it raises
+            return original(tensor, shifts, dims, packed_seq_params, cp_group)
         ranks = 1 if cp_group is None else cp_group.size()
         lengths = packed_seq_params.cu_seqlens_q.diff()
         offsets = packed_seq_params.cu_seqlens_q_padded
@@ -41,7 +38,7 @@ def shift_within_padded_documents() -> None:
         rank = 0 if ranks == 1 else cp_group.rank()
         behind = _tokens_behind(tensor.shape[-1], offsets, lengths, ranks, rank)
         rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))
-        if tensor.dtype == torch.bool:  # a padding mask: padding stays padding
+        if tensor.dtype == torch.bool:  # padding stays padding
             rolled = torch.where(behind < 0, tensor, rolled)
         return rolled, rolled.sum() if return_sum else None  # a parameter since 0.20
 
@@ -49,14 +46,14 @@ def shift_within_padded_documents() -> None:
 def _tokens_behind(
     count: int, offsets: torch.Tensor, lengths: torch.Tensor, ranks: int, rank: int
 ) -> torch.Tensor:
-    """Return int64 ``[count]``: tokens of the document behind each local one; negative: padding.
+    """Return int64 ``[count]``: following tokens in each local token's document; negative: padding.
 
     ``offsets [n + 1]``: cumulative padded lengths over all ranks; ``lengths [n]``: real ones.
-    Documents lie in zigzag order.
+    Zigzag order.
     """
     local = torch.arange(count, device=offsets.device)
     document = torch.bucketize(local * ranks, offsets, right=True) - 1
-    document = document.clamp_max(lengths.numel() - 1)  # behind the last one: padding of it
+    document = document.clamp_max(lengths.numel() - 1)
     inside = local - offsets[document] // ranks
     if ranks > 1:
         chunk = offsets.diff()[document] // (2 * ranks)
@@ -68,7 +65,6 @@ def _tokens_behind(
 
 @functools.cache
 def count_prediction_tokens_of_all_ranks() -> None:
-    """Let models divide by the tokens of the context-parallel group; one rank sees no change."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.models.hybrid import hybrid_model
     from megatron.core.transformer import multi_token_prediction
@@ -90,7 +86,6 @@ def count_prediction_tokens_of_all_ranks() -> None:
 
 
 def _process(call: SimpleNamespace) -> torch.Tensor:
-    """Return the main hidden states with the losses of all depths attached to them."""
     from megatron.core import parallel_state
     from megatron.core.transformer import multi_token_prediction as mtp
 
@@ -116,7 +111,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
             call.output_layer.weight if weight_of_output is None else weight_of_output
         ).detach()
 
-    # The main loss's count, and each depth's: one sum over ranks.
+    # One reduction for all counts.
     labels_of, masks = [], [mask]
     for _ in range(depths):
         labels = shift(labels)
@@ -126,8 +121,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
     torch.distributed.all_reduce(counts, group=group)
     main_tokens, *tokens_of = counts.clamp(min=1)
 
-    # Without per-token loss Megatron averages gradients over these ranks, else divides their sum
-    # by the main loss's tokens.
+    # Megatron averages gradients over these ranks, or divides by the main loss's tokens.
     weight = main_tokens if config.calculate_per_token_loss else group.size()
     for depth, prediction in enumerate(predictions):
         labels, mask, tokens = labels_of[depth], masks[depth + 1], tokens_of[depth]
@@ -163,7 +157,6 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
 
 @functools.cache
 def build_prediction_blocks_from_specs() -> None:
-    """Let models build the class that the module spec of a block names; others see no change."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -178,7 +171,6 @@ def build_prediction_blocks_from_specs() -> None:
 
 @functools.cache
 def find_no_inference_linears_without_engine() -> None:
-    """Let prediction layers be built where linears for inference are placeholders, no classes."""
     from megatron.core.tensor_parallel import inference_layers
     from megatron.core.transformer import multi_token_prediction
 

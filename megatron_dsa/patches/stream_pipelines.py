@@ -1,8 +1,4 @@
-"""Pipeline stages that exchange residual streams: hidden states ``hc_mult`` times as wide.
-
-All of megatron-core's schedules receive through one method of the communicator, which gets the
-right width here.
-"""
+"""Pipeline stages that exchange residual streams, ``hc_mult`` times the hidden size."""
 
 import functools
 
@@ -11,7 +7,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def send_streams_between_stages() -> None:
-    """Let stages of models with hyper-connections receive all streams; others see no difference."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     @replace(P2PCommunicator, "_communicate")

@@ -1,8 +1,4 @@
-"""Token ids on their way to layers that route by them (``--moe-hash-layers``).
-
-megatron-core's ``GPTModel`` hands its decoder the embeddings of tokens only. Here the decoder also
-gets their ids, as ``context``: each rank the ids of its hidden states.
-"""
+"""Token ids for layers that route by them (``--moe-hash-layers``), passed as ``context``."""
 
 import functools
 from typing import Any
@@ -15,7 +11,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def hand_token_ids_to_layers() -> None:
-    """Let models with hash layers hand token ids to them; other models see no difference."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     @replace(GPTModel, "forward")
@@ -29,7 +24,7 @@ def hand_token_ids_to_layers() -> None:
         def give(_decoder, args, kwargs):
             return args, kwargs | {"context": ids}
 
-        # Only inside this call: recomputed layers have saved their ids.
+        # Recomputed layers have saved their ids.
         handle = self.decoder.register_forward_pre_hook(give, with_kwargs=True)
         try:
             return original(self, input_ids, *args, **kwargs)
@@ -59,10 +54,7 @@ def _check(model: Any, input_ids: torch.Tensor | None, layers: int) -> None:
 
 
 def _local_ids(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return ids ``[s, b]`` of this rank's hidden states for ids ``[b, s]`` of its batch.
-
-    Context parallelism has cut the batch; sequence parallelism cuts it here as embeddings are.
-    """
+    """Split ids ``[b, s]`` like embeddings under sequence parallelism; return ``[s, b]``."""
     ids = input_ids.transpose(0, 1)
     group = model.pg_collection.tp
     if model.config.sequence_parallel and group.size() > 1:

@@ -1,8 +1,7 @@
-"""The file that names the latest checkpoint, written whole and read where it is damaged.
+"""The file that names the latest checkpoint, replaced atomically.
 
-megatron-core 0.19 opens it for writing and then writes: a process that is killed in between leaves
-it empty, and every later start ends there, with exit code 0. Checkpoints in object storage
-(``--enable-msc``) are left to that.
+megatron-core 0.19 truncates it before writing: a kill leaves it empty. Object storage
+(``--enable-msc``) is not affected.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from typing import Any, TextIO
 
 
 def keep_tracker_file_whole(read: Callable[[Path], str]) -> None:
-    """Let Megatron replace tracker files in one step, and read them by ``read``."""
+    """Replace tracker files atomically, and read them by ``read``."""
     from megatron.training import checkpointing
 
     if not isinstance(checkpointing.maybe_msc, _Storage):
@@ -30,7 +29,6 @@ class _Storage:
         return getattr(self._storage, name)
 
     def open(self, path: str, mode: str = "r", **kwargs: Any) -> Any:
-        """Open a file; a tracker file is read by ``read`` and written by :func:`replacing`."""
         from megatron.core.msc_utils import MultiStorageClientFeature
 
         if MultiStorageClientFeature.is_enabled() or os.path.basename(path) != self._name:
@@ -40,10 +38,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Open a text file that replaces ``path`` once it is on the disk.
-
-    A process that is killed at any time leaves the old content or the new one.
-    """
+    """Open a text file that replaces ``path`` once it is on the disk."""
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.new")
     with open(beside, "w") as file:
@@ -51,7 +46,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, target)
-    with contextlib.suppress(OSError):  # some file systems have no folder to sync
+    with contextlib.suppress(OSError):  # unsupported by some file systems
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,8 +1,6 @@
-"""Fused gradient accumulation without Apex: transformer-engine's linears fuse, Megatron's do not.
+"""Fused gradient accumulation with transformer-engine but without Apex.
 
-transformer-engine adds weight gradients to Megatron's main gradients in its own matrix products.
-megatron-core 0.19 sets the same for its own linears, such as the output layer, and raises where
-Apex's kernel is missing.
+megatron-core 0.19 also sets it for its own linears and raises if Apex's kernel is missing.
 """
 
 import functools
@@ -14,7 +12,6 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def leave_linears_unfused_without_apex() -> None:
-    """Let Megatron's own linears leave their weight gradients to autograd if Apex is missing."""
     from megatron.core.tensor_parallel import layers
 
     if layers._grad_accum_fusion_available:
@@ -33,7 +30,11 @@ def leave_linears_unfused_without_apex() -> None:
 
 
 def require_kernel_of_deferred_gradients(config: Any) -> None:
-    """Raise :class:`ConfigError` for an output layer whose gradient Apex's kernel is to compute."""
+    """Check the kernel of the output layer's deferred gradient.
+
+    Raises:
+        ConfigError: Apex is missing.
+    """
     from megatron.core.tensor_parallel import layers
 
     deferred = config.gradient_accumulation_fusion and config.defer_embedding_wgrad_compute

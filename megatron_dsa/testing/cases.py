@@ -1,7 +1,4 @@
-"""Cases: dims of a model's sparse layers, layouts, and seeded index lists.
-
-Among the lists are those on which kernels are known to fail.
-"""
+"""Shapes of sparse layers, layouts, and seeded index lists, including edge cases."""
 
 from __future__ import annotations
 
@@ -17,23 +14,20 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_ent
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
-#: Times are taken with at most so many query tokens: enough to fill a GPU, few enough for seconds.
+#: Fills a GPU within seconds.
 MAX_TIMED_ROWS = 4096
-#: Temporary memory of float64 references.
 BUDGET_BYTES = 2**30
-#: Every so many keys one is selected by no query; the first and the last are not selected either.
+#: No query selects these keys, nor the first and last.
 UNSELECTED_STEP = 11
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One model shape.
+    """One model shape: absorbed attention per rank, and indexer.
 
     Attributes:
-        heads, qk_dim, v_dim: of the absorbed attention, per rank.
-        index_heads, index_dim: of the indexer.
         topk: keys per query.
-        seq: keys.
+        seq: number of keys.
         rows: query tokens compared with float64.
         packed: several sequences share the tokens.
         sink: a learned sink per head.
@@ -66,7 +60,6 @@ class Shape:
         return f"{label} {short_dtype(self.dtype)}" + (" packed" if self.packed else "")
 
     def on_cpu(self) -> Shape:
-        """Return a shape for a CPU: torch and float64 take a second or two."""
         limits = {
             "heads": 8, "index_heads": 8, "index_dim": 64, "topk": 64, "seq": 256, "rows": 32,
         }  # fmt: skip
@@ -76,7 +69,6 @@ class Shape:
 
 
 def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
-    """Return a function that draws fp32 normals ``(*size, scale=1.0)``."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size, scale=1.0):
@@ -86,18 +78,17 @@ def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
 
 
 def chunks(tokens: int, bytes_per_token: int) -> Iterator[slice]:
-    """Yield slices of ``tokens`` that take at most :data:`BUDGET_BYTES` each."""
     return slices(tokens, rows_in_budget(BUDGET_BYTES, bytes_per_token))
 
 
 def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return ascending query tokens spread over all, the first and the last included."""
+    """Return evenly spread, ascending query tokens, including first and last."""
     return torch.linspace(0, tokens - 1, count, device=device).long().unique()
 
 
 def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
-    """Return the layout of some (ascending) query tokens over all keys."""
-    # The i-th sampled token must lie at or before slot first + i.
+    """Restrict a layout to some (ascending) query tokens."""
+    # The i-th token must be at or before slot first + i.
     first = int((tokens - torch.arange(len(tokens), device=tokens.device)).max())
     return dataclasses.replace(
         layout,
@@ -115,7 +106,7 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 
 
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Return bool ``[tokens, Skv]`` over the key buffer: keys that some query tokens see."""
+    """Return bool ``[tokens, Skv]``: visible keys."""
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
     if layout.key_rows is None:
@@ -149,7 +140,6 @@ class Lists:
     num_keys: int
 
     def take(self, tokens: torch.Tensor | slice) -> Lists:
-        """Return the lists of some query tokens."""
         length = None if self.length is None else self.length[tokens]
         return dataclasses.replace(self, indices=self.indices[tokens], length=length)
 
@@ -172,11 +162,10 @@ class Lists:
 
 
 def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
-    """Draw lists of visible keys in ascending order, some of them spoilt on purpose.
+    """Draw lists of visible keys in ascending order, with edge cases.
 
-    ``layout`` has the sampled tokens. Among the longest lists, one has length 0, one only
-    -1, one a -1 in the middle, one an id equal to the number of keys and one of 2^31 - 1, and one
-    stale (real) ids past its length.
+    Among the longest lists: one of length 0, one only -1, one with -1 in the middle, one with ids
+    ``num_keys`` and 2^31 - 1, one with stale (real) ids past its length.
     """
     generator = torch.Generator().manual_seed(seed)
     start, end = layout.start.cpu(), layout.end.cpu()
@@ -197,7 +186,7 @@ def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
 
 
 def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
-    # Every second of the longest lists: each has an ordinary neighbour to disturb.
+    # Every second one, so that ordinary lists remain between.
     longest = length.argsort(descending=True, stable=True)[::2].tolist()
     no_length, only_invalid, hole, past_the_end, stale = longest[:5]
     length[no_length] = 0  # its ids stay listed
@@ -211,7 +200,7 @@ def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
 
 
 def full_lists(shape: Shape, device: torch.device, seed: int = 3) -> Lists:
-    """Draw lists of ``timed_rows`` queries, each full of distinct keys spread over all of them."""
+    """Draw full lists of ``timed_rows`` queries, spread over all keys."""
     rows, keys = shape.timed_rows, min(shape.topk, shape.seq)
     generator = torch.Generator(device).manual_seed(seed)
     offset = torch.randint(shape.seq, (rows, 1), generator=generator, device=device)

@@ -1,4 +1,4 @@
-"""Comparison with float64: relative errors, broken rules, and tolerances (largest errors)."""
+"""Comparison with float64: relative errors, violated rules, tolerances."""
 
 import math
 from collections.abc import Mapping
@@ -6,44 +6,39 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Results and gradients at the shapes of models: of the doctor and the benchmarks. Kernels in bf16
-#: land at 3e-3 and below (``rel_error`` in the CSVs of ``benchmarks/``).
+#: bf16 kernels reach 3e-3 (``rel_error`` in the CSVs of ``benchmarks/``).
 MODEL_SHAPES = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-#: Sparse attention at the small shapes of the tests, whose sums are short.
+#: Small shapes have short sums.
 SPARSE_ATTENTION = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-3}
-#: The indexer's losses and their gradients, likewise.
+#: Small shapes of tests.
 INDEXER_LOSS = {
     torch.float64: 1e-11,
     torch.float32: 1e-5,
     torch.bfloat16: 5e-3,
     torch.float16: 5e-3,
 }
-#: Results that are fp32 also for inputs in bf16 and fp16, by figure.
+#: fp32 even for 16-bit inputs.
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
-#: Limit of ``SelectionCase.compare``. Among 131072 keys, fp8 candidates miss keys up to 6.4e-3 of
-#: the largest score.
+#: With 131072 keys, fp8 misses keys up to 6.4e-3 of the largest score.
 SCORE_INVERSION = 1e-2
-#: Least share of the float64 selection that a selection from fp32 scores must hold.
+#: Share of the float64 selection.
 LEAST_RECALL = 0.99
-#: Least share of the keys that the rule of :mod:`megatron_dsa.ops.indexer_topk.engine` selects, and
-#: largest error of its scores: tensor cores keep fewer bits of the products.
+#: Share of engine numerics' keys, and error of the scores: tensor cores keep fewer bits.
 LEAST_ENGINE_SHARE = 0.998
 ENGINE_SCORES = 5e-3
-#: A root mean square of float64 results that is nothing but rounding.
+#: Float64 results below this are rounding errors.
 ROUNDING = 1e-14
 
 
 def by_figure(tolerance: float) -> dict[str, float]:
-    """Return the tolerances of figures with another one than ``tolerance``."""
     smaller = {figure: limit for figure, limit in FP32_RESULTS.items() if limit < tolerance}
     return smaller | {"score inversion": SCORE_INVERSION, "engine scores": ENGINE_SCORES}
 
 
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN wherever ``x`` has one.
+    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN if ``x`` has one.
 
-    Where ``expected`` is 0 but for rounding (say, the gradient of a query with a single key), the
-    root mean square of the difference is returned.
+    If ``expected`` is rounding, return the root mean square of the difference.
     """
     expected = expected.detach().double()
     norm, size = expected.norm(), max(expected.numel(), 1) ** 0.5
@@ -53,14 +48,12 @@ def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class Comparison:
-    """Errors and complaints about one result, or about several of the same implementation.
+    """Errors and complaints about results of one implementation.
 
     Attributes:
-        tolerance: largest relative error that passes.
-        tolerances: the same by figure, where it is another.
-        errors: relative error against float64 by figure; the worst of all results.
-        figures: other figures of merit, with bounds of their own or none.
-        complaints: broken rules, in words.
+        tolerance, tolerances: largest relative error, and exceptions by figure.
+        errors: figure -> worst relative error against float64.
+        complaints: violated rules, in words.
     """
 
     tolerance: float
@@ -70,14 +63,14 @@ class Comparison:
     complaints: list[str] = field(default_factory=list)
 
     def require(self, rule: bool | torch.Tensor, complaint: str) -> bool:
-        """Note ``complaint`` unless ``rule`` holds; return whether it holds."""
+        """Add ``complaint`` unless ``rule`` holds; return ``rule``."""
         holds = bool(rule)
         if not holds and complaint not in self.complaints:
             self.complaints.append(complaint)
         return holds
 
     def compare(self, figure: str, got, expected: torch.Tensor) -> None:
-        """Note the relative error of ``got``; it must have the shape of ``expected``."""
+        """Add the relative error of ``got``; its shape must match."""
         if not self.require(got is not None, f"{figure} is missing"):
             return
         shape, wanted = tuple(got.shape), tuple(expected.shape)
@@ -86,19 +79,17 @@ class Comparison:
         self.keep_worst(figure, relative_error(got, expected))
 
     def keep_worst(self, figure: str, error: float) -> None:
-        """Note an error unless a worse one is known."""
         known = self.errors.get(figure)
-        # NaN is the worst error there is, and every comparison with it is false.
+        # NaN is worst, and all comparisons with it are false.
         if known is None or (known == known and not error <= known):
             self.errors[figure] = error
 
     @property
     def worst_error(self) -> float:
-        """The largest relative error, infinity if one is not finite, 0 if none was compared."""
         return max((e if math.isfinite(e) else math.inf for e in self.errors.values()), default=0.0)
 
     def compare_forward(self, out, lse, expected_out, expected_lse, empty, dtype) -> None:
-        """Compare attention with float64; tokens marked ``empty`` have no keys."""
+        """Compare attention; tokens marked ``empty`` have no keys."""
         self.compare("out", out, expected_out)
         self.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
         self.require((out[empty] == 0).all(), "out of a query without keys is not 0")
@@ -106,7 +97,6 @@ class Comparison:
         self.compare("lse", lse[~empty], expected_lse[~empty])
 
     def wrong(self) -> list[str]:
-        """Return everything that is not as it must be, in words; empty if all is well."""
         far = [
             f"{figure} {error:.1e}" if error == error else f"{figure} not finite"
             for figure, error in self.errors.items()
@@ -116,6 +106,5 @@ class Comparison:
 
 
 def comparison_at_model_shapes(dtype: torch.dtype) -> Comparison:
-    """Return a comparison with the tolerances of results at the shapes of models."""
     tolerance = MODEL_SHAPES[dtype]
     return Comparison(tolerance, by_figure(tolerance))

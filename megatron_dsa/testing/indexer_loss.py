@@ -1,4 +1,4 @@
-"""The indexer's losses: float64 values with gradients, and the comparison with them."""
+"""Indexer losses: float64 values, gradients, comparison."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """Float64 loss (a scalar) and gradients of the indexer's inputs."""
+    """Float64 loss (a scalar) and gradients."""
 
     loss: torch.Tensor
     q: torch.Tensor
@@ -20,7 +20,6 @@ class ExpectedLoss:
     weights: torch.Tensor
 
     def compare(self, found: Comparison, loss, dq, dk, dweights) -> None:
-        """Compare a loss and its gradients."""
         found.compare("loss", loss, self.loss)
         found.compare("dq", dq, self.q)
         found.compare("dk", dk, self.k)
@@ -28,13 +27,13 @@ class ExpectedLoss:
 
 
 def random_teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
-    """Draw something like a head sum of probabilities ``[Sq, K]``: positive, not normalised."""
+    """Draw a positive teacher ``[Sq, K]``, not normalised."""
     generator = torch.Generator(indices.device).manual_seed(seed)
     return torch.randn(indices.shape, generator=generator, device=indices.device).exp_()
 
 
 def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) -> ExpectedLoss:
-    """Compute the sparse indexer loss and its gradients by autograd; ``teacher`` is ``[Sq, K]``."""
+    """Compute the sparse loss and its gradients; ``teacher`` is ``[Sq, K]``."""
     k = inputs.k.detach().double().requires_grad_()
     tokens, heads, dim = inputs.q.shape
     indices, valid = lists.indices, lists.valid
@@ -42,7 +41,7 @@ def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) ->
     dq, dweights = [], []
     for chunk in chunks(tokens, 8 * indices.shape[1] * (3 * dim + 5 * heads)):
         q, weights = _leaves(inputs.q[chunk], inputs.weights[chunk])
-        # Invalid entries take zeros: NaN times a gradient of 0 would be NaN.
+        # NaN times a gradient of 0 would be NaN.
         table = torch.cat([k, k.new_zeros(1, dim)])
         keys = table[torch.where(valid[chunk], indices[chunk], len(k)).long()]
         products = torch.einsum("qhd,qkd->qhk", q, keys)
@@ -59,7 +58,6 @@ def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) ->
 
 
 def expected_dense_loss(inputs: DenseLossInputs) -> ExpectedLoss:
-    """Compute the dense indexer loss and its gradients by autograd."""
     x, visible = inputs.indexer, visible_keys(inputs.layout)
     q, k, weights = _leaves(x.q, x.k, x.weights)
     value = kl_sum(index_scores(q, k, weights, x.relu), _dense_teacher(inputs, visible), visible)
@@ -69,7 +67,7 @@ def expected_dense_loss(inputs: DenseLossInputs) -> ExpectedLoss:
 
 
 def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tensor:
-    """Head sum of the attention's probabilities ``[Sq, Skv]``, head by head to save memory."""
+    """Return the head sum of probabilities ``[Sq, Skv]``, head by head."""
     q, total = inputs.q.detach().double(), torch.zeros(visible.shape, dtype=torch.float64)
     total = total.to(visible.device)
     for head in range(q.shape[1]):

@@ -1,8 +1,7 @@
-"""Index selection: inputs, float64 scores, comparison of a selection; the same for engines.
+"""Index selection: inputs, float64 scores, comparison; the same for engine numerics.
 
-The rule of inference engines (:mod:`megatron_dsa.ops.indexer_topk.engine`) fixes the rounding of
-every step. An implementation must follow it to the bit where its products are exact, and may differ
-elsewhere by the bits that tensor cores drop.
+Engine numerics (:mod:`megatron_dsa.ops.indexer_topk.engine`) are exact to the bit for exact
+products.
 """
 
 from dataclasses import replace
@@ -21,7 +20,6 @@ from megatron_dsa.testing.comparison import LEAST_ENGINE_SHARE, LEAST_RECALL, Co
 def random_index_inputs(
     shape: Shape, tokens: int, device: torch.device, seed: int = 5
 ) -> IndexerInputs:
-    """Draw index queries of ``tokens`` tokens over ``shape.seq`` keys."""
     draw = normal(device, seed)
     scale = shape.index_heads**-0.5 * shape.index_dim**-0.5
     return IndexerInputs(
@@ -34,7 +32,7 @@ def random_index_inputs(
 def integer_index_inputs(
     shape: Shape, tokens: int, device: torch.device, *, seed: int = 6, span: int = 1, relu=True
 ) -> IndexerInputs:
-    """Draw whole numbers up to ``span``: scores are exact in any order of sums, ties abound."""
+    """Draw integers up to ``span``: exact scores with many ties."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size):
@@ -50,7 +48,7 @@ def integer_index_inputs(
 
 
 def expected_scores(inputs: IndexerInputs, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the float64 index scores ``[len(tokens), Skv]`` of some query tokens."""
+    """Return the float64 index scores ``[len(tokens), Skv]``."""
     k = inputs.k.double()
     per_token = 8 * 3 * inputs.q.shape[1] * len(k)
     return torch.cat([
@@ -62,12 +60,11 @@ def expected_scores(inputs: IndexerInputs, tokens: torch.Tensor) -> torch.Tensor
 
 
 class SelectionCase:
-    """Inputs of one selection with the right scores and keys for some query tokens.
+    """Inputs of one selection with the right scores and keys of some query tokens.
 
-    The layout's slots must be the rows of the key buffer.
+    Layout slots must be key indices.
     """
 
-    #: Least share of the right keys in a selection from scores that round.
     least_recall = LEAST_RECALL
 
     def __init__(self, inputs: IndexerInputs, layout: Layout, tokens: torch.Tensor, topk: int):
@@ -77,16 +74,10 @@ class SelectionCase:
         self.best = indexer_topk(self.scores, self.visible, topk)
 
     def right_scores(self) -> torch.Tensor:
-        """Return the scores ``[len(tokens), Skv]`` that the selection is made from."""
         return expected_scores(self.inputs, self.tokens)
 
     def selected(self, found: Comparison, indices, length) -> torch.Tensor:
-        """Check the form of a selection; return it as bool ``[len(tokens), Skv]``.
-
-        Args:
-            found: takes complaints.
-            indices, length: of all query tokens.
-        """
+        """Check a selection's form; return it as bool ``[len(tokens), Skv]``."""
         indices, length = indices[self.tokens].long(), length[self.tokens].long()
         listed = torch.arange(self.topk, device=indices.device) < length[:, None]
         wanted = self.visible.sum(-1).clamp_max(self.topk)
@@ -99,7 +90,7 @@ class SelectionCase:
         found.require(rising.all(), "keys are not distinct and ascending")
         in_range = (indices >= 0) & (indices < self.layout.num_keys)
         found.require(in_range[listed].all(), "a selected key does not exist")
-        # Entries that are not listed go to a spare column.
+        # Spare column for invalid entries.
         spare = self.layout.num_keys
         chosen = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
         chosen.scatter_(1, torch.where(listed & in_range, indices, spare), True)
@@ -108,16 +99,16 @@ class SelectionCase:
         return chosen
 
     def compare_exactly(self, what: str, found: Comparison, indices, length) -> None:
-        """Compare a selection from scores that are exact in fp32: there is one right answer."""
+        """Compare a selection from exact scores: there is one right answer."""
         chosen = self.selected(found, indices, length)
         found.require((chosen == self.best).all(), f"{what}: not the best keys, smallest first")
 
     def compare(self, found: Comparison, indices, length) -> None:
-        """Compare a selection from scores that round: the best keys but for near-ties.
+        """Compare a selection from rounded scores: the best keys except near-ties.
 
-        ``score shortfall``: the worst of the best keys minus the worst selected one, relative to
-        the root mean square of the query's visible scores. ``score inversion``: the best rejected
-        key minus the worst selected one, relative to the query's largest score.
+        ``score shortfall``: worst of the best keys minus worst selected one, relative to the root
+        mean square of the query's visible scores. ``score inversion``: best rejected minus worst
+        selected, relative to the largest score.
         """
         chosen = self.selected(found, indices, length)
         missed = (self.best & ~chosen).sum() / self.best.sum().clamp_min(1)
@@ -135,32 +126,29 @@ class SelectionCase:
             ("score shortfall", bar - least, size.sqrt()),
             ("score inversion", rejected - least, largest),
         ):
-            # Scores that the relu cuts to 0 have no size, and no gap either.
+            # relu can cut all scores to 0.
             gaps = (gap / torch.where(unit > 0, unit, 1.0))[some].clamp_min(0)
             found.keep_worst(name, float(gaps.max()) if some.any() else 0.0)
 
 
 def exact_products(shape: Shape, tokens: int, device: torch.device) -> IndexerInputs:
-    """Draw queries and keys whose products are exact on tensor cores, and weights that round."""
+    """Draw products that are exact on tensor cores, and weights that round."""
     whole = integer_index_inputs(shape, tokens, device, span=2)
     return replace(whole, weights=normal(device, 7)(tokens, shape.index_heads).float())
 
 
 class EngineCase(SelectionCase):
-    """A selection by the rule of engines."""
-
     least_recall = LEAST_ENGINE_SHARE
 
     def right_scores(self) -> torch.Tensor:
         x = self.inputs
-        per_token = 8 * 12 * len(x.k)  # eight sums, products, and intermediates
+        per_token = 8 * 12 * len(x.k)
         return torch.cat([
             engine_scores(x.q[self.tokens[chunk]], x.k, x.weights[self.tokens[chunk]])
             for chunk in chunks(len(self.tokens), per_token)
         ])  # fmt: skip
 
     def arguments(self) -> tuple[IndexerInputs, Block, torch.Tensor, Seen]:
-        """Return the arguments of ``indexer_engine_scores`` for the query tokens."""
         x, layout = self.inputs, layout_of_tokens(self.layout, self.tokens)
         q, weights = engine.quantized_queries(x.q[self.tokens], x.weights[self.tokens])
         k, scales = engine.quantized(x.k)
@@ -169,14 +157,12 @@ class EngineCase(SelectionCase):
         return IndexerInputs(q, k, weights, key_scales=scales), block, k, layout.seen(block)
 
     def seen_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores of a block, 0 for invisible keys: memory may hold anything."""
+        """Return a block's scores, 0 for invisible keys (undefined memory)."""
         return torch.where(self.visible[:, : scores.shape[1]], scores, 0)
 
     def compare_scores(self, found: Comparison, scores: torch.Tensor) -> None:
-        """Compare :meth:`seen_scores` that round in another way than the rule's."""
         found.compare("engine scores", scores, self.seen_scores(self.scores))
 
     def compare_bits(self, found: Comparison, scores: torch.Tensor) -> None:
-        """Compare :meth:`seen_scores` of exact products: the sums must be the rule's to the bit."""
         same = (scores == self.seen_scores(self.scores)).all()
         found.require(same, "exact products are not added up in the order of the rule")

@@ -1,4 +1,4 @@
-"""Masked dense attention: inputs of a call, its float64 results, and the comparison with them."""
+"""Masked dense attention: inputs, float64 results, comparison."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,12 +20,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Dims of a masked dense attention; the defaults are V3.2's, per rank.
-
-    Attributes:
-        heads: query heads.
-        nope, rope, v: dims of a key without and with rope, and of a value.
-    """
+    """Dims per rank, by default V3.2's; of a key without and with rope, and of a value."""
 
     heads: int = 128
     nope: int = 128
@@ -35,9 +30,7 @@ class MaskedDims:
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """Inputs of masked dense attention, forward and backward; shapes as in
-    ``MaskedAttentionInputs``.
-    """
+    """Inputs of masked dense attention, forward and backward; shapes: ``MaskedAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -49,14 +42,12 @@ class MaskedCase:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """Bool ``[Sq, Skv]``: the keys of the lists."""
         lists = self.lists
         mask = lists.valid.new_zeros(len(lists.indices), lists.num_keys + 1)
         column = torch.where(lists.valid, lists.indices, lists.num_keys).long()
         return mask.scatter_(1, column, True)[:, :-1]
 
     def inputs(self) -> MaskedAttentionInputs:
-        """Return the inputs of an implementation."""
         return MaskedAttentionInputs(
             q=self.q, kv=self.kv, k_pe=self.k_pe, bits=pack(self.mask), v_dim=self.dout.shape[2],
             softmax_scale=self.softmax_scale, workspace_bytes=self.workspace_bytes,
@@ -66,11 +57,11 @@ class MaskedCase:
 def masked_case(
     dims: MaskedDims, lists: Lists, dtype: torch.dtype = torch.bfloat16, seed: int = 2
 ) -> MaskedCase:
-    """Draw queries and keys for ``lists``, with logits of standard deviation 1."""
+    """Draw a case with logits of standard deviation 1."""
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     dim = dims.nope + dims.rope
     q = draw(tokens, dims.heads, dim)
-    # As for sparse attention: results must not be differences of which rounding is left.
+    # Results must not cancel to rounding.
     kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
     k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
     dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()
@@ -80,7 +71,7 @@ def masked_case(
 
 @dataclass(frozen=True)
 class ExpectedMasked:
-    """Float64 results of a :class:`MaskedCase`; ``p_sum [Sq, Skv]`` is of all keys."""
+    """Float64 results of a :class:`MaskedCase`; ``p_sum [Sq, Skv]`` covers all keys."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -91,17 +82,15 @@ class ExpectedMasked:
 
 
 def expected_masked(case: MaskedCase) -> ExpectedMasked:
-    """Compute values and gradients by autograd, some heads and tokens at a time."""
+    """Compute values and gradients, in blocks of heads and tokens."""
     (queries, heads), num_keys = case.q.shape[:2], len(case.kv)
     out, dq, dkv, dk_pe = (
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
     )
     lse, p_sum = out.new_zeros(queries, heads), out.new_zeros(queries, num_keys)
-    # A copy of the keys, their gradient, and an addend.
     for part in chunks(heads, 8 * 8 * max(1, num_keys) * case.kv.shape[2]):
         kv = case.kv[:, part].detach().double().requires_grad_()
         k_pe = case.k_pe.detach().double().requires_grad_()
-        # Several matrices of logits.
         for tokens in chunks(queries, 8 * 8 * max(1, num_keys) * kv.shape[1]):
             q = case.q[tokens, part].detach().double().requires_grad_()
             found = reference(q, kv, k_pe, case.mask[tokens], case.softmax_scale)
@@ -119,7 +108,7 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
 def check_parts(
     found: Comparison, case: MaskedCase, parts: int, probabilities: Callable, width: int
 ) -> None:
-    """Compare head sums where each of equal parts of the queries has its own part of the heads."""
+    """Compare head sums of parts of the queries, each with its part of the heads."""
     count, some = len(case.q) // parts, case.q.shape[1] // parts
     cases = []
     for i in range(parts):
@@ -141,28 +130,24 @@ def check_parts(
 
 
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[Sq, width]``: the entries of ``p_sum [Sq, Skv]`` where ``mask`` holds, then 0."""
+    """Return ``[Sq, width]``: entries of ``p_sum [Sq, Skv]`` under ``mask``, then 0."""
     column = torch.where(mask, mask.cumsum(1) - 1, width)
     result = p_sum.new_zeros(len(p_sum), width + 1)
     return result.scatter_(1, column, p_sum.where(mask, 0))[:, :width]
 
 
 class MaskedReference:
-    """Compares results with float64 and with the rules of the contract."""
-
     def __init__(self, case: MaskedCase):
         self.case = case
         self.expected = expected_masked(case)
 
     def forward(self, found: Comparison, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Compare what a forward returned."""
         case, expected = self.case, self.expected
         found.compare_forward(out, lse, expected.out, expected.lse, case.lists.empty, case.q.dtype)
 
     def backward(
         self, found: Comparison, dq: torch.Tensor, dkv: torch.Tensor, dk_pe: torch.Tensor
     ) -> None:
-        """Compare what a backward returned."""
         lists = self.case.lists
         found.compare("dq", dq, self.expected.dq)
         found.compare("dkv", dkv, self.expected.dkv)
@@ -173,7 +158,6 @@ class MaskedReference:
             found.require((gradient[lists.unselected] == 0).all(), rule)
 
     def compact_teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
-        """Compare the head sum of the probabilities in ascending order of the keys."""
         mask, width = self.case.mask, p_sum.shape[1]
         found.compare("p_sum", p_sum, compact(self.expected.p_sum, mask, width))
         behind = torch.arange(width, device=mask.device) >= mask.sum(1, keepdim=True)
@@ -182,11 +166,10 @@ class MaskedReference:
     def listed_keys(
         self, found: Comparison, sums: ListedProbabilities, listed: slice = slice(None)
     ) -> None:
-        """Compare head sums of all queries, and keys of some, with the lists."""
+        """Compare head sums and keys with the lists."""
         self.compact_teacher(found, sums.p_sum)
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-        # 0 is no key here.
         expected = compact(torch.where(mask, keys, 0), mask, width) - 1
         found.require(torch.equal(sums.indices, expected), "indices are not the ascending keys")
         length = mask.sum(1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Sparse attention: inputs of a call, its float64 results, and the comparison with them."""
+"""Sparse attention: inputs, float64 results, comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of sparse attention, forward and backward; shapes as in ``SparseAttentionInputs``."""
+    """Inputs of sparse attention, forward and backward; shapes: ``SparseAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -28,7 +28,6 @@ class AttentionCase:
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
 
     def inputs(self, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return the inputs of an implementation."""
         return SparseAttentionInputs(
             q=self.q, kv=self.kv, indices=self.lists.indices, v_dim=self.v_dim,
             softmax_scale=self.softmax_scale, topk_length=self.lists.length, sink=self.sink,
@@ -36,7 +35,6 @@ class AttentionCase:
         )  # fmt: skip
 
     def take(self, tokens: torch.Tensor | slice) -> AttentionCase:
-        """Return the case of some of its query tokens."""
         return dataclasses.replace(
             self, q=self.q[tokens], lists=self.lists.take(tokens), dout=self.dout[tokens]
         )
@@ -45,17 +43,12 @@ class AttentionCase:
 def attention_case(
     shape: Shape, lists: Lists, softmax_scale: float | None = None, seed: int = 2
 ) -> AttentionCase:
-    """Draw queries and keys for ``lists``; keys that no query selects are NaN.
-
-    ``softmax_scale``: by default logits have standard deviation 1.
-    """
+    """Draw a case; unselected keys are NaN. By default logits have standard deviation 1."""
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
-    # Logits of standard deviation 1: neither a plain mean of the values nor a single one, which
-    # would leave dq to the cancellation of two bf16 numbers.
+    # Otherwise dq would cancel to bf16 rounding.
     q = draw(tokens, shape.heads, shape.qk_dim).to(shape.dtype)
-    # A mean in the values and one (of either sign) in every token's dout keep out . dout, and with
-    # it the sink's gradient, from being a difference of which little but rounding is left. One
-    # sign for all would drown dkv in the sum of the probabilities.
+    # Means in values and dout keep out . dout and the sink's gradient from cancelling; one sign for
+    # all would drown dkv.
     kv = draw(shape.seq, shape.qk_dim).add_(0.1).to(shape.dtype)
     kv[lists.unselected] = float("nan")
     dout = draw(tokens, shape.heads, shape.v_dim) + draw(tokens, shape.heads, 1).sign()
@@ -83,12 +76,10 @@ class ExpectedAttention:
 
 
 def expected_attention(case: AttentionCase) -> ExpectedAttention:
-    """Compute values and gradients by autograd."""
     kv = case.kv.detach().double().requires_grad_()
     sink = None if case.sink is None else case.sink.detach().double().requires_grad_()
     (tokens, heads, dim), width = case.q.shape, case.lists.indices.shape[1]
     results = []
-    # gathered keys with their gradients, and several matrices of logits
     for chunk in chunks(tokens, 8 * width * (6 * dim + 8 * heads)):
         part = case.take(chunk)
         q = part.q.detach().double().requires_grad_()
@@ -105,25 +96,20 @@ def expected_attention(case: AttentionCase) -> ExpectedAttention:
 
 
 class AttentionReference:
-    """Compares results with float64 and with the rules of the contract."""
-
     def __init__(self, case: AttentionCase):
         self.case = case
         self.expected = expected_attention(case)
 
     def lse(self) -> torch.Tensor:
-        """Return the right lse, as a forward hands it on."""
         return self.expected.lse.float()
 
     def forward(self, found: Comparison, out, lse, p_sum=None) -> None:
-        """Compare what a forward returned; ``p_sum`` is ``None`` if it was not wanted."""
         case, expected = self.case, self.expected
         found.compare_forward(out, lse, expected.out, expected.lse, case.lists.empty, case.q.dtype)
         if p_sum is not None:
             self.teacher(found, p_sum)
 
     def backward(self, found: Comparison, dq, dkv, dsink, p_sum=None) -> None:
-        """Compare what a backward returned; ``p_sum`` is ``None`` if it was not wanted."""
         lists, expected = self.case.lists, self.expected
         found.compare("dq", dq, expected.dq)
         found.compare("dkv", dkv, expected.dkv)
@@ -135,7 +121,6 @@ class AttentionReference:
             self.teacher(found, p_sum)
 
     def teacher(self, found: Comparison, p_sum) -> None:
-        """Compare the head sum of the probabilities."""
         found.compare("p_sum", p_sum, self.expected.p_sum)
         found.require(
             (p_sum[~self.case.lists.valid] == 0).all(), "p_sum of an invalid entry is not 0"

@@ -1,1 +1,1 @@
-"""Parts of a training script around Megatron's own loop."""
+"""Training entry points around Megatron's loop."""

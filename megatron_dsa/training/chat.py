@@ -1,4 +1,4 @@
-"""Conversations in JSONL, and their token ids, each marked as in the loss or not."""
+"""Conversations in JSONL and their token ids, marked by membership in the loss."""
 
 import hashlib
 import json
@@ -13,16 +13,13 @@ import numpy as np
 from megatron_dsa.errors import ConfigError, require
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Tag of templates that mark the assistant's text themselves.
+#: Such templates mark the assistant's text.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: Changes where the ids of the same conversation change.
 _VERSION = "1"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation, and where it stands (``file:line``)."""
-
     where: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -38,8 +35,8 @@ class Conversation:
 def read_conversations(path: str | Path) -> Iterator[Conversation]:
     """Yield the conversations of a JSONL file; blank lines are skipped.
 
-    A line holds ``messages`` (each with ``role`` and ``content``), and ``tools`` where the template
-    reads them; or ``prompt`` and ``completion``, which become messages of user and assistant.
+    A line holds ``messages`` (each with ``role`` and ``content``) and optionally ``tools``; or
+    ``prompt`` and ``completion``, which become messages of user and assistant.
 
     Raises:
         ConfigError: names file and number of the first wrong line.
@@ -101,15 +98,15 @@ def _check_message(where: str, message: Any) -> None:
 
 
 class ChatTokenizer:
-    """Tokenizer of transformers with its chat template.
+    """Transformers tokenizer with its chat template.
 
     Args:
         tokenizer: a fast one: its offsets map the template's text to tokens.
-        template: text of a Jinja template, or a file of it, in place of the tokenizer's.
+        template: Jinja template or a file of it, instead of the tokenizer's.
 
     Attributes:
-        fingerprint: of all that the ids of a conversation depend on.
-        open_turns: turns encoded so far that no token in the loss ends.
+        fingerprint: digest of everything that ids depend on.
+        open_turns: encoded turns without an end token in the loss.
 
     Raises:
         ConfigError: there is no template, or the tokenizer has no offsets.
@@ -142,15 +139,14 @@ class ChatTokenizer:
         self.fingerprint = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
     def encode(self, conversations: Sequence[Conversation]) -> list[np.ndarray]:
-        """Return int32 token ids per conversation; ``~id`` where a token is not in the loss.
+        """Return int32 token ids per conversation; ``~id`` for tokens outside the loss.
 
-        In the loss are the tokens that the template renders of the assistant's messages without
-        their header, up to the token that ends the turn: a special token of the template, or else
-        the one that begins the next turn, behind the last turn ``eos_token``. A template with
-        ``{% generation %}`` says it itself.
+        The loss covers the assistant's messages up to the token that ends the turn: a special
+        token, else the next turn's first, else ``eos_token``. Templates with ``{% generation %}``
+        mark it themselves.
 
         Raises:
-            ConfigError: the template refuses a conversation, or hides where an answer is.
+            ConfigError: the template rejects a conversation, or an answer cannot be located.
         """
         rendered = [self._render_whole(each) for each in conversations]
         encoded = self._tokenizer(
@@ -162,7 +158,7 @@ class ChatTokenizer:
         return [self._mark(*each) for each in zip(wheres, rendered, ids, offsets, strict=True)]
 
     def show(self, marked: np.ndarray, limit: int = 600) -> str:
-        """Return the text of an encoded conversation, its loss between ``[[`` and ``]]``."""
+        """Decode a conversation, with its loss between ``[[`` and ``]]``."""
         runs = np.split(marked, np.flatnonzero(np.diff(marked >= 0)) + 1)
         texts = []
         for run in runs:
@@ -172,7 +168,7 @@ class ChatTokenizer:
         return text if len(text) <= limit else f"{text[:limit]} ..."
 
     def _render_whole(self, chat: Conversation) -> tuple[str, list[tuple[int, int]], bool]:
-        """Return the text, the assistant's ``[begin, end)``, and whether tags mark them."""
+        """Return text, the assistant's ``[begin, end)``, and whether tags mark them."""
         template = self._tokenizer.get_chat_template(self._template, chat.tools)
         if _GENERATION.search(template):
             marks = {"return_assistant_tokens_mask": True}
@@ -208,7 +204,6 @@ class ChatTokenizer:
     def _render(
         self, chat: Conversation, template: str, count: int, **settings: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of the first messages, and the spans that tags mark."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -227,7 +222,7 @@ class ChatTokenizer:
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
         in_loss = np.zeros(len(ids) + 1, bool)  # with room for eos_token
         for first, last in spans:
-            # A token across the border counts: it holds some of the assistant's text.
+            # A token across the border counts.
             inside = np.flatnonzero((begin < last) & (end > first))
             if inside.size:
                 start, stop = int(inside[0]), int(inside[-1]) + 1
@@ -251,12 +246,12 @@ class ChatTokenizer:
         return np.where(in_loss[: len(ids)], marked, ~marked)
 
     def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
-        """Return the index behind the last token in the loss of the turn ``[start, stop)``."""
+        """Return the end of the turn's loss."""
         last = stop
         while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1
         if last > start and ids[last - 1] in self._special:
-            return last  # without the newline behind it
+            return last  # without the newline
         closed = stop == len(ids) or ids[stop] in self._special
         self.open_turns += not closed
         return stop + closed

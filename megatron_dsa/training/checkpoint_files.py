@@ -1,8 +1,4 @@
-"""Check the files of a distributed checkpoint before Megatron reads them.
-
-Megatron's own reader ends on damaged files in whatever error the damage leads to. A damaged tracker
-file, which a kill leaves behind, stands for the last whole checkpoint.
-"""
+"""Checks of a checkpoint's files before Megatron reads them; repair of a damaged tracker file."""
 
 import contextlib
 import functools
@@ -19,14 +15,12 @@ RELEASE = "release"
 
 
 def saved_name(root: Path, step: int | None) -> str | None:
-    """Return the name of the checkpoint to load (``release``, ``iter_0000100``), ``None`` for none.
+    """Return the name of the checkpoint to load (``release``, ``iter_0000100``), or ``None``.
 
-    Args:
-        root: the ``--save`` of the run.
-        step: an iteration that goes before the one in the tracker file (``--ckpt-step``).
+    ``step`` (``--ckpt-step``) overrides the tracker file.
 
     Raises:
-        ConfigError: the tracker file is damaged, and ``root`` holds no whole checkpoint.
+        ConfigError: the tracker file is damaged, and ``root`` holds no complete checkpoint.
     """
     tracker = root / TRACKER
     if not tracker.is_file():
@@ -38,12 +32,10 @@ def saved_name(root: Path, step: int | None) -> str | None:
 
 
 def read_tracker(tracker: Path) -> str:
-    """Return what a tracker file holds: an iteration or ``release``.
-
-    A damaged file stands for the last whole checkpoint of its folder, the same on all ranks.
+    """Return a tracker file's iteration or ``release``; if damaged, the last complete checkpoint.
 
     Raises:
-        ConfigError: it is damaged, and its folder holds no whole checkpoint.
+        ConfigError: it is damaged, and its folder holds no complete checkpoint.
     """
     text = tracker.read_text(errors="replace").strip()
     return text if text == RELEASE or _is_number(text) else _fall_back(tracker, text)
@@ -76,7 +68,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
-    """Check that a checkpoint is there and whole, by the sizes that its metadata gives.
+    """Check that a checkpoint exists with files of the sizes in its metadata.
 
     Raises:
         ConfigError: a file is missing or cut off; names another checkpoint for ``flag``.
@@ -107,7 +99,7 @@ def _damage(directory: Path) -> str | None:
         lengths = _lengths(directory)
     except OSError:
         raise
-    except Exception as error:  # unpickling damaged bytes ends in any
+    except Exception as error:  # any exception
         return f"{metadata} is damaged ({str(error) or type(error).__name__})"
     for path, length in lengths.items():
         if not path.is_file():
@@ -128,7 +120,6 @@ def _lengths(directory: Path) -> dict[Path, int]:
 
 
 def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
-    """Say how to go on without the checkpoint in ``directory``: with the whole one before it."""
     name = directory.name.removeprefix("iter_")
     step = int(name) if _is_number(name) else None
     others = [other for other in _steps(directory.parent) if other not in (0, step)]
@@ -141,10 +132,10 @@ def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Say what is damaged in the files of a checkpoint, where sizes do not show it."""
+    """Describe damage that file sizes do not show."""
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         reason = damage_in(error)
         if reason is None:
             raise
@@ -153,14 +144,13 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return the first of the errors of all ranks that torch collects, or the error itself."""
     collects = type(error).__name__ == "CheckpointException"
     failures = getattr(error, "failures", {}) if collects else {}
     return next((each[0] for each in failures.values()), error)
 
 
 def damage_in(error: BaseException) -> str | None:
-    """Return how an error describes damaged files, or ``None`` for another error."""
+    """Describe damaged files, ``None`` for other errors."""
     cause = first_failure(error)
     if not (
         isinstance(cause, EOFError | OSError | pickle.UnpicklingError)

@@ -1,8 +1,4 @@
-"""Checks that a run can take over a checkpoint, by arguments and shapes, before Megatron reads it.
-
-Megatron fails in the middle of loading, with errors that name neither a flag nor a fix, or name a
-flag that changes nothing.
-"""
+"""Checks that a checkpoint fits a run, before Megatron fails with unclear errors."""
 
 import argparse
 import re
@@ -16,14 +12,14 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Makes checkpoints whose states fit any layout, if given when they are saved.
+#: States saved with it fit any layout.
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _FIT_ANY_LAYOUT = DistributedOptimizer.checkpoint_fully_reshardable_formats
-#: Keys of states in the distributed optimizer's own layout, unless a chain puts its number first.
+#: Keys in the distributed optimizer's layout.
 BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 ANEW = "or start the optimizer anew with --no-load-optim"
 
-#: Flags that lay out what a rank of the distributed optimizer holds: attribute -> flag.
+#: Attribute -> flag, of the distributed optimizer's layout.
 _LAYOUT = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
@@ -37,14 +33,12 @@ _LAYOUT = {
 def check_optimizer(
     args: argparse.Namespace, saved: Any, metadata: dict[str, Any], directory: Path
 ) -> None:
-    """Check that the optimizer's state in a checkpoint is of the kind and layout of this run's.
+    """Check that the optimizer state in a checkpoint has this run's kind and layout.
 
-    Args:
-        args, saved: Megatron's arguments, and those in the checkpoint.
-        metadata: Megatron's of the content (``distrib_optim_sharding_type``).
+    ``metadata``: Megatron's content metadata (``distrib_optim_sharding_type``).
 
     Raises:
-        ConfigError: it is not; names the flag and the fix.
+        ConfigError: it does not; names the flag and the fix.
     """
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", saved is None):
         return
@@ -53,10 +47,10 @@ def check_optimizer(
 
 
 def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
-    """Check that a checkpoint holds tensors (``available``, by key) in the shapes that a run reads.
+    """Check that a checkpoint's tensors (``available``, by key) have this run's shapes.
 
     Raises:
-        ConfigError: a shape differs, or the distributed optimizer's states are laid out otherwise.
+        ConfigError: a shape or the layout of optimizer states differs.
     """
     for _, _, entry in nested_entries(list(sharded_state_dict.values())):
         bucket = BUCKETS.match(entry.key)
@@ -83,7 +77,7 @@ def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
 
 
 def nested_entries(content):
-    """Yield ``(container, index, entry)`` of everything sharded in nested dicts and lists."""
+    """Yield ``(container, index, entry)`` of nested sharded entries."""
     if not isinstance(content, dict | list):
         return
     for name, entry in content.items() if isinstance(content, dict) else enumerate(content):
@@ -94,7 +88,6 @@ def nested_entries(content):
 
 
 def say_layout(args: argparse.Namespace) -> None:
-    """Print that checkpoints of this run fit its own layout only, if they do."""
     if (
         args.use_distributed_optimizer
         and not args.no_save_optim
@@ -110,7 +103,7 @@ def say_layout(args: argparse.Namespace) -> None:
 
 def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
     then, now = getattr(saved, "optimizer", args.optimizer), args.optimizer
-    then = "muon" if then == "dist_muon" else then  # Megatron's former name
+    then = "muon" if then == "dist_muon" else then
     yield (
         then == now,
         f"--optimizer must be {then}, {where}, got {now}: the two keep other states. Give it",
@@ -121,7 +114,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
         f"--muon-scalar-optimizer must be {scalars[0]}, {where}, got {scalars[1]}: the two keep "
         "other states. Give it",
     )
-    # Not of the layer-wise optimizer, whose states are the plain one's.
+    # The layer-wise optimizer has plain states.
     was = getattr(saved, "use_distributed_optimizer", False)
     yield (
         was == args.use_distributed_optimizer,
@@ -159,7 +152,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
 
 
 def _plain(value: Any, args: Any) -> Any:
-    """Return a part of a layout so that equal ones are equal: no virtual stages are one."""
+    """Normalise; no virtual stages count as one."""
     if isinstance(value, str):
         stages = args.pipeline_model_parallel_size
         return PipelineParallelLayerLayout.from_str(value, stages).layout

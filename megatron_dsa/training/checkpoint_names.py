@@ -1,6 +1,6 @@
-"""Names of a run's tensors in checkpoints of other layer sets, stackings and kinds of models.
+"""Tensor names in checkpoints of other layer sets, stackings and model kinds.
 
-A GPT keeps attention and MLP of a layer under its number, a hybrid model under two numbers.
+A GPT keeps attention and MLP of a layer under one number, a hybrid model under two.
 """
 
 import argparse
@@ -15,28 +15,25 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_dsa.config.hybrid import EXPERTS, count_pairs, decoder_of
 from megatron_dsa.errors import require
 
-# transformer-engine keeps some norms inside the linear that follows them; names for both forms.
+# Names without and with transformer-engine's fused norms.
 _NORM_NAMES = (
     ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
     ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 )
 _STACKED = re.compile(r"(.*decoder\.layers)\.(?!\d+\.)(.*)")
-#: Parts of a GPT layer that are the second of its two hybrid layers.
+#: Parts in the second hybrid layer of a GPT layer.
 _OF_MLP = r"(?=pre_mlp_layernorm\.|mlp\.)"
-#: Name of a GPT, number of the layer in it, name of a hybrid model.
+#: Name in a GPT, name in a hybrid model.
 _PREDICTION = "transformer_layer.", "mtp_model_layer.layers."
 _FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherKind:
-    """A checkpoint of a GPT for a hybrid model with the same layers, or the other way round.
+    """A GPT's checkpoint for a hybrid model with the same layers, or vice versa.
 
-    Attributes:
-        rename: a name of this run -> its name in the checkpoint.
-        gpt_layers: decoder layers of the GPT.
-        num_layers: decoder layers of this run.
+    ``rename``: name in this run -> name in the checkpoint; ``num_layers``: of this run.
     """
 
     rename: Callable[[str], str]
@@ -45,15 +42,14 @@ class OtherKind:
 
 
 def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | None:
-    """Return how a checkpoint names this run's tensors; ``None`` for one of this run's kind.
+    """Return the naming of a checkpoint of the other kind; ``None`` for this run's kind.
 
     Args:
-        saved: arguments in the checkpoint; ``None`` is a GPT of any size (imported weights).
+        saved: arguments in the checkpoint; ``None``: imported weights.
         pattern: ``--hybrid-layer-pattern`` of this run, ``None`` for a GPT.
-        directory: the checkpoint, for messages.
 
     Raises:
-        ConfigError: one is a GPT, and the other has other layers.
+        ConfigError: the GPT and the hybrid model have different layers.
     """
     then = getattr(saved, "hybrid_layer_pattern", None)
     if (then is None) == (pattern is None):
@@ -79,7 +75,7 @@ def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | N
 
 
 def arguments_of_gpt(saved: argparse.Namespace) -> argparse.Namespace:
-    """Return a hybrid model's arguments as a GPT with the same layers; a GPT's are unchanged."""
+    """Convert a hybrid model's arguments to a GPT's."""
     pattern = getattr(saved, "hybrid_layer_pattern", None)
     if pattern is None or (count := count_pairs(pattern)) is None:
         return saved
@@ -113,21 +109,20 @@ def _hybrid_name(name: str) -> str:
 
 
 def is_held(entry, available: dict) -> bool:
-    """Return whether a checkpoint has an entry, or all parts that a factory splits it into."""
+    """Return whether a checkpoint has an entry or all its parts."""
     if isinstance(entry, ShardedTensorFactory) and entry.key not in available:
         return all(part.key in available for part in nested_values(entry.build()))
     return entry.key in available
 
 
 def same_under_another_name(entry, available: dict, kind: OtherKind | None = None):
-    """Return ``entry`` as it is found in a checkpoint, or ``None`` if it is not."""
     if kind is not None:
         entry = _out_of_stack(entry, kind.gpt_layers)
         entry = dataclasses.replace(entry, key=kind.rename(entry.key))
     for key in (entry.key, *_other_norm_names(entry.key)):
         if key in available:
             return dataclasses.replace(entry, key=key)
-        # One tensor per layer here, all layers stacked in one tensor there.
+        # One tensor per layer here, stacked there.
         match = re.fullmatch(r"(.*decoder\.layers)\.(\d+)\.(.*)", key)
         if match and (stacked := f"{match[1]}.{match[3]}") in available:
             layers = available[stacked].global_shape[0]
@@ -143,7 +138,7 @@ def _other_norm_names(key: str):
 
 
 def _in_stack(entry, key: str, layer: int, layers: int):
-    """Return the sharded tensor (or factory of some) that reads one layer of a stacked tensor."""
+    """Return an entry that reads one layer of a stacked tensor."""
     if isinstance(entry, ShardedTensor):
         return dataclasses.replace(
             entry,
@@ -156,7 +151,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
     build = entry.build_fn
 
     def build_stacked(_key, *args):
-        # The factory appends nothing to the key, so its parts are all of the stacked tensor.
+        # The factory's parts share the stacked key.
         return dict_list_map_inplace(
             lambda part: _in_stack(part, key, layer, layers), build(key, *args)
         )
@@ -165,7 +160,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
 
 
 def _out_of_stack(entry, layers: int):
-    """Return the entry of one layer by itself; ``layers``: as many must be stacked."""
+    """Return one layer's entry; ``layers``: expected stack size."""
     found = _STACKED.fullmatch(entry.key)
     if found is None:
         return entry

@@ -1,8 +1,7 @@
-"""Loading checkpoints of an earlier stage, or of a plain dense MLA model.
+"""Loading of checkpoints of an earlier stage, or of a plain dense MLA model.
 
-A ``dense`` checkpoint has no indexers: later stages start with fresh ones. A change of stage starts
-the optimizer anew, and adapters that the checkpoint lacks. Anything else that is missing is an
-error.
+A ``dense`` checkpoint has no indexers: later stages start with fresh ones. A change of stage
+restarts the optimizer and initialises missing adapters. Anything else missing is an error.
 """
 
 import argparse
@@ -44,8 +43,8 @@ from megatron_dsa.training.launching import this_rank
 def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
-    Inside it, Megatron's loader accepts that a checkpoint has no indexers, and that it is of a GPT
-    where the run's model is hybrid, or the other way round.
+    Inside it, Megatron's loader accepts checkpoints without indexers, and GPT checkpoints for
+    hybrid models and vice versa.
     """
     install_checkpoint_repairs()
     install("tracker file", read_tracker)
@@ -56,13 +55,13 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
         functions["save"] = load_extra("lora.base", "--lora-rank").saving_without(
             base, args.lora_base
         )
-    # A release (imported weights) has no optimizer.
+    # Imported weights have no optimizer.
     if directory is not None and directory.name != "release":
         with reading(directory):
             common = dist_checkpointing.load_common_state_dict(str(directory))
         saved = common.get("args")
         was, now = _what_is_trained(saved), _what_is_trained(args)
-        if {was, now} == {"warmup (everything)", "sparse"}:  # the same parameters
+        if {was, now} == {"warmup (everything)", "sparse"}:
             was = now
         if was != now and not args.finetune and not args.no_load_optim:
             args.no_load_optim = True
@@ -72,7 +71,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
                     "optimizer starts anew"
                 )
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
-        if args.load and directory.parent == Path(args.load):  # not of --pretrained-checkpoint
+        if args.load and directory.parent == Path(args.load):
             check_optimizer(args, saved, metadata or {}, directory)
     if this_rank() == 0 and args.save:
         say_layout(args)
@@ -85,7 +84,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
 
 @contextmanager
 def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
-    # Megatron's own reads checkpoints of a GPT for layers * only, and none the other way round.
+    # Megatron converts "*" layers only.
     names: dict[str, Any] = {"_maybe_setup_gpt_to_hybrid_load": lambda *_: (None, False)}
     with (
         mock.patch.multiple(checkpointing, **names),
@@ -95,9 +94,9 @@ def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
 
 
 def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | None:
-    """Return the base that checkpoints of this run name and leave out, if any; print it.
+    """Return the base that this run's checkpoints refer to; print it.
 
-    Sets ``args.lora_base``, which Megatron saves with all arguments.
+    Sets ``args.lora_base``, which is saved.
     """
     args.lora_base, reference = None, None
     if getattr(args, "lora_rank", None) is None:
@@ -124,7 +123,6 @@ def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | N
 
 
 def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
-    """Print that a run of stage ``dense`` leaves the indexers of its checkpoint behind."""
     if _stage_of(args) != "dense":
         return
     indexers = [
@@ -140,10 +138,10 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
 
 
 def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
-    """Check that a checkpoint has the tables of hash routing that the model is going to load.
+    """Check that a checkpoint has the hash-routing tables that the model loads.
 
     Raises:
-        ConfigError: they are for other layers, another vocabulary or number of experts per token.
+        ConfigError: layers, vocabulary or experts per token differ.
     """
     entries = entries_of(directory)
     shapes = [e.global_shape for key, e in entries.items() if key.endswith(".router.tid2eid")]
@@ -171,10 +169,10 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
 
 
 def check_adapters(args: argparse.Namespace, directory: Path) -> None:
-    """Check that a run takes over the adapters (LoRA) of its checkpoint as they are.
+    """Check that a run keeps all adapters (LoRA) of its checkpoint.
 
     Raises:
-        ConfigError: it has none of them, or of another rank or scale, or would drop some.
+        ConfigError: it drops some, or has another rank or scale.
     """
     found = [
         key
@@ -213,7 +211,7 @@ def check_adapters(args: argparse.Namespace, directory: Path) -> None:
 
 
 def _what_is_trained(args) -> str:
-    """Name the set of parameters that the optimizer holds: its state fits no other set."""
+    """Optimizer state fits one set of parameters."""
     trained = _stage_of(args)
     if getattr(args, "lora_rank", None) is None:
         return trained
@@ -223,10 +221,10 @@ def _what_is_trained(args) -> str:
 
 def _stage_of(args) -> str:
     stage = getattr(args, "dsa_stage", None)
-    if stage is None:  # not of this package: megatron-core's own DSA, or dense attention
+    if stage is None:  # bundled DSA, or dense attention
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
-    if getattr(args, "csa_dense_mode", False):  # stage dense in checkpoints of earlier versions
+    if getattr(args, "csa_dense_mode", False):  # checkpoints of earlier versions
         stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"
@@ -236,17 +234,17 @@ def _stage_of(args) -> str:
 
 
 def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
-    """Return the distributed checkpoint that Megatron is going to load, or ``None``.
+    """Return the distributed checkpoint that Megatron will load, or ``None``.
 
     Raises:
-        ConfigError: it is not there, or damaged; names ``step_flag``.
+        ConfigError: it is missing or damaged; names ``step_flag``.
     """
     for root in filter(None, (args.load, args.pretrained_checkpoint)):
         name = saved_name(Path(root), args.ckpt_step)
         if name is None:
             continue
         directory = Path(root) / name
-        if this_rank() == 0:  # the files are the same for all
+        if this_rank() == 0:
             check_files(directory, step_flag)
         if dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             return directory
@@ -254,7 +252,7 @@ def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
 
 
 def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
-    """Return the directory of the latest checkpoint of a run, or of iteration ``step``.
+    """Return the directory of a run's latest checkpoint, or of iteration ``step``.
 
     Raises:
         ConfigError: there is none; names ``flag``, which gave ``root``.
@@ -262,7 +260,7 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step), "--step"
     )
-    # A directory of imported weights has no steps, and Megatron takes step 0 for none.
+    # Imported weights have no steps; Megatron ignores step 0.
     if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
         which = "" if step is None else f" of --step {step}"
         raise ConfigError(
@@ -273,8 +271,9 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
 
 
 def load(sharded_state_dict, checkpoint_dir, *args, pattern: str | None = None, **kwargs) -> Any:
-    """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
-    indexers, go by other names, or hold adapters only; ``pattern`` as for :func:`redirect`."""
+    """Extend Megatron's ``dist_checkpointing.load`` to checkpoints without indexers, with other
+    names, or of adapters only.
+    """
     with reading(Path(checkpoint_dir)):
         available = redirect(sharded_state_dict, checkpoint_dir, pattern)
         check_shapes(sharded_state_dict, checkpoint_dir, available)
@@ -282,7 +281,7 @@ def load(sharded_state_dict, checkpoint_dir, *args, pattern: str | None = None, 
             loaded = serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
             kind = other_kind(loaded.get("args"), pattern, checkpoint_dir)
             if kind is not None and "args" in loaded:
-                loaded["args"].num_layers = kind.num_layers  # Megatron compares it
+                loaded["args"].num_layers = kind.num_layers
             return loaded
         extra = load_extra("lora.base", "--lora-rank")
         return extra.load(sharded_state_dict, checkpoint_dir, base, *args, **kwargs)
@@ -297,10 +296,10 @@ def _saved_base(checkpoint_dir) -> dict[str, str | None] | None:
 
 
 def base_of(checkpoint_dir) -> Path | None:
-    """Return the base of a checkpoint that holds adapters only; ``None`` of any other.
+    """Return the base of a checkpoint of adapters; ``None`` for other checkpoints.
 
     Raises:
-        ConfigError: the base is gone, or was changed.
+        ConfigError: the base is missing or was changed.
     """
     if (reference := _saved_base(checkpoint_dir)) is None:
         return None
@@ -308,19 +307,18 @@ def base_of(checkpoint_dir) -> Path | None:
 
 
 def stored_entries(checkpoint_dir) -> dict[str, ShardedBase]:
-    """Return everything in the files of a distributed checkpoint, by key, without its data."""
     install_checkpoint_repairs()
     return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
 
 
 def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
-    """Return :func:`stored_entries`, and the weights of the base of adapters."""
+    """Return :func:`stored_entries` and the adapters' base weights."""
     entries = stored_entries(checkpoint_dir)
     if (base := base_of(checkpoint_dir)) is None:
         return entries
     frozen = load_extra("lora.base", "--lora-rank").frozen_entries(base)
     args = _saved_args(checkpoint_dir)
-    # The model may have less than its base.
+    # The model may lack parts of its base.
     without_mtp, dense = not args.mtp_num_layers, _stage_of(args) == "dense"
     return {
         key: entry
@@ -333,10 +331,10 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
 def redirect(
     sharded_state_dict, checkpoint_dir, pattern: str | None = None
 ) -> dict[str, ShardedBase]:
-    """Point entries of models and optimizers to where a checkpoint keeps them; print the changes.
+    """Point entries of models and optimizers to their names in a checkpoint; print the changes.
 
-    Entries of indexers are removed where the checkpoint has none. Returns all that it holds, by
-    key. ``pattern``: the layer pattern of this run, ``None`` for a GPT.
+    Removes entries of indexers if the checkpoint has none. Returns the checkpoint's entries by key.
+    ``pattern``: layer pattern of this run, ``None`` for a GPT.
 
     Raises:
         ConfigError: the checkpoint lacks anything else.
@@ -355,12 +353,11 @@ def _redirect_models(
     fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
     for parent, name, entry in list(nested_entries(models)):
-        # The other kind may have this number for another layer.
+        # The other kind may give this number to another layer.
         if kind is None and is_held(entry, available):
             continue
         if name.endswith("_extra_state"):
-            # Objects of a layer kind or stacking that the checkpoint does not have; they hold
-            # quantisation statistics, which training finds again.
+            # Training recomputes quantisation statistics.
             del parent[name]
         elif (found := same_under_another_name(entry, available, kind)) is not None:
             parent[name] = found
@@ -395,7 +392,6 @@ def _redirect_models(
 
 
 def _check_pools(keys: list[str], available: Iterable[str], checkpoint_dir) -> None:
-    """Check that index keys are of tokens, or of pools, in the run and in the checkpoint."""
     here, there = ([key for key in each if is_indexer_parameter(key)] for each in (keys, available))
     pooled = any(key.endswith("indexer.pool_ape") for key in there)
     require(
@@ -408,7 +404,6 @@ def _check_pools(keys: list[str], available: Iterable[str], checkpoint_dir) -> N
 def _redirect_optimizers(
     sharded_state_dict, checkpoint_dir, available: dict, kind: OtherKind | None = None
 ) -> None:
-    """States of Adam carry the names of their parameters."""
     missing = []
     for parent, name, entry in list(nested_entries(sharded_state_dict.get("optimizer"))):
         if ".state." not in entry.key or (kind is None and is_held(entry, available)):

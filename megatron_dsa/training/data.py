@@ -1,4 +1,4 @@
-"""Data: Megatron's indexed data sets, and batches for a GPT training step."""
+"""Megatron's indexed data sets, and batches for a GPT training step."""
 
 import contextlib
 import functools
@@ -32,9 +32,9 @@ BYTE_VOCAB = 257
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """Megatron's data set, which looks for tokens for ever where it has no document.
+    """Megatron's data set, with an error instead of an endless search.
 
-    It keeps the name, which is a part of the names of cached indices.
+    The class name is part of cached indices' names.
     """
 
     unique_description_hash: str
@@ -49,7 +49,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def _build_document_sample_shuffle_indices(self):
-        # Cached indices go by the path: data written anew there would be read by the old ones.
+        # Cached indices are named by path only.
         index = Path(f"{self.dataset.path_prefix}.idx")
         if index.is_file():
             text = f"{self.unique_description_hash} {_digest(index)}"
@@ -61,7 +61,6 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
 @functools.cache
 def _digest(index: Path) -> str:
-    """Return a digest of an index file: of its size and of megabytes at both ends."""
     most, size = 2**20, index.stat().st_size
     with index.open("rb") as file:
         head = file.read(most)
@@ -70,7 +69,7 @@ def _digest(index: Path) -> str:
 
 
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
+    """Build Megatron's GPT data sets from the global arguments."""
     args = get_args()
     with _naming_lists(args):
         blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -82,7 +81,7 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
 
     def on_this_rank() -> bool:
         ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-        # Packed batches carry sequence lengths, which every pipeline stage needs.
+        # Every stage needs the lengths of packed batches.
         return mpu.get_tensor_model_parallel_rank() == 0 and (
             ends or _has_mtp_layers(args) or args.dataloader_inter_document_masking
         )
@@ -141,9 +140,10 @@ def _naming_lists(args) -> Iterator[None]:
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` where a ``.bin`` or ``.idx`` file of ``--data-path`` is missing.
+    """Check that the files of ``--data-path`` exist; skip object stores.
 
-    Object stores are left to Megatron.
+    Raises:
+        ConfigError: a ``.bin`` or ``.idx`` file is missing.
     """
     for prefix in prefixes:
         if "://" in prefix:
@@ -158,14 +158,16 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
 
 
 def vocabulary_of(args) -> int:
-    """Return the size of the vocabulary, without the padding of the embedding."""
     return max(args.vocab_size or 0, get_tokenizer().vocab_size)
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
-    """Raise :class:`ConfigError` for a token outside the vocabulary: on a GPU a device assert.
+    """Check token ids on the host; on a GPU they would end in a device assert.
 
-    Reads only tensors on the host; ``vocabulary`` is without the padding of the embedding.
+    ``vocabulary``: without the padding of the embedding.
+
+    Raises:
+        ConfigError: a token is outside the vocabulary.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name)
@@ -181,11 +183,10 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
 
 
 def _has_mtp_layers(args) -> bool:
-    """Return whether this rank holds multi-token-prediction layers, which read tokens as well."""
     if not args.mtp_num_layers:
         return False
     layout = args.pipeline_model_parallel_layout
-    if isinstance(layout, str):  # the configuration holds it parsed, the arguments do not
+    if isinstance(layout, str):  # parsed only in the configuration
         layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
     return mtp_on_this_rank(layout, args.mtp_num_layers)
 
@@ -194,12 +195,10 @@ _BATCH_KEYS = (
     "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
     "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
 )  # fmt: skip
-#: What has one entry per token, in dim 1.
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _documents(args) -> int | None:
-    """Return how many documents a batch has room for; a script of Megatron's has no such flag."""
     return getattr(args, "dsa_packed_documents", None)
 
 
@@ -210,9 +209,9 @@ def _packs_conversations(args) -> bool:
 def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[str, Any], Any]:
     """Return this rank's ``(batch, packed_seq_params)``; middle stages get an empty batch.
 
-    With ``--dataloader-inter-document-masking`` the documents of a batch are packed (THD) and do
-    not see each other. Under context parallelism the batch holds the rank's tokens, while the
-    packed parameters describe whole documents.
+    With ``--dataloader-inter-document-masking`` the documents of a batch are packed (THD). Under
+    context parallelism the batch holds local tokens, while the packed parameters describe whole
+    documents.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -270,13 +269,10 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
 
 
 def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = None) -> None:
-    """Leave a context-parallel rank's tokens in ``batch`` (in place), in the rank's order.
-
-    By attention's table: Megatron's own split supports neither other layouts nor, without
-    transformer-engine, packed documents.
+    """Reduce ``batch`` (in place) to a context-parallel rank's tokens, in its order.
 
     Args:
-        batch: tensors ``[b, s]`` by name, or ``None``; only tensors with an entry per token change.
+        batch: tensors ``[b, s]`` by name, or ``None``; only entries per token change.
         offsets: int ``[n + 1]``, cumulative (padded) lengths of packed documents, or ``None``.
     """
     whole = {key: batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None}
@@ -292,7 +288,11 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
 
 
 def check_cp_layout(args) -> None:
-    """Raise :class:`ConfigError` for data that the layout of context parallelism does not fit."""
+    """Check that the layout of context parallelism fits the data.
+
+    Raises:
+        ConfigError: it does not.
+    """
     ranks, layout = args.context_parallel_size, args.dsa_cp_layout
     packed = args.dataloader_inter_document_masking
     if ranks == 1:
@@ -316,9 +316,9 @@ def check_cp_layout(args) -> None:
 
 
 def with_room(cu_seqlens: torch.Tensor, documents: int) -> torch.Tensor:
-    """Return cumulative lengths ``[b, documents + 1]`` with room for ``documents`` per sequence.
+    """Return cumulative lengths ``[b, documents + 1]``, of fixed size.
 
-    ``cu_seqlens``: int32 ``[b, n]`` on the host; copies of its end behind the last document.
+    ``cu_seqlens``: int32 ``[b, n]`` on the host, padded with copies of its end.
 
     Raises:
         ConfigError: a sequence has more documents.
@@ -341,20 +341,17 @@ def _pack(
 ) -> PackedSeqParams:
     """Flatten a batch of sequences of ``length`` tokens, in place, to one.
 
-    Megatron balances experts per sample by ``tokens_per_sample``, and cuts the tokens of a rank by
-    it: it is set only where a rank holds ``whole`` samples.
-
     Args:
-        fixed: lengths have one size in all batches; nothing is read by the host then.
+        fixed: sizes are equal in all batches; avoids a host sync.
+        whole: this rank holds whole samples.
         padded: sequences may end in padding.
     """
-    batch["attention_mask"] = None  # the lengths say it
+    batch["attention_mask"] = None  # replaced by lengths
     for key in _TOKEN_KEYS:
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)
     samples = len(batch["cu_seqlens"])
     cu_seqlens, starts = _joined(batch["cu_seqlens"], length, fixed)
-    # Padding behind the last document needs none.
     offsets = starts if padded and samples > 1 else None
     longest = length if fixed else int(batch["max_seqlen"].max())
     return PackedSeqParams(
@@ -372,10 +369,9 @@ def _pack(
 def _joined(
     cu_seqlens: torch.Tensor, length: int, fixed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 cumulative lengths of the documents of all sequences, without and with padding.
+    """Return int32 cumulative lengths of all sequences' documents, without and with padding.
 
-    ``cu_seqlens``: ``[b, n + 1]``. With ``fixed`` documents without tokens keep their room, else
-    they are left out.
+    ``cu_seqlens``: ``[b, n + 1]``. Empty documents are kept only with ``fixed``.
     """
     first = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * length
     lengths, starts = cu_seqlens.diff(dim=1).flatten(), (cu_seqlens[:, :-1] + first).flatten()

@@ -1,4 +1,4 @@
-"""Indexed data sets on disk: sizes of the ``.idx`` and ``.bin`` files, checked before training."""
+"""Checks of the ``.idx`` and ``.bin`` files of indexed data sets."""
 
 import os
 import struct
@@ -9,9 +9,8 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
 from megatron_dsa.errors import require
 
-#: Behind the header: version, dtype code, number of sequences, number of documents.
+#: After the header: version, dtype code, sequences, documents.
 _COUNTS = struct.Struct("<QBQQ")
-#: Numbers that are looked at together.
 _BLOCK = 2**20
 
 
@@ -19,7 +18,7 @@ def check_data_set(prefix: str) -> int:
     """Return the number of tokens of the indexed data set ``<prefix>.idx``.
 
     Raises:
-        ConfigError: a file ends early, or the first is no index.
+        ConfigError: a file ends early, or the index is damaged.
         OSError: a file cannot be read.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -58,7 +57,7 @@ def check_data_set(prefix: str) -> int:
     for first in range(0, sequences, _BLOCK):
         length, pointer = (x[first : first + _BLOCK] for x in (lengths, pointers))
         positive &= bool((length >= 0).all() and (pointer >= 0).all())
-        # Unsigned: damaged pointers do not overflow.
+        # Unsigned, so that damaged pointers do not overflow.
         ends = pointer.astype(np.uint64) + length.astype(np.uint64) * token_bytes
         end, tokens = max(end, int(ends.max())), tokens + int(length.sum(dtype=np.int64))
     require(
@@ -76,7 +75,7 @@ def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
 
 
 def check_data_sets(words: list[str] | None) -> None:
-    """Check the data sets of ``--data-path`` or its siblings, which may hold weights between."""
+    """Check the data sets of ``--data-path``; skip weights."""
     for prefix in words or ():
         if os.path.exists(f"{prefix}.idx"):
             check_data_set(prefix)

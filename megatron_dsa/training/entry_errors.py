@@ -1,8 +1,4 @@
-"""Errors that end a command or a training: a sentence on stderr and an exit code.
-
-Errors of this package and those in :data:`KNOWN` end in a sentence; any other keeps its traceback.
-``--traceback`` on the command line shows all tracebacks.
-"""
+"""Errors that end a command or training with a message on stderr and an exit code."""
 
 import contextlib
 import hashlib
@@ -22,14 +18,14 @@ from megatron_dsa.training.checkpoint_files import TRACKER, damage_in, first_fai
 from megatron_dsa.training.files.system_errors import sentence
 from megatron_dsa.training.launching import this_rank, world_size
 
-#: Exit code of errors that the user has to mend.
+#: Errors that the user can fix.
 USAGE = 2
-#: Megatron's exit codes after a result that is not a number: save and rerun; give up.
+#: Megatron's exit codes: save and rerun; give up.
 _RERUN, _REJECTED = 16, 17
 
 
 class Ending(NamedTuple):
-    """A message and an exit code; ``traceback`` is printed before the message."""
+    """``traceback`` is printed before the message."""
 
     message: str
     code: int = USAGE
@@ -37,15 +33,14 @@ class Ending(NamedTuple):
 
 
 class Known(NamedTuple):
-    """An error of Megatron or torch, and its sentence.
+    """An error of Megatron or torch, and its message.
 
     Attributes:
-        through: functions; the error came through one of them; empty: any.
-        kinds: names of classes of the error or its cause.
-        says: the sentence, with ``{error}`` (its first line, or the check that failed),
-            ``{launch}`` (variables of the launcher), ``{executable}`` (Python), ``{save}`` and the
-            groups of ``text``.
-        text: regular expression that its text must have.
+        through: functions in the traceback; "": any.
+        kinds: class names of the error or its cause.
+        says: message with ``{error}``, ``{launch}`` (launcher variables), ``{executable}``,
+            ``{save}`` and the groups of ``text``.
+        text: regular expression to find in the error's text.
     """
 
     through: str
@@ -59,7 +54,7 @@ class Known(NamedTuple):
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
 _TOKENIZER = "build_tokenizer hugging_face_tokens"
 _LOAD = "load_checkpoint prepare_loading export_hf"
-#: The first entry that fits counts.
+#: The first match counts.
 KNOWN = (
     Known(
         _FLAGS,
@@ -170,7 +165,7 @@ KNOWN = (
         "RuntimeError",
         "another rank is lost or does not answer ({error}): read the log of the rank that ended "
         "first. The same command resumes from the last checkpoint of --load (docs/guide/resume.md)",
-        # Messages of gloo and NCCL, whose watchdog may end the process first.
+        # gloo and NCCL, whose watchdog may end the process first.
         r"gloo/transport/.*(Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
         r"|Connection refused|Socket closed)|Application timeout caused pair closure"
         r"|NCCL communicator was aborted|remote process exited"
@@ -183,16 +178,15 @@ KNOWN = (
 
 @contextlib.contextmanager
 def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
-    """End the process with the message and the exit code that :func:`explain` returns.
+    """Exit with the message and code of :func:`explain`.
 
-    Under a launcher, ranks that fail with the same message print it once, and torchrun's own
-    summary shows it.
+    Ranks that fail with the same message print it once; torchrun's summary includes it.
 
     Args:
         argv: the command line (default: ``sys.argv``); with ``--traceback`` errors pass through.
 
     Raises:
-        SystemExit: in place of an error that :func:`explain` describes.
+        SystemExit: instead of an error that :func:`explain` describes.
     """
     try:
         yield
@@ -200,7 +194,7 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
         if leaving.code in (_RERUN, _REJECTED) and (machine := _rerun_machine()) is not None:
             _say(_after_a_rejected_result(machine, leaving.code))
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if TRACEBACK_FLAG in (sys.argv if argv is None else argv):
             raise
         ending = explain(error)
@@ -213,16 +207,16 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
 
 
 def explain(error: BaseException, *functions: str) -> Ending | None:
-    """Return how to end on an error, or ``None`` for one that needs its traceback.
+    """Return message and exit code of an error, or ``None`` if it needs its traceback.
 
     Args:
-        functions: names to add to the functions of its traceback.
+        functions: added to the functions of its traceback.
     """
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     machine = _rerun_machine()
     rejected = machine is not None and machine.state.name == "WILL_RERUN_FROM_CHECKPOINT"
-    if rejected and _training_arguments().save is None:  # the attempt to save failed
+    if rejected and _training_arguments().save is None:  # saving failed
         return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
     cause = first_failure(error)
     kinds = {kind.__name__ for each in (error, cause) for kind in type(each).__mro__}
@@ -240,10 +234,10 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Without a frame that tells, an error of a lost rank: there has to be another one.
+        # Other ranks must exist.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            # Below the first line stand stacks, but of errors on flags also the fix.
+            # Only errors on flags go on after the first line.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
@@ -261,7 +255,7 @@ def _launch() -> str:
 
 
 def _folder() -> str:
-    """Return ``--save`` and its free space: torch's error of a full disk does not name it."""
+    """Include the free space, which torch omits."""
     folder = _training_arguments().save
     return f"{folder}, which has {shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
@@ -271,7 +265,6 @@ def _training_arguments() -> Any:
 
 
 def _rerun_machine() -> Any:
-    """Return Megatron's validation of results, or ``None`` where no training has begun."""
     machines = sys.modules.get("megatron.core.rerun_state_machine")
     variables = sys.modules.get("megatron.training.global_vars")
     if machines is None or variables is None or variables._GLOBAL_ARGS is None:
@@ -280,7 +273,6 @@ def _rerun_machine() -> Any:
 
 
 def _after_a_rejected_result(machine: Any, code: int) -> str:
-    """Describe the non-finite result, its step, and how to resume."""
     call = machine.failed_validation_call
     result = call.caller.message if call is not None else "a result of another rank was rejected"
     args = _training_arguments()
@@ -299,8 +291,8 @@ def _after_a_rejected_result(machine: Any, code: int) -> str:
 
 
 def _say(message: str) -> None:
-    """Print a message on stderr, unless another rank has, and leave it for torchrun's summary."""
-    with contextlib.suppress(OSError):  # its disk may be the full one
+    """Print a message once over all ranks, also to torchrun's summary."""
+    with contextlib.suppress(OSError):  # the disk may be full
         sys.stdout.flush()
     if world_size() > 1:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -318,12 +310,11 @@ def _is_first_to_say(message: str) -> bool:
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
         return _store().add(f"megatron_dsa/said/{restart}/{digest}", 1) == 1
-    except Exception:  # whatever is wrong with the store, the message must be seen
+    except Exception:  # print anyway
         return True
 
 
 def _store():
-    """Return the store of the process group, or torchrun's before there is one."""
     from datetime import timedelta
 
     import torch

@@ -1,4 +1,4 @@
-"""Flags that are refused because they would have no effect, and flags that Megatron ignores."""
+"""Rules against flags without effect, and flags that Megatron ignores."""
 
 import argparse
 import math
@@ -20,12 +20,15 @@ from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.training.checkpoint_files import saved_name
 from megatron_dsa.training.files.system_errors import naming
 
-#: Values of ``--optimizer`` that are Muon.
 MUON = ("muon", "adaptive_muon")
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise for flags of a training that have no effect on the run that the others describe."""
+    """Check that all flags have an effect in this run.
+
+    Raises:
+        ConfigError: a flag has none.
+    """
     for ok, message in _flag_rules(args):
         require(ok, message)
     if not on_meta():
@@ -35,7 +38,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def _require_writable(folder: str) -> None:
-    """Raise an :class:`OSError` unless files can be written to a folder, which is made."""
+    """Create a folder, unless it raises :class:`OSError`."""
     os.makedirs(folder, exist_ok=True)
     with naming(folder), tempfile.TemporaryFile(dir=folder):
         pass
@@ -70,7 +73,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     )
     yield from _needed_flags(args)
     yield from _fp8_parameter_rules(args)
-    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # given, or validated
+    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # string before validation
     yield (
         fp32_gradients
         or not args.use_precision_aware_optimizer
@@ -95,7 +98,7 @@ _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _PACKED = "--dataloader-inter-document-masking"
 _USUAL = ("adam", "sgd")
 _SFT, _PRESET = "with --sft", "megatron_dsa.pretrain sets it; add it"
-#: Row, when it applies (in words, with names of arguments; nothing: always), and the same as code.
+#: Rule, condition in words ("": always), condition as code.
 ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
     (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
@@ -158,18 +161,17 @@ ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
 
 
 def _of_v4() -> str:
-    """Return the names of the flags that only V4's attention reads."""
     shared = {each.name for each, _ in option_fields(StreamFields)}
     names = [pair for pair in option_fields(CSAFields) if pair[0].name not in shared]
     names += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
 
 
-#: Flags (by their names as arguments), and the flags without which they have no effect.
+#: Arguments, condition of their effect as code, the same in words.
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
-        lambda args: on_meta(),  # the last one is also a flag of the planned model
+        lambda args: on_meta(),  # the latter is also a flag of the plan
         "with --dsa-dry-run",
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
@@ -220,7 +222,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         given = [
             flag_of(name) if value is True else f"{flag_of(name)} {said(value)}"
             for name, value in values.items()
-            # By identity: 0 is a value that was given.
+            # 0 is a given value, so compare by identity.
             if not (value is None or value is False or value == [] or value == defaults.get(name))
         ]
         yield (
@@ -231,7 +233,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
 
 def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     if args.seq_length is None:
-        return  # not validated: Megatron requires it
+        return  # before validation
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
     length, unit = args.seq_length, math.lcm(halves * context, context * tensor)
@@ -254,12 +256,12 @@ def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """A start without the optimizer's main parameters takes those that were rounded to FP8."""
-    # Megatron takes the pretrained checkpoint until this run has saved one of its own.
+    """Main parameters would be initialised from weights rounded to FP8."""
+    # Megatron uses it until this run has saved a checkpoint.
     saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
     pretrained = args.pretrained_checkpoint is not None and not saved
     starts = pretrained or (args.load and (args.finetune or args.no_load_optim))
-    # megatron-core 0.20 always dequantises before it loads, and has no flag for it.
+    # megatron-core 0.20 always dequantises.
     streams: bool | None = getattr(args, "stream_ckpt_dequant", None)
     flag = "" if streams is None else " --no-stream-ckpt-dequant"
     read_in_bf16 = args.load_main_params_from_ckpt and not streams
@@ -311,7 +313,6 @@ def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     )
 
 
-#: Implementation of CUDA graphs -> why packed batches cannot be captured by it.
 _WHY_NOT_PACKED = {
     "full_iteration": "Megatron sends the lengths of documents through the host",
     "transformer_engine": "Megatron hands these graphs tensors only, and no packed_seq_params",
@@ -319,10 +320,10 @@ _WHY_NOT_PACKED = {
 
 
 def apply_yarn_flags(args: argparse.Namespace, config) -> None:
-    """Set Megatron's YaRN flags, which it ignores for MLA, on an MLA configuration.
+    """Apply Megatron's YaRN flags, which it ignores for MLA, to an MLA configuration.
 
     Raises:
-        ConfigError: V4's attention under YaRN without the original length, which cannot be guessed.
+        ConfigError: V4's attention under YaRN without the original length.
     """
     original = args.yarn_original_max_position_embeddings
     stretched = config.rope_type == "yarn" and config.rotary_scaling_factor != 1

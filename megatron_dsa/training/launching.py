@@ -1,7 +1,6 @@
-"""Checks before a training starts: the launcher's variables, and the lock of a killed process.
+"""Checks of launcher variables and stale build locks before training.
 
-A wrong number of processes leaves the others waiting, for minutes and without a word. torch is
-imported late: its lack ends a command in a sentence.
+torch is imported late, so that its absence ends in a message.
 """
 
 import os
@@ -10,24 +9,22 @@ from pathlib import Path
 
 from megatron_dsa.errors import require
 
-#: Variables of a launcher, and the values of one process without any.
 _ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
     "MASTER_PORT": "0",
 }  # fmt: skip
-#: Sizes of a job, and ranks, by launchers that do not set torch's variables.
 _OTHER_SIZES = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
     *("JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE"),
 )
 _OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID")
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
-#: Lock of the extension of ``CheckpointWithoutOutput``, below the folder of the Python version.
+#: Lock of Megatron's ``CheckpointWithoutOutput`` build.
 _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
 
 
 def this_rank() -> int:
-    """Return the rank of this process, which need not have joined a process group."""
+    """Return the rank, also before joining a process group."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -37,7 +34,6 @@ def this_rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes of the job by the launcher's variable."""
     value = os.environ.get("WORLD_SIZE", "1")
     return int(value) if value.isdigit() else 1
 
@@ -45,8 +41,7 @@ def world_size() -> int:
 def check_launch() -> None:
     """Check ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    Without any of them, this process becomes a job of one, unless another launcher started
-    several. Rank 0 of several prints where it waits for the others.
+    If none is set, this process becomes a job of one, unless another launcher started several.
 
     Raises:
         ConfigError: a variable is missing or out of range.
@@ -67,7 +62,7 @@ def check_launch() -> None:
     gpus = torch.cuda.device_count()
     required = ["MASTER_ADDR", "MASTER_PORT"]
     if world > 1:
-        # A launcher may show every process one GPU of its own.
+        # Each process may see only one GPU.
         required = ["RANK", *(["LOCAL_RANK"] if gpus > 1 else []), *required]
     for name in required:
         case = f" with WORLD_SIZE {world}" if "RANK" in name else ""
@@ -94,10 +89,10 @@ def check_launch() -> None:
 
 
 def environment_number(name: str, default: int, least: int = 0) -> int:
-    """Return a variable of the environment that must be a whole number.
+    """Read an environment variable as a whole number.
 
     Raises:
-        ConfigError: it is none, or less than ``least``.
+        ConfigError: it is not one, or less than ``least``.
     """
     text = os.environ.get(name, str(default))
     require(
@@ -108,8 +103,8 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
 
 
 def use_compiled_dataset_helper() -> None:
-    """Skip the Makefile that Megatron would run: the wheel holds the compiled helper without it."""
-    from megatron.core.datasets import utils  # not all callers have imported Megatron
+    """Skip Megatron's Makefile if the wheel lacks it."""
+    from megatron.core.datasets import utils
 
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if not os.path.exists(makefile):
@@ -117,10 +112,7 @@ def use_compiled_dataset_helper() -> None:
 
 
 def remove_stale_build_lock() -> None:
-    """Remove the lock of a process that was killed while it built Megatron's extension.
-
-    Later processes wait for it for ever, without a word. Building takes half a minute.
-    """
+    """Remove a killed build's lock, which blocks other processes; building takes half a minute."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -131,6 +123,6 @@ def remove_stale_build_lock() -> None:
                 lock.unlink()
                 print(f"> removed {lock}: left {minutes:.0f} minutes ago by a killed process")
         except FileNotFoundError:
-            pass  # another rank has removed it
+            pass  # another rank removed it
         except OSError as error:
             print(f"> warning: processes will wait for {lock} for ever: remove it ({error})")

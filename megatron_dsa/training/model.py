@@ -1,4 +1,4 @@
-"""The whole GPT model with sparse layers, and the table of its implementations at start-up."""
+"""The GPT or hybrid model with sparse layers, and its start-up table."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from megatron_dsa.specs import dsa_block_spec, dsa_hybrid_stack_spec, dsa_mtp_bl
 
 @dataclass(kw_only=True)
 class DSAModelConfig(gpt.GPTModelConfig):
-    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
+    """GPT configuration with sparse attention, also in MTP layers."""
 
     lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
@@ -36,19 +36,16 @@ class DSAModelConfig(gpt.GPTModelConfig):
 
 @dataclass(kw_only=True)
 class DSAHybridModelConfig(hybrid.HybridModelConfig):
-    """The same of a hybrid model; its transformer configuration has ``layer_pattern``."""
+    """Hybrid configuration; its transformer has ``layer_pattern``."""
 
     lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAHybridModelBuilder"
 
 
 class _Builder:
-    """Part of a builder that prints what was built; Megatron's builder comes behind it."""
-
     _model_config: Any
 
     def build_distributed_models(self, pg_collection, *args, **kwargs) -> list[Any]:
-        """Build all stages of this rank; like the parent, and print the start-up table."""
         _check_embedding_group(self._model_config, pg_collection)
         with collect_choices() as choices:
             models = super().build_distributed_models(pg_collection, *args, **kwargs)  # type: ignore[misc]
@@ -64,10 +61,7 @@ class _Builder:
 
 
 class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
-    """Builds a GPT model from :class:`DSAModelConfig`."""
-
     def build_model(self, *args, **kwargs) -> Any:
-        """Build one stage; like the parent, but MTP layers are sparse as well."""
         transformer = self._model_config.transformer
         if hash_layers(transformer) and transformer.moe_hash_vocab_size is None:
             transformer.moe_hash_vocab_size = padded_vocabulary(self._model_config)
@@ -77,7 +71,7 @@ class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
         def mtp_block_spec(config, _layer_spec, vp_stage=None):
             return dsa_mtp_block_spec(config, vp_stage)
 
-        # The parent derives MTP layers from Megatron's dense spec, through a module function.
+        # Megatron derives MTP layers from its dense spec.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             model = super().build_model(*args, **kwargs)
         if has_adapters(transformer):
@@ -88,10 +82,7 @@ class DSAModelBuilder(_Builder, gpt.GPTModelBuilder):
 
 
 class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
-    """Builds a hybrid model from :class:`DSAHybridModelConfig`."""
-
     def build_model(self, *args, **kwargs) -> Any:
-        """Build one stage; like the parent, with a stack spec of this package by default."""
         transformer, spec = self._model_config.transformer, self._model_config.hybrid_stack_spec
         if not isinstance(spec, ModuleSpec):
             self._model_config.hybrid_stack_spec = (spec or dsa_hybrid_stack_spec)(transformer)
@@ -102,19 +93,17 @@ class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
 
 
 def accumulate_in_every_call(model: torch.nn.Module) -> None:
-    """Let linears of a prediction layer that is called several times add gradients.
+    """Make a repeated prediction layer accumulate gradients in every call.
 
-    With fused accumulation transformer-engine's linears overwrite the main gradient in the backward
-    pass of the first call of a step, which comes last.
+    transformer-engine overwrites them in the backward of the first call, which runs last.
     """
     for module in getattr(model, "mtp", torch.nn.Module()).modules():
         if hasattr(module, "disable_parameter_transpose_cache"):
-            # They cannot tell the first call from others; FP8 weights are quantised in each.
+            # Quantises FP8 weights in every call.
             module.disable_parameter_transpose_cache = True
 
 
 def padded_vocabulary(model: Any) -> int:
-    """Return the size of the padded vocabulary, over all ranks."""
     if not model.should_pad_vocab:
         return model.vocab_size
     return calculate_padded_vocab_size(
@@ -125,11 +114,7 @@ def padded_vocabulary(model: Any) -> int:
 
 
 def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
-    """Return the function for ``get_embedding_ranks`` of Megatron's ``pretrain()``.
-
-    Copies of the embedding's weight are on the first stage, the stage of multi-token prediction,
-    and the last where the output layer is tied to it. Megatron sums their gradients.
-    """
+    """Return ``get_embedding_ranks`` of Megatron's ``pretrain()``: stages with the embedding."""
 
     def ranks(pipeline: list[int]) -> list[int]:
         found = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
@@ -141,7 +126,6 @@ def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
 
 
 def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
-    """Refuse a group that would add gradients of the output layer to the embedding's."""
     group = getattr(pg_collection, "embd", None)
     if not (model.transformer.mtp_num_layers and isinstance(group, torch.distributed.ProcessGroup)):
         return
@@ -156,10 +140,9 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
 
 
 def start_table(choices: Iterable[Choice]) -> list[str]:
-    """Return the lines of the table: operation, implementation, and the reason if there is one."""
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
-        # Calls of several shapes may differ in their reasons: the first one stands.
+        # Shapes may differ in their reasons.
         remark = "" if choice.no_gpu else choice.remark()
         remarks.setdefault((choice.operation, choice.candidate.name), remark)
     table = [("operation", "implementation", "reason")]
@@ -172,7 +155,6 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:
-    """Print the table of rank 0's model, and how it attends if there are two ways to."""
     choices = list(choices)
     if choices:
         why = f"{NO_GPU}; " if any(choice.no_gpu for choice in choices) else ""

@@ -1,4 +1,4 @@
-"""Megatron's process groups in a command that is one process."""
+"""Megatron's process groups for commands of one process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megatron_dsa.patches import cpu_host
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Set up process groups of one rank over gloo for the body, unless there are some already."""
+    """Set up process groups of one rank over gloo, unless they exist."""
     if cpu_host.needed():
         cpu_host.activate()
     if torch.distributed.is_initialized():

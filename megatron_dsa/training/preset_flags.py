@@ -1,4 +1,4 @@
-"""Megatron's flags that this machine and this package call for, put in front of the user's."""
+"""Default flags for this machine and package, before the user's."""
 
 import importlib.util
 
@@ -7,19 +7,17 @@ from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
 
-#: Masks select keys by index, so S x S masks are never read; rope is this package's own.
+#: Masks are unused; rope is this package's.
 ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
-#: Megatron's defaults need transformer-engine or Apex.
 WITHOUT_TRANSFORMER_ENGINE = [
     "--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion",
 ]  # fmt: skip
-#: Apex's kernel, with which Megatron's own linears fuse the accumulation of gradients.
+#: Apex's kernel of fused gradient accumulation.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
-#: Scales of delayed scaling start at 1, where E5M2 rounds gradients below 2**-17 to 0: in the first
-#: steps layers would get none, one after the other from the output on.
+#: Delayed scaling starts at 1, where E5M2 rounds gradients below 2**-17 to 0.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
-#: Conversations are packed, have any length, and count by their tokens.
+#: Conversations are packed and weighted by their tokens.
 SFT = [
     "--dataloader-inter-document-masking", "--calculate-per-token-loss",
     "--dsa-cp-layout", "zigzag_rows",
@@ -27,9 +25,9 @@ SFT = [
 
 
 def preset_flags(argv: list[str], planning: bool = False) -> None:
-    """Put the flags that this machine calls for in front of the user's, which win; print them.
+    """Insert this machine's flags before the user's, which win.
 
-    ``planning``: preset the flags of a GPU, also where there is none.
+    ``planning``: assume a GPU.
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()
@@ -38,20 +36,20 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         reasons.append(reason)
         flags += WITHOUT_TRANSFORMER_ENGINE
         local = True
-    # transformer-engine's linears fuse it themselves.
+    # transformer-engine fuses it itself.
     if local and (no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None):
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")
     fp8 = _last_value(argv, "--fp8-format") is not None
     delayed = _last_value(argv, "--fp8-recipe") in (None, "delayed")  # Megatron's default
-    if fp8 and delayed and "--fp16" not in argv:  # which has loss scales of its own
+    if fp8 and delayed and "--fp16" not in argv:  # fp16 scales its loss
         reasons.append("delayed scaling")
         flags += LOSS_SCALE
     if "--sft" in argv:
         reasons.append("--sft")
         flags += SFT
     if importlib.util.find_spec("one_logger") is None:
-        flags.append("--no-one-logger")  # else Megatron prints that the package is missing
+        flags.append("--no-one-logger")  # else Megatron prints a notice
     if no_gpu and not planning:
         reasons.append("no GPU (running on the CPU over gloo)")
         flags += cpu_host.FLAGS
@@ -61,5 +59,4 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
 
 
 def _last_value(argv: list[str], flag: str) -> str | None:
-    """Return the last value of a flag on a command line; None if it has none."""
     return next(reversed(given_values(argv, flag)), None)

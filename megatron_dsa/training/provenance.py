@@ -1,4 +1,4 @@
-"""Machine and software of a run, as arguments: Megatron writes those to TensorBoard and W&B."""
+"""Machine and software of a run, as arguments that Megatron logs to TensorBoard and W&B."""
 
 import argparse
 import os
@@ -11,26 +11,23 @@ import megatron_dsa
 from megatron_dsa.training.launching import world_size
 from megatron_dsa.versions import host_described
 
-#: Names of the arguments.
 MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
 
 
 def record_provenance(args: argparse.Namespace) -> None:
-    """Set both arguments, on all ranks alike: Megatron compares them when it saves."""
+    """Set both on all ranks: Megatron compares them."""
     if args.tensorboard_dir or args.wandb_project:
         setattr(args, MACHINE, machine())
         setattr(args, SOFTWARE, software())
 
 
 def machine() -> str:
-    """Return the number of GPUs of the job and their name, or the number of CPU cores."""
     if torch.cuda.is_available():
         return f"{world_size()} x {torch.cuda.get_device_name()}"
     return f"CPU, {world_size()} process(es) on {os.cpu_count()} cores"
 
 
 def software() -> str:
-    """Return the versions that were trained with, and the commit where the package is a clone."""
     commit = f" (commit {found})" if (found := _commit()) else ""
     megatron = f"megatron-core {host_described()}"
     return f"megatron_dsa {megatron_dsa.__version__}{commit}, {megatron}, torch {torch.__version__}"
@@ -39,7 +36,7 @@ def software() -> str:
 def _commit() -> str:
     root = Path(megatron_dsa.__file__).parents[1]
     if not (root / ".git").exists():
-        return ""  # installed: a folder above may be another project's clone
+        return ""  # may be another project's checkout
     try:
         done = subprocess.run(
             ["git", "-C", root, "rev-parse", "--short", "HEAD"],

@@ -1,7 +1,4 @@
-"""Leave out what Megatron and torch print at every start and no user can act on.
-
-Everything that the tables do not name is shown as before.
-"""
+"""Filters for output of Megatron and torch that no user can act on."""
 
 import argparse
 import contextlib
@@ -16,50 +13,46 @@ from unittest import mock
 
 from megatron_dsa.training.launching import this_rank
 
-#: Warnings: beginning of the message, regular expression of the module that gives it.
+#: Beginning of the message, pattern of the module.
 WARNINGS = (
-    # Megatron runs without these packages; a training prints which flags that calls for.
+    # Preset flags handle their absence.
     ("Transformer Engine and Apex are not installed. Falling back", r"megatron\."),
     ("Apex is not installed. Falling back to Torch Norm", r"megatron\."),
     (
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         r"megatron\.",
     ),
-    # Parts of Megatron that are imported along and not used.
+    # Imported, not used.
     ("MimoModelConfig is experimental", r"megatron\."),
     # Commands have no ranks.
     ("Could not determine rank from torch.distributed, RANK", r"megatron\."),
-    # A default of Megatron's own, for CUDA graphs.
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
-    # The compiler gives the path of the file as the module.
+    # Module is the file's path.
     ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
-    # On a machine without a GPU: Megatron requests pinned memory, torch does without.
+    # Harmless without a GPU.
     ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
-    # Megatron's calls of torch's checkpoint functions.
     ("The argument order of load has been changed", r"torch\.distributed\."),
     ("torch.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\."),
-    # Attributed to any of the callers.
     ("Please use DTensor instead and we are deprecating ShardedTensor", ""),
 )
-#: Log records: logger, beginning of the message.
+#: Logger, message prefix.
 RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-    # Data sets hold longer documents than a sample.
+    # Documents may be longer than a sample.
     ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
-    # Also logged by saves that are not asynchronous.
+    # Also for synchronous saves.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
-    # In every run, at the level of warnings.
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
     ("megatron.core.rerun_state_machine", "Setting RerunStateMachine mode"),
 )
-#: The same inside :func:`quiet_output`: names of all parameters, and steps of reading a data file.
+#: Names of all parameters, steps of reading data.
 LONG_RECORDS = (
     ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient"),
     ("megatron.core.datasets.indexed_dataset", "\tExtract the "),
 )
-#: Printed where ``--load`` holds no checkpoint: beginnings of the two lines.
+#: ``--load`` holds no checkpoint.
 _NO_CHECKPOINT = ("WARNING: could not find the metadata file", "    will not load any checkpoints")
 
 
@@ -73,11 +66,9 @@ def _is_shown_briefly(record: logging.LogRecord) -> bool:
 
 
 def silence_host_warnings() -> None:
-    """Silence :data:`WARNINGS` and :data:`RECORDS`, for the rest of the process.
+    """Silence :data:`WARNINGS` and :data:`RECORDS`, unless the user asks for warnings.
 
-    To be called before Megatron is imported. Nothing is silenced where the user asks for warnings,
-    by ``PYTHONWARNINGS=default`` or ``-W default`` (any action but ``ignore``). Filters that the
-    program has set go first. A second call changes nothing.
+    Call before importing Megatron. Existing filters go first.
     """
     if any(not option.startswith("i") for option in sys.warnoptions):
         return
@@ -96,14 +87,12 @@ def _shows_all(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    """Let Megatron print neither its arguments nor names of parameters, but at level DEBUG.
+    """Hide Megatron's arguments and parameter names, except at level DEBUG.
 
-    Also left out are its theoretical memory, computed for dense attention, the memory of a GPU that
-    is not there, and the warning about a missing checkpoint where ``--load`` is ``--save``: that is
-    a first start.
+    Also hides its memory of dense attention or missing GPUs, and the warning about a first start.
     """
     import torch
-    from megatron.training import arguments, checkpointing, get_args, training  # prepared by then
+    from megatron.training import arguments, checkpointing, get_args, training
 
     print_arguments, report_memory = arguments._print_args, training.report_theoretical_memory
     report_gpu_memory, print_line = training.report_memory, checkpointing.print_rank_0

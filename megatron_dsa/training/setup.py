@@ -1,4 +1,4 @@
-"""The model's configuration from parsed flags, and the forward step of a training."""
+"""Model configuration from parsed flags, and the training forward step."""
 
 import argparse
 import functools
@@ -31,15 +31,14 @@ from megatron_dsa.training.provenance import record_provenance
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return this rank's loss, the divisor of its gradient, and figures for the log.
+    """Return this rank's loss, the divisor of its gradient, and log figures.
 
-    Megatron's schedules divide by the divisor and average gradients over the ranks of context
-    parallelism, which hold parts of the same sequences: the divisor is the count of all of them,
-    and the loss is multiplied by their number. With ``--calculate-per-token-loss`` Megatron sums
-    the counts.
+    Megatron divides by the divisor and averages gradients over context-parallel ranks. The divisor
+    therefore counts all their tokens, and the loss is multiplied by their number. With
+    ``--calculate-per-token-loss`` Megatron sums the counts.
 
     Args:
-        loss_mask: ``[b, s]`` of this rank's tokens, 0 for tokens outside the loss.
+        loss_mask: ``[b, s]`` of local tokens, 0 outside the loss.
         losses: ``[b, s]``, per token.
     """
     mask = loss_mask.reshape(-1).float()
@@ -54,10 +53,10 @@ def loss_function(
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tuple[Any, Callable]:
-    """Run one microbatch; return the per-token losses and the function that reduces them.
+    """Run one microbatch; return per-token losses and the function that reduces them.
 
-    With ``return_schedule_plan`` Megatron (``--overlap-moe-expert-parallel-comm``) gets its plan of
-    the layers in place of the losses, and runs the plans of two microbatches interleaved.
+    With ``return_schedule_plan`` (``--overlap-moe-expert-parallel-comm``) return Megatron's plan of
+    the layers instead of losses.
     """
     TIMES.paused = not model.training
     timers = get_timers()
@@ -66,10 +65,10 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     batch, packed = get_batch(data_iterator, get_model_config(model), vp_stage)
     timers("batch-generator").stop()
     counter = installed()
-    # Every chunk of an interleaved pipeline gets the batch, and evaluation is not counted.
+    # Count a batch once, in training only.
     if counter is not None and packed is not None and model.training and not vp_stage:
         counter.count_documents(packed.cu_seqlens_q)
-    # Attention does not read the mask, and a CUDA graph would copy it in every replay.
+    # Attention ignores it, and graph replays would copy it.
     graphed = get_model_config(model).cuda_graph_impl != "none"
     run = model.build_schedule_plan if return_schedule_plan else model
     losses = run(
@@ -84,7 +83,6 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
 
 
 def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
-    """Return the configuration of the model that the parsed flags describe."""
     check_flags(args)
     record_provenance(args)
     check_cp_layout(args)
@@ -119,7 +117,7 @@ def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
 
 
 def _without_bundled_attention(args) -> argparse.Namespace:
-    """Return arguments from which Megatron does not take layers D for its bundled attention."""
+    """Hide layers D, which select Megatron's bundled attention."""
     pattern = args.hybrid_layer_pattern
     pattern = None if pattern is None else pattern.replace("D", "+")
     return argparse.Namespace(**vars(args) | {"hybrid_layer_pattern": pattern})

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations packed into sequences of one length, as Megatron's data."""
+"""Supervised fine-tuning: conversations packed into sequences, as Megatron's data."""
 
 import contextlib
 import hashlib
@@ -25,20 +25,19 @@ from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
-#: Conversations that are tokenised together, by the threads of the tokenizer.
 _TOGETHER = 512
-#: Seconds between signs of life: ranks that wait longer than Megatron's timeout would end the run.
+#: Seconds; ranks must not wait longer than Megatron's timeout.
 _BEAT = 60.0
 
 
 @dataclass
 class SFTConfig(BlendedMegatronDatasetConfig):
-    """Megatron's configuration of data sets, and the settings of conversations.
+    """Megatron's data-set configuration with settings of conversations.
 
     Attributes:
         prefixes: JSONL file -> prefix of its tokens, see :func:`tokenise`.
-        truncate: cut conversations that are longer than a sequence, else drop them.
-        documents: most conversations of a sequence; ``None``: any number.
+        truncate: cut conversations longer than a sequence, else drop them.
+        documents: most conversations per sequence; ``None``: any number.
     """
 
     prefixes: dict[str, str] = field(default_factory=dict)
@@ -51,8 +50,8 @@ def tokenise(
 ) -> str:
     """Write the tokens of a JSONL file as an indexed data set in ``folder``; return its prefix.
 
-    The name depends on the file's content and the tokenizer: what is there already is not written
-    again. A document is an array of :meth:`.ChatTokenizer.encode`. ``beat`` is called every minute.
+    The name depends on file content and tokenizer; an existing data set is reused. Documents are
+    arrays of :meth:`.ChatTokenizer.encode`. Calls ``beat`` every minute.
 
     Raises:
         ConfigError: the file is missing or empty, or a line is wrong.
@@ -64,7 +63,7 @@ def tokenise(
     name = hashlib.sha256((content + chat.fingerprint).encode()).hexdigest()[:16]
     name = f"{Path(path).stem}-{name}"
     prefix = os.path.join(folder, name)
-    with contextlib.suppress(ConfigError, OSError):  # there is none, or it is damaged
+    with contextlib.suppress(ConfigError, OSError):  # missing or damaged
         check_data_set(prefix)
         print(f"> {path}: tokens of an earlier run, {prefix}.bin", flush=True)
         return prefix
@@ -84,7 +83,7 @@ def tokenise(
                 beat()
                 last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
-        builder.data_file.flush()  # errors are of this file
+        builder.data_file.flush()  # attribute errors to this file
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
     print(
@@ -109,16 +108,13 @@ def tokenise(
 
 
 def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[list[int]]:
-    """Return lists of indices of ``lengths``, each with a sum of at most ``room``: best fit.
+    """Pack indices of ``lengths`` into lists with sums of at most ``room``: best fit.
 
-    Args:
-        lengths: in the order in which they are packed, each at most ``room``.
-        room: tokens of a list.
-        most: indices of a list, if limited.
+    ``most``: indices per list, if limited.
     """
     packed: list[list[int]] = []
     open_lists: dict[int, list[int]] = {}  # tokens left -> lists
-    left: list[int] = []  # its keys, ascending
+    left: list[int] = []  # ascending
     for index, length in enumerate(lengths):
         at = bisect_left(left, length)
         if at == len(left):
@@ -139,12 +135,11 @@ def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[lis
 
 
 class SFTDataset(MegatronDataset):
-    """Sequences of packed conversations, epoch after epoch in another order.
+    """Sequences of packed conversations, reshuffled every epoch.
 
     An item has int64 ``tokens``, ``labels`` and ``position_ids`` and fp32 ``loss_mask``, each
-    ``[s]``, int32 ``cu_seqlens [s + 1]``, which ends in copies of the number of tokens without
-    padding, and int32 ``max_seqlen``. The order of the items depends on the seed only, not on how
-    many are asked for.
+    ``[s]``, int32 ``cu_seqlens [s + 1]``, padded with the number of real tokens, and int32
+    ``max_seqlen``. The order depends on the seed only, not on the number of items.
     """
 
     config: SFTConfig
@@ -156,7 +151,7 @@ class SFTDataset(MegatronDataset):
         items: list[np.ndarray] = []
         epoch, wanted = 0, 1 if num_samples is None else num_samples
         if not wanted:
-            # Megatron's samplers refuse an empty data set, also where nothing is read from it.
+            # Megatron's samplers reject empty data sets.
             self.items = [np.arange(min(1, len(self.documents)))]
             return
         require(
@@ -188,7 +183,7 @@ class SFTDataset(MegatronDataset):
         return IndexedDataset(prefix, mmap=config.mmap_bin_files)
 
     def _fitting(self) -> np.ndarray:
-        """Return the conversations to train on; print how many are cut or left out."""
+        """Select conversations; print how many are cut or dropped."""
         room = self.config.sequence_length
         lengths = self.dataset.sequence_lengths[self.indices] - 1
         long = lengths > room
@@ -223,7 +218,7 @@ class SFTDataset(MegatronDataset):
             tokens[part], labels[part] = ids[:-1], ids[1:]
             mask[part], positions[part] = marked[1:] >= 0, np.arange(len(ids) - 1)
             ends.append(part.stop)
-        # Padding, which no query sees: equal tokens would all go to the same experts.
+        # Equal tokens would all route to the same experts.
         tokens[ends[-1] :] = np.resize(tokens[: ends[-1]], room - ends[-1])
         cu_seqlens = np.full(room + 1, ends[-1], np.int32)
         cu_seqlens[: len(ends)] = ends
@@ -233,7 +228,6 @@ class SFTDataset(MegatronDataset):
 
 
 def _broadcast(value: Any = None) -> Any:
-    """Return rank 0's value."""
     values = [value]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(values)
@@ -246,7 +240,7 @@ def sft_datasets(
     shared: dict[str, Any],
     on_this_rank: Callable[[], bool],
 ) -> Any:
-    """Build the data sets of ``--sft`` from JSONL files; to be called on every rank.
+    """Build the data sets of ``--sft`` from JSONL files; collective.
 
     Rank 0 tokenises while the others wait. ``shared``: fields of all Megatron's data sets.
     """
@@ -260,7 +254,7 @@ def sft_datasets(
             folder = args.data_cache_path or os.path.join(os.path.dirname(path), "cache")
             prefixes[path] = tokenise(path, chat, os.path.join(folder, "sft"), _broadcast)
     prefixes = _broadcast(prefixes)
-    while prefixes is None:  # rank 0 is at work
+    while prefixes is None:  # rank 0 is tokenising
         prefixes = _broadcast()
     config = SFTConfig(
         **shared,

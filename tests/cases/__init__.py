@@ -1,1 +1,1 @@
-"""Inputs, cases and comparisons that several test files share."""
+"""Inputs, cases and comparisons shared by test files."""

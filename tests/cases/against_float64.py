@@ -9,7 +9,7 @@ from tests.host import attention_module, packed, start
 
 
 def hidden_states(config, tokens, batch=1):
-    """Random hidden states ``[tokens, batch, hidden]``, a leaf."""
+    """Return random hidden states ``[tokens, batch, hidden]``, a leaf."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(tokens, batch, config.hidden_size, generator=generator, dtype=torch.float64)
     return x.to(start(), config.params_dtype).requires_grad_()
@@ -18,12 +18,11 @@ def hidden_states(config, tokens, batch=1):
 def compare(
     config, reference: Callable, tolerance, *, loss, tokens, batch=1, lengths=None, unused=False
 ):
-    """Check output and every gradient of a layer; return it, and the result of the reference.
+    """Check output and all gradients of a layer; return it and the reference's result.
 
     Args:
-        config: of the layer.
-        reference: takes weights by name and hidden states, float64 leaves; returns a result with
-            ``out`` and ``loss``.
+        reference: takes weights by name and hidden states, float64 leaves; returns ``out`` and
+            ``loss``.
         tolerance: relative error of each tensor.
         loss: the indexer's, or ``None``.
         tokens, batch: of the hidden states; ``lengths`` packs them.

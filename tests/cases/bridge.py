@@ -1,4 +1,4 @@
-"""Importing Megatron-Bridge without the packages that need a GPU."""
+"""Import of Megatron-Bridge without the packages that need a GPU."""
 
 import contextlib
 import importlib.abc
@@ -55,10 +55,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Let modules stand in for :data:`STAND_INS` in the body, where there is no GPU.
+    """Replace :data:`STAND_INS` by inert modules in the body, without a GPU.
 
-    Their names can be imported and subclassed, and do nothing when they are called. Modules that
-    are imported later do not find them.
+    Modules imported later do not find them.
     """
     if not cpu_host.needed():
         yield

@@ -1,4 +1,4 @@
-"""Records of what modules call: operations, and delayed weight gradients of linears."""
+"""Records of operation calls and of delayed weight gradients."""
 
 import contextlib
 import dataclasses
@@ -9,10 +9,8 @@ from megatron_dsa.ops.dispatch import Operation
 
 @contextlib.contextmanager
 def recorded_calls(prefix=""):
-    """Return a list that gets ``(operation, call)`` of every call, packed or not left out.
-
-    Args:
-        prefix: of the names of operations.
+    """Return a list that collects ``(operation, call)`` of every call; ``prefix`` filters
+    by name.
     """
     calls, original = [], Operation.run
 
@@ -26,12 +24,12 @@ def recorded_calls(prefix=""):
 
 
 def of_any_batch(calls):
-    """Return calls without what depends on the batch."""
+    """Return calls without batch-dependent fields."""
     return {(name, dataclasses.replace(call, packed=False, topk=None)) for name, call in calls}
 
 
 def delayed_linears(module):
-    """Return the names of the linears whose ``backward_dw`` the module's reaches, in order."""
+    """Return the linears reached by the module's ``backward_dw``, in order."""
     called = []
     for name, child in module.named_modules():
         if name.rpartition(".")[2].startswith("linear"):

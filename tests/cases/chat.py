@@ -11,9 +11,9 @@ SPECIAL = (
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 )
-#: Name -> template, in which ``((`` and ``))`` stand around the assistant's text.
+#: Name -> template, with ``((`` and ``))`` around the assistant's text.
 _MARKED = {
-    # Adds a system message; the newline behind the end of a turn is the template's.
+    # Adds a system message; a newline follows the end of a turn.
     "chatml": """
 {%- if messages[0]['role'] != 'system' %}
 {{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' }}{% endif %}
@@ -44,13 +44,13 @@ _MARKED = {
 {%- else %}{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
-    # No header before the assistant, and no special token but at the end.
+    # No header before the assistant, and a special token only at the end.
     "llama2": """
 {%- for m in messages %}
 {%- if m['role'] == 'assistant' %}(({{ ' ' + m['content'] | trim + ' ' + eos_token }}))
 {%- else %}{{ bos_token if loop.first }}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}
 {%- endfor %}""",
-    # Ends no turn: the token that begins the next one does.
+    # Ends no turn: the next turn's first token does.
     "glm": """
 {%- for m in messages %}
 {%- if m['role'] == 'assistant' %}{{ '<|assistant|>' }}((
@@ -61,7 +61,7 @@ _MARKED = {
 }  # fmt: skip
 TEMPLATES = {name: text.replace("((", "").replace("))", "") for name, text in _MARKED.items()}
 for _name, _text in _MARKED.items():
-    # Jinja's own brackets of that shape do not occur.
+    # Jinja uses no such brackets.
     assert _text.count("((") == _text.count("))") == 1, _name
 TAGGED = {
     name: text.replace("((", "{% generation %}").replace("))", "{% endgeneration %}")
@@ -111,11 +111,11 @@ CONVERSATIONS = {
 
 
 def save_tokenizer(folder, template=None, vocabulary=320):
-    """Save a byte-level tokenizer of some tokens, trained on the licence; return it."""
+    """Save a byte-level tokenizer trained on the licence; return it."""
     from transformers import PreTrainedTokenizerFast
 
     licence = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
-    # It begins texts with <bos>, which templates write themselves.
+    # It prepends <bos>, which templates write themselves.
     backend = train_tokenizer([licence], vocabulary, SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template

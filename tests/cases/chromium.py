@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: what goes wrong in them, and what sticks out of the window."""
+"""Pages in headless Chromium: errors, and elements wider than the window."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
-#: Elements wider than the window, but for content of an element that scrolls or clips.
+#: Elements wider than the window, except inside a scrolling or clipping element.
 _STICKING_OUT = """() => {
   const width = document.documentElement.clientWidth;
   const style = (x) => getComputedStyle(x);
@@ -29,7 +29,7 @@ _OPEN_DETAILS = "document.querySelectorAll('details').forEach((x) => { x.open = 
 
 @contextmanager
 def windows() -> Iterator:
-    """Start Chromium with a fresh profile; skip the test where it or playwright is missing."""
+    """Start Chromium with a fresh profile; skip the test without it or playwright."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
@@ -41,14 +41,14 @@ def windows() -> Iterator:
 
 
 def opened(context, address: str, width: int, ready: str = "true") -> tuple:
-    """Open a page in a window of ``width`` pixels, and its ``<details>``.
+    """Open a page in a window of ``width`` pixels, with its ``<details>`` open.
 
     Args:
         ready: JavaScript that becomes true when the scripts of the page have run.
 
     Returns:
-        The page, and a list of its defects, which later events extend: messages on the console,
-        requests that fail, elements that stick out of the window.
+        The page, and a list of defects that later events extend: console messages, failed requests,
+            elements wider than the window.
     """
     page = context.new_page()
     page.set_viewport_size({"width": width, "height": 844})

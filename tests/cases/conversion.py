@@ -9,7 +9,7 @@ FOLDER = EXAMPLES / "conversion"
 
 
 def module(name):
-    """Return a script as a module; scripts import each other by name, from their folder."""
+    """Return a script as a module; scripts import each other by name."""
     sys.path.insert(0, str(FOLDER))
     try:
         return importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""A stand-in for CUDA graphs on the CPU: a traced step that is run again on other inputs.
+"""A substitute for CUDA graphs on the CPU: a traced step, run again on other inputs.
 
-Tracing is like a capture: only what is computed on tensors of the inputs happens again. Python runs
-once; a number that is read from a tensor is an error; a tensor that was there before is read where
-it lies. (It is unlike one in that what depends on no input is computed once.)
+Like a capture, tracing records only operations on tensors. Python runs once; reading a number from
+a tensor is an error; existing tensors are read in place. Unlike a capture, anything independent of
+the inputs is computed once.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from megatron_dsa.ops.indexer_topk import api
 
 @contextlib.contextmanager
 def without_host_numbers():
-    """Leave out what only the CPU does: values are checked, and a factor is read, on the host."""
+    """Skip host-only work of the CPU: checks of values, reading of a factor."""
 
     def unchecked(*_args):
         return None
@@ -32,11 +32,11 @@ def without_host_numbers():
 
 
 def step_of(module, make_params=lambda lengths: None):
-    """Return a training step of an attention or a layer, as a function of tensors alone.
+    """Return a training step of an attention or a layer as a function of tensors only.
 
-    It takes hidden states, the gradient of the output, the loss scale, the log's buffer, and the
-    cumulative lengths of documents; and returns output, gradients of the hidden states and of all
-    trained parameters, and the log's buffer with the figures of the step added.
+    It takes hidden states, the output's gradient, loss scale, log buffer and cumulative document
+    lengths; returns output, gradients of hidden states and trained parameters, and the log buffer
+    with the step added.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
 
@@ -53,11 +53,11 @@ def step_of(module, make_params=lambda lengths: None):
 
 
 def traced(step, inputs):
-    """Return what runs the operations of ``step(*inputs)`` again on other inputs.
+    """Trace ``step(*inputs)``; return a function that runs its operations on other inputs.
 
     Raises:
         RuntimeError: the step reads a number from a tensor.
     """
     with without_host_numbers():
-        step(*inputs)  # tables are made in a first step
+        step(*inputs)  # builds tables
         return torch.no_grad()(make_fx(step)(*inputs))

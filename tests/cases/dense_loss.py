@@ -1,4 +1,4 @@
-"""Calls of the dense indexer loss that its kernels take, and their comparison with float64."""
+"""Calls of the dense indexer loss within its kernels' limits, and their comparison with float64."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ from tests.helpers import leaf
 
 MODULE = "megatron_dsa.ops.indexer_loss.triton.dense"
 HOPPER = "megatron_dsa.ops.indexer_loss.tilelang.dense"
-SCALE = 0.11  # not 1, so that a scale applied twice shows
+SCALE = 0.11  # not 1, so that a scale applied twice is noticed
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads and dims; ``own`` dims of a key are its head's, made of ``rank`` latents where it is
-    made of any; ``value`` dims follow those of an expanded key.
+    """Heads and dims: ``own`` dims per head of a key, computed from ``rank`` latents if any;
+    ``value`` dims follow in an expanded key.
     """
 
     index_heads: int = 5
@@ -33,7 +33,7 @@ class Shape:
 
 
 def make(layout, shape, dtype, keys, relu=True):
-    """Return inputs of the largest workspace; scores have a deviation of about 1."""
+    """Return inputs of the largest workspace, with scores of deviation 1."""
     device, rows, slots = layout.start.device, layout.num_queries, layout.num_keys
 
     def draw(*sizes, seed, scale=1.0):
@@ -60,7 +60,7 @@ def make(layout, shape, dtype, keys, relu=True):
 
 
 def computed(arguments, run=None, name="triton"):
-    """Return value and gradients of ``run``, of the implementation ``name`` if it is None."""
+    """Return value and gradients of ``run``, by default of implementation ``name``."""
     if run is not None:
         value, gradients = run(arguments)
         return value, *gradients
@@ -80,14 +80,14 @@ def computed(arguments, run=None, name="triton"):
 
 
 def check(got, want, of_value, of_gradients):
-    """Compare value and gradients with an ``ExpectedLoss``, each with its own tolerance."""
+    """Compare value and gradients with an ``ExpectedLoss``, each with its tolerance."""
     found = Comparison(of_gradients, {"loss": of_value})
     want.compare(found, *got)
     assert not found.wrong()
 
 
 def with_others(inputs):
-    """Mass besides the keys that differs by head; none in some rows, nothing else in others."""
+    """Add other mass that differs by head: none for some queries, only that for others."""
     rows, heads = inputs.q.shape[:2]
     dtype = accumulation_dtype(inputs.q.dtype)
     other = leaf(rows, heads, seed=8, device=inputs.q.device, dtype=dtype).detach() * 3
@@ -98,7 +98,7 @@ def with_others(inputs):
 
 
 def with_lse(inputs, anything=float("nan")):
-    """Given log-sum-exps, with anything in rows that see nothing."""
+    """Add given log-sum-exps, arbitrary for queries without keys."""
     k = inputs.k if isinstance(inputs.k, torch.Tensor) else inputs.k.expanded()
     mask = visible_keys(inputs.layout)
     logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
@@ -109,12 +109,12 @@ def with_lse(inputs, anything=float("nan")):
 
 
 def without_relu(inputs):
-    """Sum the scores of heads without a relu."""
+    """Drop the relu."""
     return dataclasses.replace(inputs, indexer=dataclasses.replace(inputs.indexer, relu=False))
 
 
 def with_nan(inputs):
-    """Queries that see nothing, and keys that nobody sees, hold NaN."""
+    """Set queries without keys, and keys that no query sees, to NaN."""
     layout, x = inputs.layout, inputs.indexer.detach()
     unseen_rows, unseen_keys = layout.start == layout.end, ~visible_keys(layout).any(0)
     assert unseen_rows.any() and unseen_keys.any()

@@ -1,4 +1,4 @@
-"""Small models with hash layers, and their experts in plain float64 torch, from the formulas."""
+"""Small models with hash layers, and their experts in plain float64 torch."""
 
 import torch
 from torch.nn import functional
@@ -27,7 +27,7 @@ def config_of(kind="dsa", **changes):
 
 
 def model_of(config, seed=3, scale=0.3):
-    """A GPT model with random weights large enough to matter."""
+    """Return a GPT model with random weights large enough to matter."""
     start()
     from megatron_dsa.extras.huggingface.build import gpt_model
 
@@ -47,7 +47,7 @@ def ids_of(seed=5, tokens=TOKENS, batch=BATCH):
 
 
 def run(model, ids, **more):
-    """Losses ``[b, s]`` of a microbatch."""
+    """Return losses ``[b, s]`` of a microbatch."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     return model(ids, positions, None, labels=ids.roll(-1, 1), **more)
 
@@ -59,7 +59,6 @@ def gradients_of(model):
 
 
 def scores_of(logits, chosen, function, pre_softmax=False):
-    """Unnormalised weights of the chosen experts."""
     if function == "softmax":
         if pre_softmax:
             return logits.softmax(1).gather(1, chosen)
@@ -69,7 +68,7 @@ def scores_of(logits, chosen, function, pre_softmax=False):
 
 
 def experts_float64(x, ids, table, gate, weights, scale):
-    """DeepSeek-V4's hash layer, token by token.
+    """Compute DeepSeek-V4's hash layer, token by token.
 
     Args:
         x: ``[tokens, C]``; ids: ``[tokens]``; table: ``[vocabulary, topk]``; gate: ``[E, C]``.

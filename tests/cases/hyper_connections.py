@@ -1,4 +1,4 @@
-"""Inputs of hyper-connections, and comparisons of their results and gradients."""
+"""Inputs of hyper-connections, and comparisons of results and gradients."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ class Case:
     workspace: int = 2**26
 
     def read_inputs(self, dtype=torch.float64, device="cpu", head=False):
-        """Inputs of a read, or of the head, that are leaves."""
+        """Draw leaves of a read or a head."""
         n, wide = self.streams, accumulation_dtype(dtype)
         generator = torch.Generator(device).manual_seed(self.tokens + self.channels)
 
@@ -50,7 +50,7 @@ class Case:
         return ReadInputs(x, connection, weight, self.workspace)
 
     def write_inputs(self, dtype=torch.float64, device="cpu"):
-        """Inputs of a write that are leaves: positive weights."""
+        """Draw leaves of a write, with positive weights."""
         read = self.read_inputs(dtype, device)
         x = read.streams
         generator = torch.Generator(device).manual_seed(3)
@@ -65,7 +65,6 @@ class Case:
 
 
 def in_float64(inputs):
-    """The same numbers as float64 leaves."""
     wide = [x.detach().double().requires_grad_() for x in inputs.tensors]
     if isinstance(inputs, WriteInputs):
         return WriteInputs(*wide, inputs.workspace_bytes)
@@ -74,7 +73,7 @@ def in_float64(inputs):
 
 
 def run(call, inputs, upstream=None):
-    """Results, and gradients of all inputs for fixed gradients of all results."""
+    """Return results, and gradients of all inputs for fixed output gradients."""
     results = call(inputs)
     results = results if isinstance(results, tuple) else (results,)
     generator = torch.Generator().manual_seed(7)
@@ -86,7 +85,7 @@ def run(call, inputs, upstream=None):
 
 
 def check(call, name, inputs, tolerance, expected=REFERENCE):
-    """Compare a call with ``expected`` in float64; ``name`` is read, write or head."""
+    """Compare a call (read, write or head) with ``expected`` in float64."""
     got = run(call, inputs)
     want = run(getattr(expected, name), in_float64(inputs))
     for kind, mine, theirs in zip(("result", "gradient"), got, want, strict=True):

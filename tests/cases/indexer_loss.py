@@ -8,14 +8,14 @@ from megatron_dsa.testing.comparison import Comparison
 LAYOUTS = {
     "one sequence": lambda device: bshd_layout(48, 1, device),
     "batch of 3": lambda device: bshd_layout(16, 3, device),
-    # a padded tail: tokens without any visible key
+    # a padded tail: tokens without visible keys
     "packed": lambda device: packed_layout(
         torch.tensor([0, 3, 20, 41], device=device, dtype=torch.int32), 48, 21
     ),
 }
 
 
-#: fp32 sums, whatever the dtype of the inputs.
+#: fp32 sums for all input dtypes.
 OF_VALUE = 1e-5
 
 

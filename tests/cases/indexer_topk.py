@@ -1,4 +1,4 @@
-"""Inputs of the index selection that make scores exact, layouts, and what is selected."""
+"""Inputs of the index selection with exact scores, layouts, and expected selections."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ from megatron_dsa.testing.indexer_topk import expected_scores, integer_index_inp
 
 
 def integer_inputs(tokens, *, device, relu=True):
-    """Small integers: scores are exact in fp32 whatever the order of sums, and ties abound."""
+    """Draw small integers: scores are exact in any order of sums, with many ties."""
     shape = Shape(1, 1, 1, 3, 4, 1, tokens, tokens, dtype=torch.float32)
     return integer_index_inputs(shape, tokens, torch.device(device), span=2, relu=relu)
 
 
 def expected(inputs, layout, k):
-    """Selection per the reference, in slot order mapped to rows."""
+    """Select by the reference; map slots to key indices."""
     slots = dataclasses.replace(layout, key_rows=None)
     by_slot = dataclasses.replace(inputs, k=layout.keys_in_slot_order(inputs.k))
     scores = expected_scores(by_slot, torch.arange(len(inputs.q), device=inputs.q.device))

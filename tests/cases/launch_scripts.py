@@ -1,4 +1,4 @@
-"""The launch scripts of ``examples/``: their variables, and what they launch."""
+"""The launch scripts of ``examples/``: variables and launched commands."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-#: What the user has to fill in, with made-up values.
+#: Required variables, with made-up values.
 TRAINING = {
     "DATA_PATH": "data",
     "TOKENIZER": "tokenizer",
@@ -39,7 +39,7 @@ def launch(script, folder, variables, *arguments, before=()):
 
 
 def launched(script, folder, *call, **more):
-    """Return what is launched, the flags of the training entry point, and ``WORLD_SIZE``."""
+    """Return the launched command, the training flags, and ``WORLD_SIZE``."""
     done = launch(script, folder, *call, **more)
     assert done.returncode == 0, done.stderr
     (said,) = [done.stdout] if done.stdout else [log.read_text() for log in logs(folder)]
@@ -49,5 +49,4 @@ def launched(script, folder, *call, **more):
 
 
 def logs(folder):
-    """Return the logs of what was launched."""
     return sorted((folder / "checkpoints").glob("train*.log"))

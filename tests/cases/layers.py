@@ -1,4 +1,4 @@
-"""Attention layers and rows that several ranks share."""
+"""Attention layers and batches shared over ranks."""
 
 import dataclasses
 
@@ -24,10 +24,10 @@ HYBRID = Case(
     config="small_csa_config",
     by_sequence=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
     by_columns=("linear_proj",),
-    changes={"dsa_indexer_topk": 3},  # so few of 24 groups that ranks exchange queries
+    changes={"dsa_indexer_topk": 3},  # few of 24 groups, so that ranks exchange queries
     rows=96,
 )
-#: Sequences shorter than the window, than a group, empty, and with padding behind.
+#: Sequences shorter than the window, than a group, empty, and with padding.
 PACKED = {"lengths": (30, 3, 0, 40, 10), "padded": (32, 8, 0, 40, 16)}
 RECOMPUTED = {
     "recompute_granularity": "selective",
@@ -36,7 +36,7 @@ RECOMPUTED = {
 SAMPLED = {"indexer_loss_queries": 1 / 3}
 BY_HEADS = SAMPLED | {"indexer_loss_heads": 1 / 2}
 MASKED = {"selected_attention": "masked"}
-#: Not over context-parallel ranks.
+#: Not with context parallelism.
 POOLED = {
     "indexer_pool_size": 4, "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False,
 }  # fmt: skip
@@ -46,7 +46,7 @@ VISIBLE = {
     "stage": "warmup", "freeze_main": False, "sequence_length": 96,
     "dsa_indexer_use_sparse_loss": False,
 }  # fmt: skip
-#: Operations of masked dense attention to all visible keys, which is for fused ones only.
+#: Operations of masked dense attention to all visible keys; fused only.
 OF_VISIBLE = ("visible_bits", "masked_attention_forward", "masked_attention_backward")
 LAYERS = {
     "DSA": (DSA, (), {}),
@@ -117,14 +117,14 @@ def _parts(options):
 
 
 def in_small_blocks(options):
-    """Return options with a workspace of a few tokens, less than the flag takes."""
+    """Return options with a workspace of a few tokens, below the flag's minimum."""
     options = dataclasses.replace(options)
     object.__setattr__(options, "workspace_bytes", 2**14)
     return options
 
 
 def case(layer, rows, mode=""):
-    """Return a layer on rows; ``mode`` says how ranks divide rows and heads."""
+    """Return a layer with a batch; ``mode`` is the division of tokens and heads."""
     base, arguments, changes = LAYERS[layer]
     fields = {field.name for field in dataclasses.fields(DSAOptions)}
     options = {key: value for key, value in changes.items() if key in fields}

@@ -1,4 +1,4 @@
-"""Layouts of sequences that one or several ranks hold, and inputs by place in the sequence."""
+"""Layouts of sequences on one or several ranks, and inputs by position."""
 
 import torch
 
@@ -24,7 +24,6 @@ SPREADS = {
 
 
 def layouts(name, sharding):
-    """The layout of every rank."""
     batch, lengths = LAYOUTS[name]
     params = None if lengths is None else packed(*lengths[0], padded_lengths=lengths[1])
     rows = TOTAL // batch
@@ -35,13 +34,13 @@ def layouts(name, sharding):
 
 
 def sequence_places(layout):
-    """``(sequence, position, padding)`` of every query row."""
+    """Return ``(sequence, position, padding)`` of every query token."""
     real = [True] * layout.num_queries if layout.real is None else layout.real.tolist()
     return list(zip(layout.start.tolist(), layout.position.tolist(), real, strict=True))
 
 
 def indexer_inputs(layout, num_keys, dtype=torch.float64, heads=3):
-    """Random inputs by place in the sequence: the same for a row on any number of ranks."""
+    """Draw inputs by position, independent of the number of ranks."""
     everywhere = layout.all_tokens
     rows = everywhere.num_queries
     q = leaf(rows, heads, 8, seed=1, dtype=torch.float64).detach()
@@ -55,7 +54,7 @@ def indexer_inputs(layout, num_keys, dtype=torch.float64, heads=3):
 
 
 def shuffled(positions, seed=7):
-    """The same lists in another order, -1 anywhere."""
+    """Shuffle lists, with -1 anywhere."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(positions.shape, generator=generator).argsort(-1).to(positions.device)
     return positions.gather(1, order)

@@ -1,4 +1,4 @@
-"""The log of the indexer's losses in tests: emptied, and read."""
+"""The indexer log in tests: reset and read."""
 
 import torch
 
@@ -6,18 +6,18 @@ from megatron_dsa.metrics.log import IndexerLog
 
 
 def forget_log() -> None:
-    """Drop the log, so that the next model makes room for its own layers."""
+    """Drop the log, so that the next model allocates its own."""
     IndexerLog._state.sums = None
 
 
 def empty_log(layers: int, device: torch.device) -> None:
-    """Make an empty log of some layers."""
+    """Create an empty log of some layers."""
     forget_log()
     IndexerLog.create(layers, device)
 
 
 def logged() -> dict[tuple[str, int], float]:
-    """Return the figures that were recorded since the last call, by name and layer (from 0)."""
+    """Return the figures recorded since the last call, by name and layer (from 0)."""
     return {
         (name, layer): float(mean.value[layer])
         for name, mean in IndexerLog.reduce().items()
@@ -27,5 +27,5 @@ def logged() -> dict[tuple[str, int], float]:
 
 
 def logged_of_first() -> dict[str, float]:
-    """Return the figures of the first layer that were recorded since the last call, by name."""
+    """Return the first layer's figures recorded since the last call."""
     return {name: value for (name, layer), value in logged().items() if layer == 0}

@@ -1,4 +1,4 @@
-"""Small GPT models whose linears have adapters, with and without a split over ranks."""
+"""Small GPT models with adapters, on one or several ranks."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def config_of(variant, targets=("all-linear",), rank=RANK, **changes):
     } | settings
     if variant in VARIANTS:
         return small_config(options=options, **settings | MIXED | changes)
-    # A layer with an indexer, and one with longer groups; both have experts, as released.
+    # A layer with an indexer and one with longer groups, both with experts like the releases.
     v4 = {"csa_compress_ratios": [4, 6], "moe_layer_freq": 1}
     return small_csa_config(4, options=options, **settings | MIXED | v4 | changes)
 
@@ -72,8 +72,7 @@ def model_of(config, ups=True, part=None):
     """Return a GPT model with random weights and adapters, frozen as in training.
 
     Args:
-        config: from :func:`config_of`.
-        ups: whether the ``B`` are random, too; else they are zero, as at the start.
+        ups: random ``B`` instead of zeros.
         part: ``(parameter, full values) -> values`` of this rank.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -93,7 +92,7 @@ def model_of(config, ups=True, part=None):
             shape = list(parameter.shape)
             if getattr(parameter, "tensor_model_parallel", False):
                 shape[parameter.partition_dim] *= config.tensor_model_parallel_size
-            # Weights are the same with and without adapters.
+            # Equal weights with and without adapters.
             generator = generators[is_adapter_parameter(name)]
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
             values *= 0.3 if is_adapter_parameter(name) else shape[1] ** -0.5
@@ -103,5 +102,5 @@ def model_of(config, ups=True, part=None):
 
 
 def gradients_of(model):
-    """Return the gradients of the trained parameters by name."""
+    """Return the gradients of trained parameters by name."""
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

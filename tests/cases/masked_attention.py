@@ -1,4 +1,4 @@
-"""Calls of masked dense attention: lists of every kind, and their comparison with float64."""
+"""Calls of masked dense attention with all kinds of lists, compared with float64."""
 
 import torch
 
@@ -14,7 +14,7 @@ SMALL = Policy(workspace_bytes=40_000)
 
 
 def ascending_lists(queries, keys, width, seed=0):
-    """Return random lists in ascending order, then -1; every fifth query has no key."""
+    """Draw ascending lists, then -1; every fifth query has no key."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.full((queries, width), -1, dtype=torch.int32)
     for token in range(queries):
@@ -25,7 +25,7 @@ def ascending_lists(queries, keys, width, seed=0):
 
 
 def mixed_lists(queries, keys, width, seed=0):
-    """Return lists in any order, with -1 and ids past the keys among them, and with lengths."""
+    """Draw lists in any order, with -1, invalid ids, and lengths."""
     generator = torch.Generator().manual_seed(seed)
     indices = ascending_lists(queries, keys, width, seed).indices
     for token in range(queries):
@@ -37,7 +37,6 @@ def mixed_lists(queries, keys, width, seed=0):
 
 
 def bits_of(lists, policy=SMALL):
-    """Return the key bits of lists."""
     return key_bits(lists.indices, lists.length, lists.num_keys, policy=policy)
 
 

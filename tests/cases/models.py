@@ -1,4 +1,4 @@
-"""Small GPT models whose layers select keys: their configurations, weights and microbatches."""
+"""Small GPT models with selecting layers: configurations, weights, microbatches."""
 
 import torch
 
@@ -9,13 +9,13 @@ VOCABULARY = 96
 
 
 def gpt(config, vocabulary=VOCABULARY):
-    """A small GPT model of ``config`` with weights large enough to matter."""
+    """Return a GPT model with weights large enough to matter."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
-    MTPLossLoggingHelper.tracker.clear()  # it has room for the predictions of the first model
+    MTPLossLoggingHelper.tracker.clear()  # sized for the first model
     model = GPTModel(
         config, dsa_block_spec(config), vocabulary, 64, position_embedding_type="rope",
         mtp_block_spec=dsa_mtp_block_spec(config),
@@ -31,20 +31,18 @@ def gpt(config, vocabulary=VOCABULARY):
 
 
 def tokens(seed, batch=1):
-    """Draw a microbatch."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (batch, 64), generator=generator).to(start())
 
 
 def forward(model, seed):
-    """Return the mean loss of a microbatch."""
     ids = tokens(seed)
     position = torch.arange(64, device=ids.device)[None]
     return model(ids, position, None, labels=ids).mean()
 
 
 def full(layers):
-    """Return the settings that recompute whole layers, so many at a time."""
+    """Return the settings of full recomputation, with so many layers at a time."""
     return {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

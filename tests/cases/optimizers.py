@@ -10,11 +10,9 @@ LAYERS = 3
 
 
 def build(dtype, distributed, seed=0, frozen=False, chain=False, **settings):
-    """Return DDP-wrapped linears in several buckets, and Megatron's optimizer for them.
+    """Return DDP-wrapped linears in several buckets, and Megatron's optimizer.
 
-    Args:
-        chain: return all optimizers of a model that has several.
-        settings: of the optimizer.
+    ``chain``: return all optimizers of a model that has several.
     """
     host.start()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -29,7 +27,7 @@ def build(dtype, distributed, seed=0, frozen=False, chain=False, **settings):
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, bf16=bf16, params_dtype=dtype
     )
-    # Sizes that are no multiple of a bucket's alignment.
+    # Not multiples of a bucket's alignment.
     linears = torch.nn.Sequential(*(torch.nn.Linear(7, 11, dtype=dtype) for _ in range(LAYERS)))
     linears.requires_grad_(not frozen)
     layout = DistributedDataParallelConfig(
@@ -53,9 +51,8 @@ def step(model, optimizer, seed):
 
 
 def sharded_model(model, norm="{}.bias"):
-    """Return what ``sharded_state_dict`` of a Megatron module would.
-
-    ``norm`` is the name of a layer's one-dimensional parameter.
+    """Return a Megatron module's ``sharded_state_dict``; ``norm`` names its one-dimensional
+    parameter.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -70,9 +67,9 @@ def sharded_model(model, norm="{}.bias"):
 
 
 def save_and_load(model, optimizer, other, other_optimizer, folder, metadata, norms=()):
-    """Save ``model`` and ``optimizer``, load them into the others, as the entry point does.
+    """Save ``model`` and ``optimizer``, load them into the others like the entry point.
 
-    ``norms`` are the names of norms there and here, see :func:`sharded_model`.
+    ``norms``: saved and loaded names of norms, see :func:`sharded_model`.
     """
     from megatron.core import dist_checkpointing
 
@@ -101,7 +98,7 @@ FORMATS = {
 
 
 def mixed(distributed):
-    """Return a CSA layer in bf16 with fp32 parameters and Megatron's optimizer, after a step."""
+    """Return a CSA layer in bf16 with fp32 parameters, and Megatron's optimizer after a step."""
     device = host.start()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -125,7 +122,7 @@ def mixed(distributed):
 
 
 def check_moments(module, optimizer):
-    """Check that a plain optimizer's checkpoint has each parameter's first moment; return it."""
+    """Check each parameter's first moment in a plain optimizer's checkpoint; return it."""
     state = optimizer.sharded_state_dict(module.sharded_state_dict(prefix="layer."))
     saved = {
         entry.key: entry.data

@@ -1,4 +1,4 @@
-"""Checkpoints in the formats of releases: fp8 weights, fp4 experts, scales beside them."""
+"""Checkpoints in released formats: fp8 weights, fp4 experts, scales."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWr
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 CODES = torch.cat([_E2M1, -_E2M1])
 
-#: Weights of a DeepSeek-V4 and a V3.2 that are fp8, as in the files of their releases.
+#: fp8 weights of released DeepSeek-V4 and V3.2.
 V4_FP8 = re.compile(
     r".*\.attn\.(w\w+|indexer\.wq_b)\.weight|.*\.(shared_experts\.w\d|[eh]_proj)\..*"
 )
@@ -25,10 +25,7 @@ BLOCK, FP4_COLUMNS = (16, 8), 4
 
 
 def write_v4(config, source, target):
-    """Write a DeepSeek-V4 in the released formats: fp8 with e8m0 scales, experts in fp4.
-
-    Return what the quantised weights are, in bf16.
-    """
+    """Write a DeepSeek-V4 with fp8 weights, e8m0 scales and fp4 experts; return them in bf16."""
     generator = torch.Generator().manual_seed(3)
 
     def powers(*shape):
@@ -47,7 +44,7 @@ def write_v4(config, source, target):
 
 
 def write_v32(config, source, target):
-    """Write a DeepSeek-V3.2 in fp8 with fp32 scales of any value; return the weights in bf16."""
+    """Write a DeepSeek-V3.2 in fp8 with arbitrary fp32 scales; return the weights in bf16."""
     generator = torch.Generator().manual_seed(3)
 
     def quantised(name, weight):
@@ -77,7 +74,7 @@ def write_glm_5_3(config, source, target):
 
 
 def blocks(weight):
-    """Rows and columns of a matrix's scales."""
+    """Return the shape of a matrix's scales."""
     return (
         (-(-weight.shape[0] // BLOCK[0]), -(-weight.shape[1] // BLOCK[1]))
         if weight.dim() > 1
@@ -86,7 +83,7 @@ def blocks(weight):
 
 
 def fp8(weight, scale):
-    """fp8 numbers, scale, and what they stand for."""
+    """Draw fp8 numbers and a scale; return them with their value."""
     wide = scale.float().repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
     wide = wide[: weight.shape[0], : weight.shape[1]]
     small = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -94,7 +91,7 @@ def fp8(weight, scale):
 
 
 def fp4(weight, scale, generator):
-    """Random fp4 numbers in the shape of a weight, scale, and what they stand for."""
+    """Draw fp4 numbers and a scale; return them with their value."""
     codes = torch.randint(0, 16, weight.shape, generator=generator, dtype=torch.uint8)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     wide = scale.float().repeat_interleave(FP4_COLUMNS, 1)
@@ -122,7 +119,7 @@ def _write_config(config, target):
 
 
 def stored_bytes(folder):
-    """Name -> dtype, shape and bytes of every tensor in the files of a checkpoint."""
+    """Return name -> dtype, shape and bytes of every tensor in a checkpoint's files."""
     from safetensors.torch import load_file
 
     found = {}

@@ -1,4 +1,4 @@
-"""``config.json`` of released models, as far as it says what weights mean."""
+"""``config.json`` of released models, as far as it affects weights."""
 
 MOE = {
     "n_routed_experts": 256,

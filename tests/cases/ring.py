@@ -1,4 +1,4 @@
-"""Batches of ring attention, how ranks divide them, and the attention of one process."""
+"""Batches of ring attention, their division over ranks, and single-process attention."""
 
 import dataclasses
 
@@ -11,23 +11,24 @@ from megatron_dsa.ops.dense_attention.ring import (
     ZigzagShard,
 )
 
-#: Heads; dims of keys, values, rope and latent.
+#: Heads; dims of keys, values, rope, latent.
 SMALL = (3, 12, 8, 4, 10)
 WEIGHTS = ("w_uk", "w_uv")
-#: A padded sequence of its own chunk or less, empty ones with and without padding, and rows after
-#: the last. Multiples of 8, the most chunks that are tested.
+#: Sequences of at most a chunk, empty ones with and without padding, tokens after the last.
+#: Multiples of 8, the most chunks tested.
 REAL, PADDED, TAIL = (13, 0, 3, 0, 40, 22), (16, 0, 32, 8, 40, 24), 8
 WHOLE = (16, 0, 8, 40, 24)
-#: For layouts that cut between any two rows: uneven ones, empty ones, one shorter than a chunk, one
-#: on all ranks, padding inside and behind.
+#: For layouts that cut anywhere: uneven, empty, shorter than a chunk, on all ranks, padding inside
+#: and after.
 ANY_REAL, ANY_PADDED, ANY_TAIL = (5, 0, 61, 0, 1, 9), (7, 3, 64, 0, 1, 13), 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch; ``real`` and ``padded`` are lengths of packed sequences, ``tail`` rows follow.
+    """A batch; ``real`` and ``padded`` are lengths of packed sequences, followed by ``tail``
+    tokens.
 
-    ``cut`` is how ranks divide it: ``zigzag`` cuts every sequence, the others cut all rows.
+    ``cut``: division over ranks; ``zigzag`` cuts every sequence, the others cut all tokens.
     """
 
     mode: str = "ring"
@@ -47,13 +48,12 @@ class Case:
 
     @property
     def total(self):
-        """Rows of all ranks together."""
         if self.real is None:
             return self.batch * self.length
         return sum(self.padded or self.real) + self.tail
 
     def sequences(self):
-        """Per sequence its rows: ``(all of them, how many are real)``."""
+        """Return per sequence ``(all its tokens, number of real ones)``."""
         if self.real is None:
             rows = torch.arange(self.total)
             return [(rows[b :: self.batch], self.length) for b in range(self.batch)]
@@ -64,7 +64,7 @@ class Case:
         return result
 
     def local_rows(self, cp, rank):
-        """Global rows that a rank holds, in its order."""
+        """Return the global indices of a rank's tokens, in its order."""
         if self.cut != "zigzag":
             places = [p for first, n in self.runs(cp)[rank] for p in range(first, first + n)]
             return (torch.tensor(places)[:, None] * self.batch + torch.arange(self.batch)).flatten()
@@ -79,7 +79,7 @@ class Case:
         return torch.cat([*chunks, torch.arange(end + rank * share, end + (rank + 1) * share)])
 
     def runs(self, cp):
-        """First places and lengths of what every rank holds, where all rows are cut."""
+        """Return starts and lengths of every rank's tokens, if all tokens are cut."""
         places = self.total // self.batch
         if self.cut == "contiguous":
             return tuple(((rank * places // cp, places // cp),) for rank in range(cp))
@@ -89,7 +89,7 @@ class Case:
         )
 
     def describe(self, cp, rank, device="cpu"):
-        """The argument ``rows`` of the functions under test."""
+        """Return the argument ``rows`` of the tested functions."""
         if self.real is None:
             kind = ContiguousShard if self.cut == "contiguous" else ZigzagShard
             return kind(cp, rank, self.batch, self.length // cp)
@@ -106,7 +106,7 @@ class Case:
         return kind(cp, rank, self.total // cp, cumulated(self.real), longest, padded, **more)
 
     def inputs(self):
-        """Global inputs in float64: rounded to the case's dtype first."""
+        """Draw global inputs, rounded to the case's dtype, in float64."""
         heads, qk, v, rope, rank = self.dims
         shapes = {"q": (self.total, heads, qk), "dout": (self.total, heads, v)}
         if self.mode == "ring":
@@ -128,7 +128,7 @@ class Case:
 
 PACKED = {"real": REAL, "padded": PADDED, "tail": TAIL}
 ANY = {"real": ANY_REAL, "padded": ANY_PADDED, "tail": ANY_TAIL}
-#: Batches that are cut without regard to sequences.
+#: Divisions that ignore sequences.
 CUTS = {
     "contiguous": {"cut": "contiguous"},
     "contiguous, two sequences": {"cut": "contiguous", "batch": 2},
@@ -141,7 +141,7 @@ CUTS = {
 
 
 def expected(case):
-    """Attention over whole sequences in one process, written down plainly, in float64."""
+    """Compute attention over whole sequences in one process, in float64."""
     leaves = {name: x.double().requires_grad_() for name, x in case.inputs().items()}
     dout = leaves.pop("dout").detach()
     q, heads, rank = leaves["q"], case.dims[0], case.dims[-1]
@@ -167,7 +167,7 @@ def expected(case):
 
 
 def together(case, several, what):
-    """Put the ranks' rows in global order; sum the gradients of weights, as Megatron does."""
+    """Merge ranks' tokens into global order; sum weight gradients like Megatron."""
     world = len(several)
     parts = [rank[what] for rank in several]
     if what[1:] in WEIGHTS:

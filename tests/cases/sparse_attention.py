@@ -13,7 +13,7 @@ SMALL = Policy(workspace_bytes=200_000)  # forces many chunks
 
 
 def make_case(sq, skv, heads, dim, k, *, device, dtype, seed=0, causal=False):
-    """Return random leaves ``q`` and ``kv``, and ascending lists of random keys."""
+    """Draw leaves ``q`` and ``kv``, and ascending random lists."""
     q = leaf(sq, heads, dim, seed=seed, device=device, dtype=dtype)
     kv = leaf(skv, dim, seed=seed + 1, device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(seed + 2)
@@ -28,7 +28,7 @@ def make_case(sq, skv, heads, dim, k, *, device, dtype, seed=0, causal=False):
 def check(
     q, kv, indices, *, v_dim, tolerance, sink=None, topk_length=None, scale=0.3, policy=SMALL
 ):
-    """Compare the op with float64; return the op's outputs."""
+    """Compare the operation with float64; return its outputs."""
     result = sparse_attention(
         q, kv, indices, softmax_scale=scale, v_dim=v_dim, topk_length=topk_length,
         attn_sink=sink, want_p_sum=True, policy=policy,
@@ -49,7 +49,7 @@ CASE = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def ragged_case(heads=64, dim=576, **where):
-    """-1 in the middle, an id past the keys, empty lists, lengths of 0 and beyond K."""
+    """Draw lists with -1 in the middle, an invalid id, empty lists, lengths of 0 and above K."""
     q, kv, indices = make_case(24, 300, heads, dim, 128, **where or CASE)
     indices[3] = -1
     indices[:, 7] = -1
@@ -62,12 +62,12 @@ def ragged_case(heads=64, dim=576, **where):
 
 
 def check_poisoned(case, sink, run, compare):
-    """Compare a ragged call with float64, then again with NaN in all keys that are not selected.
+    """Compare a ragged call with float64, then again with NaN in all unselected keys.
 
     Args:
         case: of :func:`ragged_case`.
         sink: a leaf or ``None``.
-        run, compare: call the operation, and compare it, with ``(q, kv, indices, **rest)``.
+        run, compare: take ``(q, kv, indices, **rest)``.
     """
     q, kv, indices, length, valid = case
     used = torch.zeros(300, dtype=torch.bool, device=q.device)
@@ -86,4 +86,4 @@ def check_poisoned(case, sink, run, compare):
     again.out.backward(dout.to(q.device, q.dtype))
     assert torch.equal(again.out, clean.out) and torch.equal(again.lse, clean.lse)
     assert torch.equal(q.grad, dq) and (kv.grad[~used] == 0).all()
-    assert relative_error(kv.grad, dkv) < 1e-3  # atomics: not bitwise
+    assert relative_error(kv.grad, dkv) < 1e-3  # atomics are not bitwise equal

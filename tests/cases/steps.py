@@ -1,4 +1,4 @@
-"""A training step of one DSA layer, for tests that compare two ways to attend."""
+"""A training step of one DSA layer, to compare two attentions."""
 
 from dataclasses import dataclass, field
 
@@ -11,18 +11,17 @@ from tests.cases.log import logged
 from tests.helpers import relative_error
 from tests.host import hidden_like, packed
 
-#: Where both ways round in fp64.
+#: Both round in fp64.
 TOLERANCE = 1e-11
 TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is run on.
+    """Inputs of a step.
 
     Attributes:
-        batch: of the hidden states; ``lengths`` packs their rows, ``padded`` are the lengths with
-            padding.
+        batch: of the hidden states; ``lengths`` packs their tokens, ``padded`` includes padding.
         recomputed: the whole layer runs again in the backward.
         changes: fields of the configuration.
     """
@@ -34,7 +33,7 @@ class Step:
     changes: dict = field(default_factory=dict)
 
 
-#: Steps in which every way to attend gives the same.
+#: Steps with equal results of all attentions.
 STEPS = {
     "unpacked": Step(),
     "two sequences": Step(batch=2),
@@ -49,15 +48,12 @@ RECOMPUTED = (("core_attn",), ("mla_up_proj",), ("core_attn", "mla_up_proj"))
 
 
 def selective(modules: tuple[str, ...]) -> dict:
-    """Return the fields of a configuration that recompute modules."""
+    """Return the configuration fields that recompute modules."""
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def train(module, step: Step) -> tuple[dict, dict]:
-    """Return output, input gradient and parameter gradients of a layer, and what it logged.
-
-    :func:`megatron_dsa.ops.dispatch.report` tells what ran.
-    """
+    """Return output, input gradient and parameter gradients of a layer, and its log."""
     packing = None
     if step.lengths is not None:
         packing = packed(*step.lengths, padded_lengths=step.padded)
@@ -75,12 +71,7 @@ def train(module, step: Step) -> tuple[dict, dict]:
 
 
 def check_same(got, want, tolerance=TOLERANCE) -> None:
-    """Check that two results of :func:`train` are the same.
-
-    Args:
-        got, want: the results.
-        tolerance: relative error of each tensor.
-    """
+    """Check that two results of :func:`train` are equal up to a relative ``tolerance``."""
     assert got[0].keys() == want[0].keys()
     for name, expected in want[0].items():
         if expected is None:

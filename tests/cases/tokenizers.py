@@ -1,4 +1,4 @@
-"""Small Hugging Face tokenizers, trained where they are needed."""
+"""Small Hugging Face tokenizers, trained on demand."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ BEGIN, END = "<|begin|>", "<|end|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str]):
-    """Train byte-pair encoding that puts the first special token before texts."""
+    """Train byte-pair encoding that prepends the first special token."""
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -28,11 +28,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int = 1000) -> Path:
-    """Save a tokenizer that puts :data:`BEGIN` (0) before texts; :data:`END` is 1."""
+    """Save a tokenizer that prepends :data:`BEGIN` (0); :data:`END` is 1."""
     model = train_tokenizer(texts, vocabulary, (BEGIN, END))
     from transformers import PreTrainedTokenizerFast
 
-    # Shorter than documents: nothing is cut off, and nothing warns.
+    # Longer documents must neither be cut nor warn.
     PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token=END, model_max_length=16
     ).save_pretrained(folder)

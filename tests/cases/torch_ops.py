@@ -1,4 +1,4 @@
-"""Calls of the registered operations beside the eager calls that they equal to the bit."""
+"""Calls of registered operations and the eager calls that they must equal to the bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megatron_dsa.ops.layout.compressed import compressed_keys, visible_groups
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 
 TOKENS, HEADS, TOPK = 40, 4, 6
-#: Packed documents: an empty one, one of one token, padding behind the second and at the end.
+#: Packed documents: empty, one token, padding after the second and at the end.
 REAL = (0, 9, 9, 10, 25, 33)
 PADDED = (0, 9, 9, 12, 27, 36)
 
@@ -26,8 +26,8 @@ class Case:
     """One call.
 
     Attributes:
-        op, eager: take :attr:`leaves` by name and return tensors; both the same function.
-        leaves: tensors, differentiated where they are floating.
+        op, eager: the same function; take :attr:`leaves` by name and return tensors.
+        leaves: tensors, differentiated if floating.
         rest: other tensors of the call.
     """
 
@@ -38,7 +38,7 @@ class Case:
 
 
 class Draw:
-    """Random tensors, the same in every run."""
+    """Reproducible random tensors."""
 
     def __init__(self, dtype: torch.dtype, device: str):
         self.generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ class Draw:
         return x.to(self.device, dtype or self.dtype)
 
     def lists(self, queries: int, keys: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lists with ids of no key in the middle and an empty one, and lengths."""
+        """Draw lists with invalid ids in the middle and an empty one, and lengths."""
         rows = [torch.randperm(keys, generator=self.generator)[:width] for _ in range(queries)]
         indices = torch.stack(rows).int()
         indices[:, 1], indices[2] = -1, -1
@@ -315,7 +315,7 @@ def stream_write(dtype, device) -> Case:
 
 
 def stream_layer(dtype, device) -> Case:
-    """A read, a layer and the write back: streams have two gradients."""
+    """Run a read, a layer and the write: streams get two gradients."""
     leaves = _connection(Draw(dtype, device), 4, 24, 3)
 
     def call(read, write):
@@ -329,7 +329,7 @@ def stream_layer(dtype, device) -> Case:
     return Case(ours, call(streams.read_streams, streams.write_streams), leaves)
 
 
-#: Name -> what makes the case, given dtype and device.
+#: Name -> builder of the case, given dtype and device.
 CASES: dict[str, Callable[..., Case]] = {
     "sparse_attention": attention,
     "sparse_attention, sink and p_sum": lambda *a: attention(*a, sink=True, p_sum=True),
@@ -361,7 +361,7 @@ CASES: dict[str, Callable[..., Case]] = {
     "read and write": stream_layer,
 }
 
-#: The sizes of V3.2, for which there are fused kernels.
+#: V3.2's sizes, with fused kernels.
 RELEASED: dict[str, Callable[..., Case]] = {
     "sparse_attention": lambda *a: attention(
         *a, p_sum=True, heads=16, dims=(576, 512), keys=300, width=128

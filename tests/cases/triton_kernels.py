@@ -13,7 +13,7 @@ from tests.helpers import no_synchronisation
 
 
 def interpret(file):
-    """Run ``file`` as a script whose Triton kernels are interpreted on the CPU."""
+    """Run ``file`` as a script with interpreted Triton kernels on the CPU."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
@@ -24,9 +24,9 @@ def interpret(file):
 
 
 def prepare_interpreter():
-    """Let kernels have loops: numpy 2.5 refuses the ``int()`` of an array of one entry in them.
+    """Patch the interpreter for loops, where numpy 2.5 rejects ``int()`` of an array.
 
-    Memory that no kernel writes shows from then on.
+    Unwritten memory is noticed from then on.
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -42,7 +42,7 @@ def prepare_interpreter():
 
     interpreter._patch_lang_tensor = patch_and_repair
 
-    # For every call of a kernel's function the interpreter would ask hundreds of names anew.
+    # The interpreter would look up hundreds of names per call.
     names = functools.cache(
         lambda package: [name for name, x in inspect.getmembers(package) if is_builtin(x)]
     )
@@ -50,14 +50,14 @@ def prepare_interpreter():
     def patch_builtins(package, builder, scope):
         for name in names(package):
             member = getattr(package, name)
-            if is_builtin(member):  # else it is patched already
+            if is_builtin(member):  # already patched otherwise
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtins
 
 
 def let_interpreter_use_bf16():
-    """Round to bf16 and multiply it: triton 3.6 cuts numbers off, and multiplies bit patterns."""
+    """Round to bf16 and multiply it correctly, unlike triton 3.6."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -77,7 +77,7 @@ def let_interpreter_use_bf16():
 
 
 class Recorder:
-    """Stands in for a kernel and keeps the arguments of its launches."""
+    """Replaces a kernel and keeps the arguments of its launches."""
 
     def __init__(self, kernel):
         self.kernel, self.launches = kernel, []
@@ -87,7 +87,6 @@ class Recorder:
 
 
 def recorded(monkeypatch, module, names):
-    """Replace kernels of ``module`` by recorders and return those."""
     recorders = [Recorder(getattr(module, name)) for name in names]
     for name, recorder in zip(names, recorders, strict=True):
         monkeypatch.setattr(module, name, recorder)
@@ -95,7 +94,7 @@ def recorded(monkeypatch, module, names):
 
 
 def assembly(kernel, args, kwargs, capability):
-    """Compile a launch as Triton would on a GPU of ``capability``; return the compiled kernel."""
+    """Compile a launch for a GPU of ``capability``; return the compiled kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -126,7 +125,7 @@ def assembly(kernel, args, kwargs, capability):
 
 
 def assert_repeatable(call, inputs):
-    """20 forwards and backwards give the same bits, and none of them waits for the device."""
+    """Check 20 forwards and backwards for equal bits, without synchronisation."""
     with no_synchronisation():
         first, same = None, []
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""``examples/bridge_recipes.py`` where there may be no GPU; ``--set`` changes a recipe's fields."""
+"""``examples/bridge_recipes.py`` without a GPU; ``--set`` changes a recipe's fields."""
 
 import argparse
 import ast
@@ -14,7 +14,7 @@ from megatron_dsa.config.options import DSAOptions
 from megatron_dsa.patches import cpu_host
 from tests.cases.bridge import stand_ins
 
-#: Layers and arithmetic of the runs to compare with: fp32, without transformer-engine and Apex.
+#: Layers and arithmetic of the reference runs: fp32, without transformer-engine and Apex.
 PLAIN = {
     "model.transformer_impl": "local",
     "model.persist_layer_norm": False,
@@ -35,7 +35,7 @@ ON_A_CPU = {"model.use_cpu_initialization": True, "dist.distributed_backend": "g
 
 
 def start_without_gpu() -> None:
-    """Let Bridge's training start without a GPU."""
+    """Patch Bridge's training to start without a GPU."""
     from megatron.bridge.training import setup
 
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
@@ -44,7 +44,7 @@ def start_without_gpu() -> None:
 
 
 def moves() -> Any:
-    """Return a callback that prints how many parameters the training moved."""
+    """Return a callback that prints the number of changed parameters."""
     from megatron.bridge.training.callbacks import Callback
 
     def parameters(context) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def moves() -> Any:
 
 
 def set_field(config: Any, path: str, value: Any) -> None:
-    """Set ``config.a.b`` for a path ``a.b``, which exists."""
+    """Set ``config.a.b`` for an existing path ``a.b``."""
     *owners, name = path.split(".")
     for owner in owners:
         config = getattr(config, owner)
@@ -74,7 +74,6 @@ def set_field(config: Any, path: str, value: Any) -> None:
 
 
 def main() -> None:
-    """Run a recipe of the example, with the fields that are given."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", choices=("pretrain", "finetune"))
     parser.add_argument("--checkpoint")
@@ -86,7 +85,7 @@ def main() -> None:
     if cpu_host.needed():
         start_without_gpu()
     changes = PLAIN | (ON_A_CPU if cpu_host.needed() else {})
-    options = DSAOptions(indexer_loss_queries=1.0)  # nothing is drawn: other runs can be compared
+    options = DSAOptions(indexer_loss_queries=1.0)  # draw nothing, for comparisons
     recipe = getattr(example, f"{arguments.recipe}_config")
     config = recipe(arguments.checkpoint, arguments.data, options=options)
     given = (field.partition("=") for field in arguments.set)

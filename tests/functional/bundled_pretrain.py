@@ -1,8 +1,7 @@
-"""Training with megatron-core's own DSA (``--experimental-attention-variant dsa``), none of ours.
+"""Training with megatron-core's own DSA (``--experimental-attention-variant dsa``).
 
-Model, attention, losses, checkpoints and log are Megatron's. It has its layers built by
-transformer-engine only; here they are Megatron's local ones, so that it runs anywhere. The released
-wheel brings no data sets and no forward step for a GPT: those are the entry point's.
+Model, attention, losses, checkpoints and log are Megatron's, with its local layers instead of
+transformer-engine's. Data sets and forward step, missing in the wheel, are the entry point's.
 """
 
 import sys
@@ -28,7 +27,7 @@ def main() -> None:
 
     def attention_spec_of_local_layers(config, backend=None):
         spec = attention_spec(config, backend)
-        # Of layers that do not come from transformer-engine it takes column-parallel ones only.
+        # Without transformer-engine it accepts column-parallel layers only.
         down = backend.latent_linear()
         spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
         return spec

@@ -1,4 +1,4 @@
-"""Reading distributed checkpoints as plain tensors, whatever layout they were saved from."""
+"""Distributed checkpoints of any layout, read as plain tensors."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import torch
 
 
 def latest(directory) -> str:
-    """The newest checkpoint folder below ``directory``."""
+    """Return the newest checkpoint folder below ``directory``."""
     return str(sorted(Path(directory).glob("iter_*"))[-1])
 
 
 def read(directory) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint, unsharded, by its name."""
+    """Return every tensor of the newest checkpoint, unsharded, by name."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -28,10 +28,10 @@ def read(directory) -> dict[str, torch.Tensor]:
 
 
 def gradients_of_first_step(directory) -> dict[str, torch.Tensor]:
-    """The gradient of every parameter in the first Adam step, from Adam's own first moment.
+    """Return every parameter's gradient in the first Adam step, from its first moment.
 
-    After one step ``exp_avg == (1 - beta1) * gradient``. It is saved in the model's own (unsharded)
-    space, so gradients of different layouts can be compared one to one, their scale included.
+    After one step ``exp_avg == (1 - beta1) * gradient``, saved unsharded, so different layouts
+    compare directly.
     """
     prefix = "optimizer.state.exp_avg."
     return {

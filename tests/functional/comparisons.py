@@ -1,4 +1,4 @@
-"""Comparisons of training runs: steps, gradients, curves, and a run that resumes."""
+"""Comparisons of training runs: steps, gradients, curves, resumed runs."""
 
 import pytest
 
@@ -11,7 +11,7 @@ HEALTH = ("dsa attention mass captured", "dsa query overlap")
 
 
 def layout_cases(layouts):
-    """A test's parameters: names of layouts, each marked with its number of ranks."""
+    """Return a test's parameters: layouts, each marked with its number of ranks."""
     return [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in layouts.items()]
 
 
@@ -19,7 +19,7 @@ def check_layout(name, layout, expected, one_step):
     """Take a step in another layout and compare it with one process."""
     got = one_step(*layout)
     compare(got, expected, TOLERANCE)
-    # Ranks with other rows sample other ones, and the selection is judged in a rank's first
+    # Ranks with other tokens draw other samples; selections are sampled in a rank's first
     # microbatch.
     if not any(word in name for word in ("microbatch", "by sequence", "CP2", "DP2")):
         for figure in HEALTH:
@@ -27,7 +27,6 @@ def check_layout(name, layout, expected, one_step):
 
 
 def compare(got, expected, tolerance):
-    """Check all losses, gradient norm and every gradient."""
     step, gradients, _ = got
     expected_step, expected_gradients, _ = expected
     mtp = tuple(name for name in expected_step if name.startswith("mtp_"))
@@ -40,18 +39,16 @@ def compare(got, expected, tolerance):
 
 
 def compare_curves(got, expected):
-    """Check losses and gradient norm of every step of two runs."""
     assert len(got.steps) == len(expected.steps) > 1
     for figure in ("lm loss", "indexer loss", "grad norm"):
         assert got.column(figure) == pytest.approx(expected.column(figure), rel=1e-4), figure
 
 
 def check_resume(flags, folder, ranks=1):
-    """Check that six steps in one go equal three, a checkpoint and three more; return the state.
-
-    Losses and everything that is saved have to be the same to the last bit.
+    """Check that six steps equal three, a checkpoint and three more, to the bit; return the
+    state.
     """
-    # Dropout puts the random state to the test as well.
+    # Dropout tests the random state.
     flags = flags | {"--train-iters": 6, "--save-interval": 3, "--hidden-dropout": 0.1}
     flags |= {"--deterministic-mode": True}
     whole = train(flags | {"--save": folder / "whole"}, ranks=ranks)

@@ -11,13 +11,13 @@ ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
 
 
 def ranks_available() -> int:
-    """Processes that can run at once: any number on the CPU, one per GPU otherwise."""
+    """Return the number of possible processes: any on the CPU, one per GPU otherwise."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 8
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skip a case that needs more GPUs than there are (``ranks(n)``), before fixtures run."""
+    """Skip cases with too few GPUs (``ranks(n)``), before fixtures run."""
     marker = item.get_closest_marker("ranks")
     if marker and marker.args[0] > ranks_available():
         pytest.skip(f"needs {marker.args[0]} GPUs, {ranks_available()} here")
@@ -25,13 +25,12 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """``--data-path`` of a real text as byte tokens."""
     return prepare_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
 def short_documents(tmp_path_factory):
-    """``--data-path`` of documents of any length, many of them shorter than a sample."""
+    """``--data-path`` of documents of any length, many shorter than a sample."""
     from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 
     prefix = tmp_path_factory.mktemp("documents") / "lines"
@@ -42,7 +41,7 @@ def short_documents(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    """``--data-path`` of this package's source as byte tokens, so that no two batches are alike."""
+    """``--data-path`` of this package's source as byte tokens: all batches differ."""
     from megatron_dsa.extras.prepare_data.shards import write_byte_dataset
 
     prefix = tmp_path_factory.mktemp("source") / "source"
@@ -53,9 +52,9 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def started(source, tmp_path_factory):
-    """Function that returns a model's flags with those of a start from a few steps of training.
+    """Return a function that adds a start from a few steps of training to a model's flags.
 
-    It trains each model once, with Megatron's own layers.
+    It trains each model once, with Megatron's layers.
     """
     from tests.functional.engine import LOCAL, START, run
 
@@ -74,16 +73,16 @@ def started(source, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def steps_of(data, tmp_path_factory):
-    """Function that prepares a model (changes to :data:`TINY`) and returns its ``one_step``.
+    """Return a function that prepares a model (changes to :data:`TINY`) and returns ``one_step``.
 
-    ``one_step(changes, ranks)`` takes one step from a checkpoint of random weights and returns the
-    log line, all gradients and the run.
+    ``one_step(changes, ranks)`` takes one step from a common checkpoint; returns log line, all
+    gradients, run.
     """
 
     def prepare(model=None):
         model = {"--data-path": data} | (model or {})
         start = tmp_path_factory.mktemp("start")
-        # A few steps, so that nothing is at its initial 0.
+        # A few steps, so that no weight is at its initial 0.
         train(model | {"--save": start, "--train-iters": 3, "--save-interval": 3})
 
         def one_step(changes=None, ranks=1):
@@ -99,5 +98,4 @@ def steps_of(data, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def one_step(steps_of):
-    """One step of the plain :data:`TINY` model."""
     return steps_of()

@@ -1,4 +1,4 @@
-"""Runs with transformer-engine's layers beside runs with Megatron's own: models, flags, bounds."""
+"""Runs with transformer-engine's and Megatron's layers: models, flags, bounds."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from megatron_dsa.versions import why_not_transformer_engine
 from tests.functional.launch import TINY, Run, train
 from tests.helpers import relative_error
 
-#: Marks of a test file whose runs need transformer-engine.
+#: Marks of test files that need transformer-engine.
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -17,7 +17,7 @@ MARKS = [
         reason=str(why_not_transformer_engine(torch.cuda.is_available())),
     ),
 ]
-#: TE loads the scaling factors of delayed scaling, which are pickled, only with this variable.
+#: Permits loading of delayed scaling's pickled factors.
 ALLOW_PICKLE = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
 
 LOCAL = {
@@ -25,11 +25,11 @@ LOCAL = {
     "--no-gradient-accumulation-fusion": True,
     "--no-persist-layer-norm": True,
     "--no-masked-softmax-fusion": True,
-    "--moe-grouped-gemm": None,  # one expert after the other
+    "--moe-grouped-gemm": None,  # loop over experts
 }
-#: Gradients are rounded to bf16 as with local layers; fused accumulation has a test of its own.
+#: Gradients are rounded to bf16 as with local layers; fused accumulation is tested separately.
 ENGINE = {"--transformer-impl": "transformer_engine", "--no-gradient-accumulation-fusion": True}
-#: Flags of each precision, beside ``--bf16``.
+#: Flags of each precision, with ``--bf16``.
 PRECISIONS = {
     "bf16": {},
     "tensorwise": {"--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
@@ -43,8 +43,8 @@ PRECISIONS = {
 }
 FP8 = ("tensorwise", "delayed", "blockwise")
 
-#: Head dims of V3.2, so that the fused kernels run. The loss is a mean over 8 sequences: roundings
-#: are 2e-5 of that of one sequence of 4096 tokens.
+#: Head dims of V3.2 for the fused kernels. The mean over 8 sequences has rounding errors of 2e-5,
+#: as one sequence of 4096 tokens.
 DSA = TINY | {
     "--bf16": True,
     "--num-layers": 4,
@@ -56,7 +56,7 @@ DSA = TINY | {
     "--qk-head-dim": 128,
     "--qk-pos-emb-head-dim": 64,
     "--v-head-dim": 128,
-    "--dsa-selected-attention": "sparse",  # absorption, at any length
+    "--dsa-selected-attention": "sparse",  # absorption at all lengths
     "--dsa-indexer-n-heads": 16,
     "--dsa-indexer-head-dim": 128,
     "--dsa-indexer-topk": 512,
@@ -65,7 +65,7 @@ DSA = TINY | {
     "--micro-batch-size": 1,
     "--global-batch-size": 8,
     "--init-method-std": 0.02,
-    # With 1e-3, equal runs are 1e-4 apart at step 3.
+    # With 1e-3, equal runs differ by 1e-4 at step 3.
     "--lr": 3e-5,
     "--min-lr": 3e-5,
     "--clip-grad": 1.0,
@@ -92,38 +92,38 @@ V4 = DSA | {
     "--dsa-indexer-rope-interleaved": True,
 }
 MODELS = {"DSA": DSA, "experts": EXPERTS, "V4": V4, "MTP": MTP}
-#: Training before the runs that are compared: losses of the first steps fall too fast for that.
+#: Training before the comparison: the first losses fall too fast.
 START = {"--train-iters": 10, "--save-interval": 10, "--lr": 3e-4, "--min-lr": 3e-4}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest relative difference of the lm loss from that of local layers.
+    """Largest relative difference of the lm loss to local layers.
 
     Attributes:
         first: at step 1.
-        later: at steps 2 to 7; twice the difference of two equal runs is allowed there.
+        later: at steps 2 to 7, plus twice the difference of two equal runs.
     """
 
     first: float
     later: float
 
 
-#: On an H200 with TE 2.20.2 differences were at most 1.6e-5 in bf16 and 9e-4 in FP8, in steps 1 and
-#: 3 to 7. FP8 rounds other weights more coarsely: 2e-3 in the first step was seen, too.
+#: On an H200 with TE 2.20.2 differences were at most 1.6e-5 in bf16 and 9e-4 in FP8 (steps 1, 3 to
+#: 7), and 2e-3 in the first step of FP8 once.
 BOUNDS = {
     ("DSA", "bf16"): Bounds(2e-5, 3e-5),
     ("experts", "bf16"): Bounds(2e-5, 1e-4),
     ("V4", "bf16"): Bounds(1e-5, 1e-4),
     ("MTP", "bf16"): Bounds(1e-5, 1e-4),
 } | {(name, precision): Bounds(8e-3, 8e-3) for name in MODELS for precision in FP8}
-#: Relative error of a gradient of the first step in bf16, against local layers: of the indexers
-#: (whose relu makes gradients jump where scores round differently), and of all others.
+#: Relative error of first-step gradients in bf16 to local layers: of indexers (the relu jumps where
+#: scores round differently), of all others.
 INDEXER_GRADIENT, GRADIENT = 0.1, 2e-2
 
 
 def run(flags: dict, layers: dict, precision: str = "bf16", **settings) -> Run:
-    """Train with a set of layers, in a precision, in the process that all these runs share."""
+    """Train with a set of layers and a precision, in the shared process."""
     return train(flags | layers | PRECISIONS[precision], one_process=True, **settings)
 
 
@@ -133,22 +133,21 @@ def relative_differences(got: list[float], expected: list[float]) -> list[float]
 
 
 def noise_of(first: Run, second: Run) -> float:
-    """Return the largest difference of two equal runs at steps 2 to 7: sums in another order."""
+    """Return the largest difference of two equal runs at steps 2 to 7."""
     return max(relative_differences(first.column("lm loss"), second.column("lm loss"))[1:])
 
 
 def check_losses(got: Run, expected: Run, bounds: Bounds, noise: float = 0.0) -> None:
-    """Check the lm loss of every step; ``noise`` of two equal runs, see :func:`noise_of`."""
+    """Check the lm loss of every step; ``noise``: see :func:`noise_of`."""
     found = relative_differences(got.column("lm loss"), expected.column("lm loss"))
     print(f"differences by step (noise {noise:.1e}):", " ".join(f"{x:.1e}" for x in found))
     assert len(found) >= 3
-    # Written so that NaN is a difference.
+    # NaN must count as a difference.
     assert found[0] <= bounds.first, found
     assert all(x <= max(bounds.later, 2 * noise) for x in found[1:]), (found, noise)
 
 
 def check_gradients(name: str, got: dict, expected: dict) -> None:
-    """Check every parameter's gradient of the first step, in bf16."""
     assert set(got) == set(expected) and len(expected) > 10
     errors = {key: relative_error(got[key], expected[key]) for key in expected}
     for indexers, bound in ((True, INDEXER_GRADIENT), (False, GRADIENT)):

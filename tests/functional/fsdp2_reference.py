@@ -1,11 +1,9 @@
 """Losses and gradients of ``examples/fsdp2_dsa.py`` by the package's Megatron path.
 
-``python -m tests.functional.fsdp2_reference FOLDER``: FOLDER gets a checkpoint to begin with
-(``hf/``), the gradients of the first step (``gradients/``, in the same format) and the losses of
-all steps (``megatron.json``). Both run on GPUs where there are any.
-
-``torchrun ... -m tests.functional.fsdp2_reference FOLDER example``: FOLDER gets the gradients that
-the example's model has in the first step (``fsdp2.pt``).
+``python -m tests.functional.fsdp2_reference FOLDER`` writes a start checkpoint (``hf/``),
+first-step gradients (``gradients/``, same format) and all losses (``megatron.json``). ``torchrun
+... -m tests.functional.fsdp2_reference FOLDER example`` writes the example's first-step gradients
+(``fsdp2.pt``).
 """
 
 import importlib.util
@@ -20,15 +18,14 @@ import torch.distributed as dist
 from tests.functional.launch import REPOSITORY, SPARSE
 
 STEPS, BATCH, LENGTH, LEARNING_RATE, COEFFICIENT = 12, 4, 96, 3e-3, 0.7
-#: Epsilon of Adam. With 1e-8, gradients that are zero but for rounding, as of the indexers' biases,
-#: move weights by the learning rate, and other keys are selected.
+#: Adam's epsilon. With 1e-8, rounding-only gradients (indexers' biases) move weights by the
+#: learning rate and change selections.
 EPS = 1e-4
 #: A token is a byte; all MLPs are dense.
 MODEL = SPARSE | {"vocab_size": 256, "first_k_dense_replace": SPARSE["num_hidden_layers"]}
 
 
 def example():
-    """The example as a module."""
     path = REPOSITORY / "examples/fsdp2_dsa.py"
     spec = importlib.util.spec_from_file_location("fsdp2_dsa", path)
     module = importlib.util.module_from_spec(spec)
@@ -37,9 +34,9 @@ def example():
 
 
 def train(model, config, global_batch, keep, device) -> list[dict[str, float]]:
-    """Train with Megatron's layers and autograd, and return the losses of every step.
+    """Train with Megatron's layers and autograd; return the losses.
 
-    ``keep(model)`` is called with the gradients of the first.
+    ``keep(model)`` is called with the first gradients.
     """
     from megatron_dsa.metrics.log import NAMES, IndexerLog
 
@@ -64,7 +61,6 @@ def train(model, config, global_batch, keep, device) -> list[dict[str, float]]:
 
 
 def main(folder: Path) -> None:
-    """Write both files."""
     from megatron_dsa.extras.huggingface.build import gpt_model, transformer_config
     from megatron_dsa.extras.huggingface.config_json import parse_config
     from megatron_dsa.extras.huggingface.convert import export_model
@@ -94,7 +90,7 @@ def main(folder: Path) -> None:
 
 
 def gradients_of_the_example(folder: Path) -> None:
-    """Write the gradients of the first step, whole, by Hugging Face's names."""
+    """Write the first-step gradients, whole, by Hugging Face names."""
     module = example()
     device = module.device_of_rank()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,7 +1,6 @@
-"""The entry point where layers G need no flash-linear-attention, whose kernels need a GPU.
+"""The entry point for layers G without flash-linear-attention, whose kernels need a GPU.
 
-With ``--deterministic-mode`` Megatron runs torch code of its own but for one norm, which is here
-torch's.
+With ``--deterministic-mode`` Megatron uses torch code, except for a norm that is replaced here.
 """
 
 import torch
@@ -11,7 +10,6 @@ from megatron_dsa import pretrain
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Return vectors of length 1 along the last dimension."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 

@@ -1,4 +1,4 @@
-"""Running the training entry point in its own processes, and reading its log."""
+"""The training entry point in its own processes, and its parsed log."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ from tests.trainer import Trainer
 ENTRY_POINT = "megatron_dsa.pretrain"
 LIMIT = 600  # seconds
 
-#: A DeepSeek-V3.2 in miniature; every case starts from these flags. ``True`` is a bare flag.
+#: A DeepSeek-V3.2 in miniature, the base of every case. ``True`` is a bare flag.
 TINY = {
     "--num-layers": 2,
     "--hidden-size": 64,
@@ -61,7 +61,7 @@ TINY = {
     "--log-interval": 1,
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": 257,
-    # Fixed, because the automatic padding depends on the tensor-parallel size.
+    # The automatic padding depends on the tensor-parallel size.
     "--padded-vocab-size": 264,
     "--split": "100,0,0",
     "--seed": 7,
@@ -70,7 +70,7 @@ TINY = {
 }
 
 
-#: config.json of a dense DeepSeek-V3 of the shape that :data:`TINY` trains.
+#: config.json of a dense DeepSeek-V3 of :data:`TINY`'s shape.
 DENSE = {
     "model_type": "deepseek_v3",
     "vocab_size": 257,
@@ -89,7 +89,7 @@ DENSE = {
     "max_position_embeddings": 96,
     "torch_dtype": "float32",
 }
-#: The same with the indexers of :data:`TINY`.
+#: The same with :data:`TINY`'s indexers.
 SPARSE = DENSE | {
     "model_type": "deepseek_v32",
     "index_n_heads": 4,
@@ -100,14 +100,14 @@ SPARSE = DENSE | {
 
 @dataclass
 class Run:
-    """What a training run printed."""
+    """Printed output of a training run."""
 
     returncode: int
     log: str
     steps: list[dict[str, float]] = field(default_factory=list)
 
     def column(self, name: str) -> list[float]:
-        """One logged figure over all iterations."""
+        """Return a logged figure over all iterations."""
         return [step[name] for step in self.steps]
 
 
@@ -142,7 +142,7 @@ def command_line(flags: dict) -> list[str]:
 
 
 def flags_in(text: str) -> dict:
-    """Return printed flags as :func:`launch` takes them."""
+    """Parse printed flags to :func:`launch`'s form."""
     flags: dict = {}
     name = None
     for item in text.split():
@@ -170,12 +170,11 @@ def launch(
     one_process: bool = False,
     kill_at: str | None = None,
 ) -> Run:
-    """Train with ``flags`` in ``ranks`` processes on this machine; return the parsed log.
+    """Train with ``flags`` in ``ranks`` local processes; return the parsed log.
 
-    With ``check``, a run that fails raises with the end of its log. ``module`` is what is run.
-    ``one_process`` trains in the process of all runs that ask for it, one rank only.
-    ``as_users_do`` starts interpreters, several ranks by torchrun, which takes some seconds more.
-    ``kill_at`` kills all processes, which are forked ones, as soon as this text is in the log.
+    ``check``: raise with the end of a failed run's log. ``module``: run it instead.
+    ``one_process``: use the shared process, for one rank. ``as_users_do``: start interpreters,
+    several ranks by torchrun. ``kill_at``: kill all (forked) processes once this text is logged.
     """
     flags = command_line(flags)
     environment = _environment() | (env or {})
@@ -203,12 +202,12 @@ def _environment() -> dict[str, str]:
     }
 
 
-# All of these take a port that is free when they open it: one that was looked up may be gone.
+# All take a free port on opening; a port looked up before may be taken.
 
 
 def _start_interpreters(module, flags, environment, ranks, log) -> int:
     if ranks == 1:
-        # The launcher would cost as much time as the training.
+        # The launcher would double the time.
         environment |= _place(0, 1) | {"MASTER_PORT": "0"}
         launcher = [sys.executable]
     else:
@@ -222,7 +221,7 @@ def _start_interpreters(module, flags, environment, ranks, log) -> int:
 
 
 def _store() -> tuple[TCPStore, dict[str, str]]:
-    """Return what a launcher has: a store that outlives ranks, and how they find it."""
+    """Return a launcher's rendezvous: a store that outlives ranks, and its address."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     variables = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return store, variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
@@ -230,7 +229,7 @@ def _store() -> tuple[TCPStore, dict[str, str]]:
 
 @functools.cache
 def shared_trainer() -> Trainer:
-    """Return the process of all runs that share one."""
+    """Return the process shared by runs."""
     return Trainer()
 
 
@@ -238,7 +237,7 @@ def _in_one_process(module, flags, environment, log) -> int:
     store, variables = _store()
     environment |= variables | _place(0, 1)
     status = shared_trainer().run(module, flags, environment, REPOSITORY, Path(log), LIMIT)
-    del store  # it had to outlive the run
+    del store  # must outlive the run
     return status
 
 
@@ -247,16 +246,16 @@ def _fork(module, flags, environment, ranks, log, kill_at) -> int:
     environment |= variables
     places = [environment | _place(rank, ranks) for rank in range(ranks)]
     status = run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT, kill_at)
-    del store  # it had to outlive the ranks
+    del store
     return status
 
 
 def train_without_a_rank(flags: dict, ranks: int, lost: Lost) -> tuple[list[int | None], Run]:
-    """Train with :data:`TINY` plus ``flags`` and lose a rank, which no launcher sees.
+    """Train with :data:`TINY` plus ``flags`` and lose a rank, without a launcher that notices.
 
     Returns:
         Exit statuses of the other ranks (see :func:`tests.processes.run_without_a_rank`), and the
-        log.
+            log.
     """
     store, variables = _store()
     places = [_environment() | variables | _place(rank, ranks) for rank in range(ranks)]
@@ -266,7 +265,7 @@ def train_without_a_rank(flags: dict, ranks: int, lost: Lost) -> tuple[list[int 
             ENTRY_POINT, arguments, places, REPOSITORY, Path(log.name), lost
         )
         text = log.read()
-    del store  # it had to outlive the ranks
+    del store
     return statuses, Run(max((x or 0 for x in statuses), key=abs), text, parse_steps(text))
 
 

@@ -1,6 +1,6 @@
-"""Flags of Muon, and the models that it trains in tests."""
+"""Flags of Muon, and the models trained with it."""
 
-#: DeepSeek-V4's update, with matrix products in fp32: runs are compared.
+#: DeepSeek-V4's update, with fp32 products for comparisons.
 MUON = {
     "--optimizer": "muon",
     "--muon-momentum": 0.95,

@@ -12,9 +12,9 @@ FULL_RECOMPUTE = {
     "--recompute-method": "uniform",
     "--recompute-num-layers": 1,
 }
-#: Documents have any length: only packed rows can be cut into equal parts.
+#: Only packed tokens of documents can be cut into equal parts.
 PACKED = {"--dataloader-inter-document-masking": True, "--dsa-cp-layout": "zigzag_rows"}
-#: What makes DeepSeek-V4's attention of the layers that tests train by default.
+#: DeepSeek-V4's attention for the default test model.
 SMALL_V4 = {
     "--csa-compress-ratios": [0, 4],
     "--csa-window-size": 16,
@@ -31,7 +31,7 @@ LAYOUTS = {
     "TP2 and CP2, selection by sequence, masked attention by heads": (
         TP2_HEADS | CP2 | {"--dsa-tp-mode": "select", "--dsa-selected-attention": "masked"}, 4,
     ),
-    # Starting processes is what takes the time: several features share a run.
+    # Several features share a run, because starting processes takes the time.
     "CP2 contiguous, full recompute, per-token loss, one microbatch of 8": (
         CP2
         | FULL_RECOMPUTE

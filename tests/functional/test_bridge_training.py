@@ -1,7 +1,7 @@
-"""Megatron-Bridge's own ``pretrain`` and ``finetune`` on our layers, compared with our entry point.
+"""Megatron-Bridge's ``pretrain`` and ``finetune`` on our layers, compared with our entry point.
 
-Both start from one Hugging Face checkpoint and read the same data. Skipped where Megatron-Bridge is
-not installed; :mod:`tests.functional.bridge_train` has what it takes on a CPU.
+Both start from one Hugging Face checkpoint and read the same data. Skipped without Megatron-Bridge;
+on a CPU see :mod:`tests.functional.bridge_train`.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 VOCABULARY, TOKENS = 320, 64
-#: One configuration for both, as Bridge's fields and as our flags.
+#: One configuration, as Bridge's fields and as our flags.
 FIELDS = {
     "optimizer.lr": 3e-3,
     "optimizer.min_lr": 3e-3,
@@ -65,7 +65,7 @@ PRETRAINING = {
     "tokenizer.tokenizer_model": None,
     "tokenizer.vocab_size": VOCABULARY - 1,
 }
-#: config.json of a GLM-5; Bridge's provider for it balances experts otherwise.
+#: config.json of a GLM-5; Bridge otherwise balances experts differently.
 GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01, "indexer_rope_interleave": True}
 FIGURES = ("lm loss", "indexer loss", "seq_load_balancing_loss", "dsa attention mass captured")
 #: Printed digits of Megatron's and Bridge's log.
@@ -82,21 +82,20 @@ def write_checkpoint(folder, kind="deepseek_v32", **changes):
 
 
 def flags_for(checkpoint):
-    """Return flags of our entry point, as the command ``flags`` prints them, and :data:`FLAGS`."""
+    """Return flags of our entry point: output of the command ``flags``, and :data:`FLAGS`."""
     model = flags_in(" ".join(flags_of(read_config(checkpoint))))
     return model | FLAGS | {"--dsa-load-hf": checkpoint}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Folder of a tiny DeepSeek-V3.2 and a tokenizer."""
     folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     save_tokenizer(folder, TAGGED["deepseek"], 300)
     return folder
 
 
 def bridge(recipe, checkpoint, data, fields, **settings):
-    """Run a recipe of the example in Bridge's loop; return the run with its log's figures."""
+    """Run a recipe of the example in Bridge's loop; return the run with its log."""
     settings_of_run = [f"{name}={value!r}" for name, value in (FIELDS | fields).items()]
     flags = {"--recipe": recipe, "--checkpoint": checkpoint, "--data": data}
     module = "tests.functional.bridge_train"
@@ -111,7 +110,6 @@ def assert_equal_figures(theirs, ours, names):
 
 
 def our_steps(checkpoint, data, number):
-    """Train with our entry point, as :data:`PRETRAINING` says; return the figures of its log."""
     sizes = {
         "--seq-length": TOKENS, "--max-position-embeddings": TOKENS, "--micro-batch-size": 2,
         "--global-batch-size": 8, "--train-iters": number, "--tokenizer-type": "NullTokenizer",
@@ -123,12 +121,10 @@ def our_steps(checkpoint, data, number):
 
 @pytest.fixture(scope="module")
 def ours(checkpoint, data):
-    """Six steps of our entry point."""
     return our_steps(checkpoint, data, 6)
 
 
 def test_pretraining(checkpoint, ours, data, tmp_path):
-    """Six steps with a resume at the fourth have the losses of our entry point."""
     fields = PRETRAINING | {
         "checkpoint.save": str(tmp_path),
         "checkpoint.load": str(tmp_path),
@@ -157,7 +153,6 @@ def test_pretraining(checkpoint, ours, data, tmp_path):
 )
 @pytest.mark.ranks(2)
 def test_layouts(checkpoint, ours, data, layout):
-    """Each layout logs the figures of one rank."""
     fields = PRETRAINING | {"train.train_iters": 3, "checkpoint.save": None}
     theirs = bridge("pretrain", checkpoint, data, fields | layout, ranks=2).steps
     assert_equal_figures(theirs, ours[:3], FIGURES[:2])
@@ -177,7 +172,6 @@ def test_layouts(checkpoint, ours, data, layout):
     ids=["GLM-5", "V3.2 with prediction"],
 )
 def test_models(kind, changes, fields, figures, data, tmp_path):
-    """Other models have the losses of our entry point also."""
     folder = write_checkpoint(tmp_path, kind, **changes)
     fields = PRETRAINING | {"train.train_iters": 3, "checkpoint.save": None} | fields
     theirs = bridge("pretrain", folder, data, fields).steps
@@ -186,11 +180,7 @@ def test_models(kind, changes, fields, figures, data, tmp_path):
 
 @pytest.mark.parametrize("coefficient", [0.0, 1.0], ids=["frozen", "trained"])
 def test_finetuning(checkpoint, coefficient, tmp_path):
-    """With frozen indexers packed conversations give the losses of our ``--sft``.
-
-    Bridge counts the padding of a sequence as one more conversation, on which the indexers are also
-    trained: with them, the losses of the first step are equal, and later ones are near.
-    """
+    """Without trained indexers: Bridge counts padding as one more conversation for them."""
     rows = [
         {"messages": [
             message("user", f"what is {i} and {i + 1}?"),

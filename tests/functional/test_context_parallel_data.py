@@ -1,4 +1,4 @@
-"""Context-parallel ranks get their own tokens, and data that does not fit a layout is refused."""
+"""Context-parallel ranks' tokens, and rejected layouts."""
 
 import argparse
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""``examples/continue_small.sh``: a checkpoint of transformers is trained and exported."""
+"""``examples/continue_small.sh``: a checkpoint of transformers, trained and exported."""
 
 import json
 import os
@@ -19,7 +19,6 @@ pytest.importorskip("safetensors")
 
 @pytest.mark.parametrize("model", ["glm-5", "v3.2", "v4"])
 def test_a_checkpoint_is_continued_and_exported(model, tmp_path, python):
-    """The exported model answers questions as well as the trained one."""
     variables = {"PYTHON": python, "RUN_DIR": str(tmp_path), "STEPS": "2 4 12", "MODEL": model}
     done = subprocess.run(
         [EXAMPLES / "continue_small.sh"],
@@ -53,7 +52,7 @@ def test_a_checkpoint_is_continued_and_exported(model, tmp_path, python):
 
 
 def answer_loss(folder: Path, tokenizer, conversations: list) -> float:
-    """Return the mean loss of all answers' tokens, each conversation by itself."""
+    """Return the mean loss of all answer tokens, each conversation separately."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )

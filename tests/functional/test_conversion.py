@@ -1,4 +1,4 @@
-"""``SMALL=1 examples/conversion/all.sh``: a small dense model becomes sparse, in five ways."""
+"""``SMALL=1 examples/conversion/all.sh``: a small dense model made sparse in five ways."""
 
 import csv
 import json
@@ -11,21 +11,21 @@ import pytest
 from tests.cases.launch_scripts import EXAMPLES
 from tests.processes import python_path
 
-#: Run -> its last step, and its loss on held-out text there (nats per token), as first measured.
+#: Run -> last step and its held-out loss (nats per token), as first measured.
 MEASURED = {
     "dense": (60, 5.372), "dense_on": (120, 4.962), "warmup": (80, 5.372), "sparse": (120, 5.074),
     "sparse_without_warmup": (120, 4.981), "scratch": (120, 5.003),
 }  # fmt: skip
-#: Tokens of the corpus then, to train on and held out: Python's library differs between versions.
+#: Corpus tokens then, trained and held out: Python's library varies.
 TOKENS = (1117610, 11659)
-#: Other processors round in other places (with AVX2: 0.0013); another corpus is another task.
+#: Other processors round differently (AVX2: 0.0013); another corpus is another task.
 BAND, BAND_OF_OTHER_TEXT = 0.02, 0.2
-#: Run, and its gap to dense_on: what three seeds gave, with room on either side.
+#: Run, and bounds of its gap to dense_on from three seeds.
 GAPS = [("sparse", 0.07, 0.2), ("sparse_without_warmup", 0.0, 0.035), ("scratch", 0.0, 0.3)]
 
 
 def train_all(folder, python):
-    """Run the example as users do; return what it printed."""
+    """Run the example like a user; return its output."""
     variables = {"PYTHON": python, "RUN_DIR": str(folder), "SMALL": "1", "SEED": "1"}
     unset = ("STEPS", "BATCH", "RATE", "LENGTH", "TOPK", "ONLY", "PLAN", "GPU30")
     unset += ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -41,7 +41,7 @@ def train_all(folder, python):
 
 @pytest.fixture(scope="module")
 def conversion(tmp_path_factory, python):
-    """Train all runs once; return their folder and what was printed."""
+    """Train all runs once; return folder and output."""
     pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("conversion")
     return folder, train_all(folder, python)
@@ -49,7 +49,6 @@ def conversion(tmp_path_factory, python):
 
 @pytest.fixture(scope="module")
 def losses(conversion):
-    """Held-out losses by run and step."""
     found = {}
     with open(conversion[0] / "validation.csv", newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -60,13 +59,12 @@ def losses(conversion):
 
 
 def logged(conversion, run, figure):
-    """Return a figure of all log lines of a run."""
     log = (conversion[0] / run / "train.log").read_text(encoding="utf-8")
     return [float(value) for value in re.findall(rf"\b{figure}: (\S+)", log)]
 
 
 def same_text(conversion):
-    """Whether the corpus is the one that was measured with."""
+    """Return whether the corpus is the measured one."""
     facts = json.loads((conversion[0] / "data/corpus.json").read_text(encoding="utf-8"))
     return (facts["train"]["tokens"], facts["held_out"]["tokens"]) == TOKENS
 
@@ -79,7 +77,6 @@ def test_losses_are_within_their_bands(conversion, losses):
 
 
 def test_the_gap_to_the_dense_model_that_goes_on(losses):
-    """At equal tokens."""
     for run, least, most in GAPS:
         gap = losses[run][120] - losses["dense_on"][120]
         assert least < gap < most, (run, gap)
@@ -92,7 +89,6 @@ def test_a_warm_up_trains_the_indexers_alone(conversion, losses):
 
 
 def test_after_a_warm_up_the_selected_keys_hold_more_attention(conversion):
-    """In the first step; without one the indexers are random."""
     first = {
         run: logged(conversion, run, "dsa attention mass captured")[0]
         for run in ("sparse", "sparse_without_warmup")
@@ -105,13 +101,12 @@ def measured(conversion, run):
     with open(conversion[0] / run / "measures.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found = {(int(row["step"]), row["measure"], row["part"]): float(row["value"]) for row in rows}
-    assert len(found) == len(rows)  # nothing was measured twice
+    assert len(found) == len(rows)  # no duplicates
     return found
 
 
 @pytest.mark.parametrize("run", MEASURED)
 def test_measured_losses_are_those_of_megatron(conversion, losses, run):
-    """At every evaluation; and losses by position average to them."""
     found = measured(conversion, run)
     mine = {step: loss for (step, _, part), loss in found.items() if part == "all"}
     assert mine == pytest.approx(losses[run], abs=2e-5)
@@ -134,7 +129,6 @@ def test_measured_losses_are_those_of_megatron(conversion, losses, run):
 
 
 def test_what_else_is_measured(conversion):
-    """Probes of all runs; layers of those that select, which a warm-up does not."""
     for run in MEASURED:
         found = measured(conversion, run)
         last = max(step for step, _, _ in found)

@@ -1,4 +1,4 @@
-"""CUDA graphs through the training entry point: 50 steps as without them, and refusals."""
+"""CUDA graphs through the training entry point: 50 equal steps, and rejected flags."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ LOCAL = {"--cuda-graph-impl": "local"}
 ATTENTION = LOCAL | {"--cuda-graph-modules": "attn"}
 WHOLE = {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
 PACKED = {"--dataloader-inter-document-masking": True}
-#: Sums in a fixed order: another order selects other keys after some steps.
+#: Fixed order of sums: otherwise selections diverge.
 STEPS = {
     "--train-iters": 50, "--micro-batch-size": 2, "--global-batch-size": 8,
     "--deterministic-mode": True,
 }  # fmt: skip
 EVALUATED = {"--eval-iters": 2, "--eval-interval": 20, "--split": "80,20,0"}
-#: Figures that graphs of layers leave out are left out of both.
+#: Graphs of layers omit these figures.
 UNSAMPLED = {"--dsa-health-tokens": 0}
 EXPERTS = {
     "--num-experts": 4, "--moe-layer-freq": "[0,1]", "--moe-router-topk": 2,

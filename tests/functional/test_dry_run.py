@@ -1,4 +1,4 @@
-"""A dry run of a launch script's own flags, as a user starts it."""
+"""A dry run of launch scripts, started like a user's."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from tests.cases.launch_scripts import launch
 from tests.functional.launch import ENTRY_POINT, REPOSITORY
 from tests.processes import python_path
 
-#: Runs a command, and prints the most memory (KiB) that it had. A process of its own: to a command
-#: that this one starts, Linux counts the memory that this one has had.
+#: Runs a command and prints its peak memory (KiB), in its own process because Linux inherits the
+#: parent's peak.
 WITH_MEMORY = """
 import resource, subprocess, sys
 status = subprocess.call(sys.argv[1:])
@@ -25,7 +25,7 @@ sys.exit(status)
 
 
 def dry_run(flags, folder):
-    """Start the entry point as a user does; return what it printed, and its memory in KiB."""
+    """Start the entry point like a user; return its output and peak memory in KiB."""
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-c", WITH_MEMORY, sys.executable, "-m", ENTRY_POINT, *flags],
@@ -33,13 +33,13 @@ def dry_run(flags, folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     *lines, most = done.stdout.splitlines()
-    # It reads and writes nothing: the tokenizer, data and checkpoints that are named do not exist.
+    # Tokenizer, data and checkpoints need not exist.
     assert os.listdir(folder) == ["python"]
     return lines, int(most)
 
 
 def planned(script, folder, variables=None):
-    """Plan a launch script without data; return what was printed, and the memory in KiB."""
+    """Plan a launch script without data; return output and peak memory in KiB."""
     done = launch(script, folder, variables or {}, "--dsa-dry-run")
     assert done.returncode == 0, done.stderr
     flags, world = json.loads(done.stdout)
@@ -67,7 +67,6 @@ def test_a_launch_script_of_a_whole_v4(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
 def test_memory_of_long_sequences_is_that_of_the_page(tmp_path):
-    """docs/guide/planning.md: a row of its table of V4-Flash."""
     page = (REPOSITORY / "docs/guide/planning.md").read_text()
     row = r"^\| 131072 \| 4 \| `RECOMPUTE=full` \| (\d+) to (\d+) \| (\S+) \| (\S+) \|$"
     least, most, *sizes = re.search(row, page, re.M).groups()
@@ -86,11 +85,10 @@ def test_memory_of_long_sequences_is_that_of_the_page(tmp_path):
     reason="the page is for a machine without a GPU and without transformer-engine's optimizer",
 )
 def test_the_plan_that_the_documentation_shows(tmp_path):
-    """docs/guide/planning.md: its figures are those of today."""
     lines, _ = planned("v3_2.sh", tmp_path)
     page = (REPOSITORY / "docs/guide/planning.md").read_text()
     shown = re.search(r"```text\n(fits, .*?)```", page, re.DOTALL)[1].splitlines()
-    # What runs hangs on the packages that are installed.
+    # Implementations depend on installed packages.
     first, last = shown.index("what runs (dsa_fused)"), len(shown) - 4
     figures = [*shown[:2], *shown[3:first], *shown[last:]]
     assert len(figures) > 15 and "GFLOP per token" in shown[last]

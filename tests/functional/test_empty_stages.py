@@ -1,4 +1,4 @@
-"""A run whose second of three pipeline stages has no weights is stopped and resumed."""
+"""A resumed run whose second of three pipeline stages has no weights."""
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ OPTIMIZERS = {
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resume(optimizer, data, tmp_path):
-    """Gradient norms, weights and moments are those of a run that was not stopped, to the bit."""
     if optimizer == "Muon":
         pytest.importorskip("emerging_optimizers", minversion="0.3")
     flags = {"--data-path": data, "--train-iters": TOTAL, "--save-interval": HALF}

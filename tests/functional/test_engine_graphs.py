@@ -1,4 +1,4 @@
-"""CUDA graphs of transformer-engine's layers: the losses of uncaptured ones, in bf16 and FP8."""
+"""CUDA graphs of transformer-engine's layers: equal losses in bf16 and FP8."""
 
 import pytest
 
@@ -26,15 +26,15 @@ GRAPHS = {
         "--no-check-for-nan-in-loss-and-grad": True,
     },
 }
-#: Figures that graphs of layers leave out are left out of both.
+#: Graphs of layers omit these figures.
 STEPS = {"--train-iters": 12, "--dsa-health-tokens": 0}
-#: Layers 1, 2 and 4 select; layer 3 reuses the selection of layer 2.
+#: Layers 1, 2 and 4 select; layer 3 reuses layer 2's selection.
 SHARING = DSA | {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 2}
 
 
 @pytest.fixture(scope="module")
 def uncaptured(started):
-    """Flags, run and noise of a model in a precision."""
+    """Return flags, run and noise of a model in a precision."""
     runs = {}
 
     def run_of(name, model, precision, steps=STEPS):
@@ -49,7 +49,7 @@ def uncaptured(started):
 
 def check(name, model, graphs, precision, uncaptured):
     flags, plain, noise = uncaptured(name, model, precision)
-    # In a process of its own: Megatron's record of graphs is one per process.
+    # Megatron keeps one record of graphs per process.
     got = train(flags | ENGINE | PRECISIONS[precision] | GRAPHS[graphs])
     assert "CUDA graphs (" in got.log
     check_losses(got, plain, BOUNDS[name, "bf16"], noise)
@@ -68,7 +68,6 @@ def test_losses_of_v4(graphs, uncaptured):
 
 @pytest.mark.parametrize("graphs", [name for name in GRAPHS if name != "layers"])
 def test_fifty_steps_with_index_sharing(graphs, uncaptured):
-    """Losses of model and indexers, and the norm of all gradients."""
     steps = STEPS | {"--train-iters": 50}
     flags, plain, noise = uncaptured("index sharing", SHARING, "bf16", steps)
     got = train(flags | ENGINE | GRAPHS[graphs])

@@ -1,7 +1,4 @@
-"""transformer-engine's layers train like Megatron's own, from one checkpoint, in every precision.
-
-Losses of every model and precision, and the gradients of the first step in bf16.
-"""
+"""transformer-engine's layers train like Megatron's, from one checkpoint, in every precision."""
 
 import pytest
 
@@ -24,7 +21,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, started):
-    """Name, flags, local run and noise of a model that starts from a few steps of training."""
+    """Yield name, flags, local run and noise of a model."""
     flags = started(MODELS[request.param])
     local = run(flags, LOCAL)
     return request.param, flags, local, noise_of(local, run(flags, LOCAL))
@@ -66,7 +63,7 @@ def test_gated_delta_net_in_hybrid_models(source):
 
 
 def test_delayed_scaling_needs_a_loss_scale(model):
-    """Without the preset one, E5M2 rounds the first step's gradients to 0 layer after layer."""
+    """Otherwise E5M2 rounds the first gradients to 0, layer after layer."""
     _, flags, local, _ = model
     one_step = flags | {"--train-iters": 1}
     expected = local.steps[0]["grad norm"]
@@ -80,12 +77,11 @@ def test_delayed_scaling_needs_a_loss_scale(model):
     assert abs(norms[1] - expected) > 2 * abs(norms[0] - expected)
 
 
-#: transformer-engine keeps this norm in the linear that follows.
+#: transformer-engine fuses this norm.
 NORM = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
 
 def test_gradients_of_the_first_step(model, tmp_path):
-    """Every parameter's, in bf16."""
     name, flags, _, _ = model
     gradients = []
     for kind, layers in (("local", LOCAL), ("engine", ENGINE)):

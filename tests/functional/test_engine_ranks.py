@@ -1,8 +1,6 @@
-"""transformer-engine's layers on two ranks train like one rank, in bf16 and in FP8.
+"""transformer-engine's layers on two ranks train like one rank, in bf16 and FP8.
 
-From one checkpoint: losses of all steps, and in bf16 the gradients of the first step. Losses in
-bf16 are compared with those of local layers on as many ranks: tensor-parallel ranks round their
-parts of a sum to bf16 before they add them.
+In bf16 losses are compared with local layers on as many ranks, which also round partial sums.
 """
 
 import pytest
@@ -44,7 +42,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def single(started):
-    """Flags, run and noise of one rank, by model, flags and precision."""
+    """Return flags, run and noise of one rank."""
     runs = {}
 
     def run_of(model, changes, precision):
@@ -74,7 +72,6 @@ def test_losses(name, precision, single):
 
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n.startswith("DSA")] + ["V4, CP2"])
 def test_gradients_of_the_first_step(name, single, tmp_path):
-    """Every parameter's, in bf16."""
     model, changes, layout = LAYOUTS[name]
     flags = single(model, changes, "bf16")[0] | ENGINE | {"--clip-grad": 0.0}
     found = []

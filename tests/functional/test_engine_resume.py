@@ -1,4 +1,4 @@
-"""Runs with transformer-engine's layers resume, and hand over to local layers and back."""
+"""Resumed runs with transformer-engine's layers, also switching to local layers and back."""
 
 import pytest
 
@@ -22,7 +22,7 @@ TOTAL, HALF = 6, 3
 
 @pytest.fixture(scope="module")
 def whole(started):
-    """Six steps in one go, by layers and precision, and the noise of two such runs."""
+    """Return six uninterrupted steps by layers and precision, and the noise of two such runs."""
     runs = {}
 
     def run_of(layers, precision):
@@ -38,7 +38,7 @@ def whole(started):
 
 @pytest.fixture
 def continued(started, tmp_path):
-    """Train three steps, save, and train three more with other layers or in another precision."""
+    """Train three steps, save, and train three more with other layers or precision."""
 
     def train(first, second, **settings):
         saved = {"--save": tmp_path, "--save-interval": HALF, "--train-iters": TOTAL}
@@ -50,10 +50,7 @@ def continued(started, tmp_path):
 
 
 def check_continues(rest, expected, bound):
-    """Check the steps after the restart; Megatron logs a mean in the second of them.
-
-    An optimizer that had started anew would show: it cost 30 % and more.
-    """
+    """Check the steps after the restart; a restarted optimizer would cost 30 % and more."""
     assert [step["iteration"] for step in rest.steps] == [4, 5, 6]
     assert "the optimizer starts anew" not in rest.log
     whole, noise = expected
@@ -72,7 +69,6 @@ def test_resume(precision, continued, whole):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_from_transformer_engine_to_local(precision, continued, whole):
-    """Optimizer included; the scaling factors of FP8 are left behind."""
     kind = (ENGINE, precision)
     rest = continued(kind, (LOCAL, "bf16"))
     check_continues(rest, whole(*kind), BOUNDS["DSA", precision].later)
@@ -86,7 +82,6 @@ def test_from_local_to_transformer_engine(precision, continued, whole):
 
 @pytest.mark.parametrize("other", ["bf16", "tensorwise", "blockwise"])
 def test_from_fp8_to_another_precision(other, continued, whole):
-    """Only delayed scaling saves a state; another recipe does not need it."""
     kind = (ENGINE, "delayed")
     rest = continued(kind, (ENGINE, other), env=ALLOW_PICKLE)
     bound = max(BOUNDS["DSA", name].later for name in ("delayed", other))

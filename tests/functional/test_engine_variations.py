@@ -1,4 +1,6 @@
-"""transformer-engine's layers in other stages, batches and recomputations, against local layers."""
+"""transformer-engine's layers in other stages, batches and recomputations, compared with local
+layers.
+"""
 
 import pytest
 
@@ -19,14 +21,14 @@ SELECTIVE = {
     "--recompute-granularity": "selective",
     "--recompute-modules": ["core_attn", "mla_up_proj", "mlp", "layernorm"],
 }
-#: Megatron refuses to recompute norms with delayed scaling.
+#: Megatron cannot recompute norms with delayed scaling.
 SELECTIVE_DELAYED = SELECTIVE | {"--recompute-modules": ["core_attn", "mla_up_proj", "mlp"]}
 OVERLAP = {
     "--use-distributed-optimizer": True,
     "--overlap-grad-reduce": True,
     "--overlap-param-gather": True,
 }
-#: What changes the training; the local run has it, too.
+#: Changes of the training, for both runs.
 CHANGES = {
     "plain": {},
     "dense": {"--dsa-stage": "dense"},
@@ -41,7 +43,7 @@ CHANGES = {
     "index sharing": {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 1},
     "packed": PACKED,
 }
-#: What only changes how it is computed; the local run is that without them.
+#: Changes of the computation only, not in the local run.
 WAYS = {
     "full recompute": FULL_RECOMPUTE,
     "selective recompute": SELECTIVE,
@@ -51,10 +53,10 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def start(started):
-    """Flags that start a run of a model from a few steps of training."""
+    """Return flags of a start from a few steps of training."""
 
     def flags_of(name, change):
-        # Layers that share a selection have no indexer, and a checkpoint must be of the same ones.
+        # A checkpoint must match the layers with indexers.
         layers = CHANGES[change] if change == "index sharing" else {}
         return started(MODELS[name] | layers) | CHANGES[change]
 
@@ -63,7 +65,7 @@ def start(started):
 
 @pytest.fixture(scope="module")
 def local(start, short_documents):
-    """Flags, run and noise of a change with local layers, which several tests share."""
+    """Return flags, run and noise of a change with local layers."""
     runs = {}
 
     def run_of(name, change):
@@ -111,7 +113,6 @@ def test_ways_of_v4(way, precision, local):
 
 @pytest.mark.parametrize("name", ["DSA", "V4", "experts"])
 def test_fused_gradient_accumulation(name, start):
-    """transformer-engine's linears fuse it with and without Apex; microbatches add up, in bf16."""
     flags = start(name, "plain") | {"--global-batch-size": 16}
     plain = run(flags, ENGINE)
     noise = noise_of(plain, run(flags, ENGINE))

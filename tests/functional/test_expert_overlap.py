@@ -1,4 +1,4 @@
-"""Megatron's interleaved schedule of two microbatches computes what its plain schedule computes."""
+"""Megatron's interleaved schedule of two microbatches equals its plain schedule."""
 
 import pytest
 
@@ -30,7 +30,7 @@ CHANGES = {
     | {"--use-distributed-optimizer": True, "--overlap-grad-reduce": True},
     "packed": PACKED,
     "index sharing": {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 1},
-    # fp16 has three bits more: in bf16 the order of a sum moves the indexers' loss by 2e-3.
+    # fp16 has three more bits: in bf16 the order of a sum moves the indexers' loss by 2e-3.
     "multi-token prediction": {
         "--mtp-num-layers": 1,
         "--bf16": None,
@@ -46,7 +46,6 @@ CHANGES = {
 
 
 def figures(run):
-    """What a run logs of every step, without times."""
     names = ("lm loss", "indexer loss", "mtp_1 loss", "grad norm")
     return [[step.get(name) for name in names] for step in run.steps]
 
@@ -61,7 +60,7 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
     expected, *others = figures(plain)
     assert first == expected
     if "--mtp-num-layers" in flags:
-        # Hidden states feed two branches, whose gradients are added in another order.
+        # Gradients of two branches are added in another order.
         others = [pytest.approx(step, rel=2e-4) for step in others]
     assert rest == others
     assert got.steps[0]["indexer loss"] > 0
@@ -77,6 +76,5 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
     ],
 )
 def test_what_is_refused(change, reason, data):
-    """By Megatron's rule where it has one."""
     run = train(MODEL | OVERLAP | change | {"--data-path": data}, ranks=2, check=False)
     assert run.returncode and not run.steps and reason in run.log

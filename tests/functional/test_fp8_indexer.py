@@ -1,4 +1,4 @@
-"""The indexer's linears in FP8 and in bf16: a run of both, and what is refused."""
+"""The indexer's linears in FP8 and bf16: training and rejected flags."""
 
 import pytest
 
@@ -10,7 +10,6 @@ pytestmark = MARKS
 @pytest.mark.parametrize("precision", FP8)
 @pytest.mark.parametrize(("name", "model"), [("DSA", DSA), ("V4", V4)])
 def test_losses(name, model, precision, started):
-    """Both train; their first losses, from the same weights, differ as FP8 products do."""
     flags = started(model)
     expected = run(flags, ENGINE, precision)
     got = run(flags | {"--dsa-fp8-indexer": True}, ENGINE, precision)
@@ -20,7 +19,6 @@ def test_losses(name, model, precision, started):
 
 @pytest.mark.parametrize("heads", [4, 12])
 def test_any_number_of_index_heads_in_bf16(heads, data):
-    """transformer-engine quantises weights whose rows are a multiple of 8."""
     flags = DSA | {"--data-path": data, "--train-iters": 2, "--dsa-indexer-n-heads": heads}
     assert len(run(flags, ENGINE, "tensorwise").steps) == 2
     refused = run(flags | {"--dsa-fp8-indexer": True}, ENGINE, "tensorwise", check=False)

@@ -1,4 +1,4 @@
-"""FP8 parameters (``--fp8-param-gather``) train like those that products alone quantise."""
+"""FP8 parameters (``--fp8-param-gather``) train like bf16 parameters with FP8 products."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.host import unstreamed
 pytestmark = MARKS
 DISTRIBUTED = {"--use-distributed-optimizer": True}
 PARAMETERS = DISTRIBUTED | {"--fp8-param-gather": True}
-#: Main parameters from the checkpoint's bf16 weights, and not from those rounded to FP8.
+#: Main parameters from the checkpoint's bf16 weights, not from FP8.
 MAIN = {
     "--load-main-params-from-ckpt": True,
     "--no-load-optim": True,
@@ -51,7 +51,6 @@ def test_losses_of_v4(precision, started):
 
 @pytest.mark.parametrize("precision", FP8)
 def test_resume(precision, source, tmp_path):
-    """Six steps in one go equal three, a checkpoint and three more."""
     flags = DSA | PARAMETERS | {"--data-path": source, "--train-iters": 6}
     whole = run(flags, ENGINE, precision)
     saved = flags | {"--save": tmp_path, "--save-interval": 3}

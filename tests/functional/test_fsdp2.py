@@ -1,4 +1,4 @@
-"""``examples/fsdp2_dsa.py``: FSDP2 on two ranks beside the package's Megatron path."""
+"""``examples/fsdp2_dsa.py``: FSDP2 on two ranks, compared with the package's Megatron path."""
 
 import json
 import os
@@ -23,7 +23,7 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 def run(*command: str, device: str = "cpu") -> str:
-    """Run a Python command of this repository, which must succeed."""
+    """Run a Python command of this repository; it must succeed."""
     environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -53,13 +53,12 @@ DEVICES = [
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request):
-    """Where both paths run."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, device):
-    """Folder with what Megatron's path gave: a checkpoint, gradients and losses."""
+    """Return the folder of Megatron's results: checkpoint, gradients and losses."""
     folder = tmp_path_factory.mktemp("reference")
     run("-m", "tests.functional.fsdp2_reference", str(folder), device=device)
     return folder
@@ -67,7 +66,7 @@ def reference(tmp_path_factory, device):
 
 @pytest.mark.parametrize("more", [(), ("--compile", "aot_eager")], ids=["eager", "compiled"])
 def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
-    """Measured: 1.3e-7 for the language model and 1.3e-6 for the indexer, relative."""
+    """Measured: 1.3e-7 (language model) and 1.3e-6 (indexer), relative."""
     flags = {
         "--load": reference / "hf", "--steps": STEPS, "--batch": BATCH, "--length": LENGTH,
         "--lr": LEARNING_RATE, "--eps": EPS, "--indexer-loss-coeff": COEFFICIENT,
@@ -87,7 +86,6 @@ def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
 
 
 def test_gradients_are_those_of_megatron(reference, device):
-    """Every parameter, the scale of both losses included, which Adam would hide: 9.3e-7."""
     module = "tests.functional.fsdp2_reference"
     run(*RANKS, "-m", module, str(reference), "example", device=device)
     ours = torch.load(reference / "fsdp2.pt")

@@ -1,4 +1,4 @@
-"""One checkpoint, three readers: ``dsa_fused``, megatron-core's own DSA, and ``dsa_unfused``."""
+"""One checkpoint, three readers: ``dsa_fused``, megatron-core's DSA, and ``dsa_unfused``."""
 
 import pytest
 
@@ -6,19 +6,19 @@ from tests.functional.checkpoint_reader import read
 from tests.functional.launch import train
 
 BUNDLED = "tests.functional.bundled_pretrain"
-#: What turns one of our command lines into one of megatron-core's DSA.
+#: Changes to our command line for megatron-core's DSA.
 WITHOUT_US = {
     "--attention-backend": None,
     "--experimental-attention-variant": "dsa",
     "--dsa-kernel-backend": "none",
 }
 MODEL = {
-    # megatron-core's rotates in bf16 only, and needs a package; it changes no score.
+    # megatron-core rotates in bf16 only, with a package; it changes no score.
     "--no-dsa-indexer-rotate-activation": True,
-    # With it many scores are 0, and which of equal ones is selected is everybody's own choice.
+    # With it many scores are 0, and ties are broken differently.
     "--no-dsa-indexer-scoring-relu": True,
 }
-#: Like GLM-5.2: experts, and every other layer reuses the selection of the one before.
+#: Like GLM-5.2: experts, and every other layer reuses the previous selection.
 EXPERTS = {
     "--num-layers": 4,
     "--dsa-indexer-topk-freq": 2,
@@ -28,14 +28,14 @@ EXPERTS = {
     "--moe-router-topk": 2,
     "--moe-ffn-hidden-size": 32,
 }
-#: Of the printed figures.
+#: Tolerances of printed figures.
 TOLERANCES = {"lm loss": 1e-5, "indexer loss": 1e-3, "grad norm": 2e-3}
 
 
 def check_same(steps, expected, share=1.0):
     """Compare two logged steps after a start.
 
-    ``share`` of the layers have an indexer: megatron-core's log divides their loss by all layers.
+    ``share``: layers with an indexer; megatron-core divides their loss by all layers.
     """
     for name, tolerance in TOLERANCES.items():
         first, second = (step[name] for step in expected)
@@ -48,9 +48,8 @@ def check_same(steps, expected, share=1.0):
     "model, share", [({}, 1), (EXPERTS, 0.5)], ids=["dense layers", "experts, shared indices"]
 )
 def test_three_readers_of_one_checkpoint(model, share, data, tmp_path):
-    """Each resumes, with the optimizer, from what the one before has saved.
-
-    Its two steps are those of a run that never changed hands, and so is what is saved at the end.
+    """Each resumes, with the optimizer, from the previous one; steps and saved state must equal an
+    uninterrupted run's.
     """
     flags = MODEL | model | {"--data-path": data, "--train-iters": 6, "--save-interval": 2}
     whole, theirs, back = (tmp_path / name for name in ("whole", "theirs", "back"))
@@ -58,7 +57,7 @@ def test_three_readers_of_one_checkpoint(model, share, data, tmp_path):
     load = {"--load": whole, "--ckpt-step": 2, "--exit-interval": 4}
     bundled = train(flags | WITHOUT_US | load | {"--save": theirs}, module=BUNDLED)
     assert "megatron_dsa ran" not in bundled.log
-    mean = dict(expected[3])  # bundled with Megatron: the second line is the mean of both steps
+    mean = dict(expected[3])  # Megatron's second line is the mean of both steps
     for name in ("lm loss", "indexer loss"):
         mean[name] = (expected[2][name] + expected[3][name]) / 2
     check_same(bundled.steps, [expected[2], mean], share)
@@ -72,7 +71,6 @@ def test_three_readers_of_one_checkpoint(model, share, data, tmp_path):
     for name, tensor in read(whole).items():
         if not name.startswith(("optimizer", "rng")):
             error = (end[name] - tensor).norm() / tensor.norm()
-            # It moves all scores of a query alike, but for rope: its gradient is little more than
-            # rounding, which Adam makes as large as any other.
+            # Its gradient is little more than rounding, which Adam scales up.
             limit = 5e-2 if name.endswith("indexer.k_norm.bias") else 1e-2
             assert error < limit, (name, error)

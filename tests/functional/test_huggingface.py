@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint goes in, is trained, and comes out again, with the commands."""
+"""A Hugging Face checkpoint imported, trained and exported by commands."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 
 @pytest.fixture
 def command(python):
-    """Function that runs ``python -m megatron_dsa`` with arguments; it returns what is printed."""
+    """Return a function that runs ``python -m megatron_dsa`` and returns its output."""
 
     def run(*arguments):
         call = [python, "-m", "megatron_dsa", *map(str, arguments)]
@@ -36,12 +36,10 @@ LARGE = DENSE | {
     "first_k_dense_replace": 1,
 }
 
-#: With these glibc returns freed memory at once. By default it keeps tens of MB, and how much
-#: differs from run to run.
+#: Makes glibc return freed memory at once instead of keeping tens of MB.
 RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
-#: Runs commands and prints how many bytes more than before they held at most; the pages of files
-#: that are mapped do not count.
+#: Runs commands and prints their peak memory above the start, without mapped files.
 WATCHED = """
 import json, re, sys, threading, time
 from pathlib import Path
@@ -74,7 +72,7 @@ print(peak[0] - before)
 
 
 def write_dense(folder, config=DENSE):
-    """Write a random checkpoint of dense attention; return its tensors."""
+    """Write a random dense checkpoint; return its tensors."""
     from megatron_dsa.extras.huggingface.files import CheckpointWriter
 
     layer = {
@@ -118,7 +116,6 @@ def write_dense(folder, config=DENSE):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["command", "flag"])
 def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, command, data, tmp_path):
-    """Warm-up on two tensor-parallel ranks trains new indexers and leaves the rest as it was."""
     from megatron_dsa.extras.huggingface.files import CheckpointReader
 
     before = write_dense(tmp_path / "dense")
@@ -154,7 +151,6 @@ def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, command, data, tmp
 
 
 def test_example_from_dense_to_sparse(tmp_path, python):
-    """Trained, exported, imported, warmed up, made sparse, exported, and imported again."""
     done = subprocess.run(
         [REPOSITORY / "examples" / "dense_to_sparse.sh"],
         env=os.environ
@@ -172,7 +168,6 @@ def test_example_from_dense_to_sparse(tmp_path, python):
 
 @pytest.mark.parametrize("quantise", [False, True], ids=["wide", "fp8"])
 def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
-    """There and back with a fraction of what the weights take, to the bit."""
     from megatron_dsa.extras.huggingface.config_json import read_config
     from megatron_dsa.extras.huggingface.convert import open_checkpoint
     from megatron_dsa.extras.huggingface.files import CheckpointReader
@@ -221,11 +216,6 @@ LAYOUTS = {
     ids=["TP, plain", "TP", "PP", "EP"],
 )
 def test_v4_checkpoint_through_two_ranks(layout, whole, command, data, tmp_path):
-    """Printed flags, slices by rank, a step that changes nothing, and back to the bit.
-
-    The whole model has every feature that is built, and weights in fp8 and fp4; the plain one has
-    multi-token prediction.
-    """
     from megatron_dsa.extras.huggingface.config_json import read_config
     from megatron_dsa.extras.huggingface.convert import export_model, open_checkpoint
     from megatron_dsa.extras.huggingface.names import HASH_ROUTING, PREDICTION, V4
@@ -270,7 +260,7 @@ def test_v4_checkpoint_through_two_ranks(layout, whole, command, data, tmp_path)
     before, after = stored_bytes(there), stored_bytes(back)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
-    # Adam makes 0 of -0, which has another code: compare what codes stand for, and scales.
+    # Adam turns -0 into 0, another code: compare values and scales.
     assert all(before[name][0] in (torch.float8_e4m3fn, torch.int8) for name in changed)
     readers = [open_checkpoint(x, read_config(x)) for x in (there, back)]
     values = [{name: reader.read(name) for name in changed} for reader in readers]

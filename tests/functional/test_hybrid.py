@@ -1,4 +1,4 @@
-"""Hybrid models: losses of a GPT with the same layers, parallel layouts, checkpoints of both."""
+"""Hybrid models: losses of a GPT with the same layers, layouts, checkpoints of both."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ SELECTIVE = {
     "--recompute-granularity": "selective",
     "--recompute-modules": ["core_attn", "mla_up_proj"],
 }
-#: Flags of a GPT, flags of the hybrid model with its layers, flags of both.
+#: Flags of a GPT, of the hybrid model with its layers, of both.
 MODELS = {
     "D-": ({}, hybrid("D-D-"), {}),
     "DE": ({"--moe-layer-freq": "[0,1]"}, hybrid("D-DE"), EXPERTS),
@@ -57,16 +57,14 @@ MODELS = {
 
 
 def figures(run):
-    """Every figure of the log of every step but times."""
     return [{k: v for k, v in step.items() if "time" not in k} for step in run.steps]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_of_a_gpt(name, data):
-    """From the same weights (drawn alike), in every digit of every figure that is logged."""
     ofs, hybrids, both = MODELS[name]
     both = {"--data-path": data, "--train-iters": 3} | both
-    # Megatron's log of balancing losses keeps the number of layers of the first run.
+    # Megatron's log of balancing losses keeps the first run's number of layers.
     one_process = name != "balanced DE"
     expected = train(both | ofs, one_process=one_process)
     got = train(both | hybrids, one_process=one_process)
@@ -75,14 +73,13 @@ def test_losses_of_a_gpt(name, data):
 
 
 def counted(run):
-    """The operations that a run says it counts."""
+    """Return a run's counted operations."""
     (line,) = (line for line in run.log.splitlines() if "GFLOP per token" in line)
     return line.partition("megatron_dsa counts")[2]
 
 
 @pytest.mark.parametrize("spec", ["dsa_hybrid_stack_spec", "dsa_local_hybrid_stack_spec"])
 def test_specs_by_name(spec, data):
-    """A function and a ready object give what comes without ``--spec``, the log included."""
     flags = hybrid("D-D-") | {"--data-path": data, "--train-iters": 2}
     named = flags | {"--spec": ["megatron_dsa.specs", spec]}
     assert figures(train(named, one_process=True)) == figures(train(flags, one_process=True))
@@ -91,7 +88,6 @@ def test_specs_by_name(spec, data):
 @pytest.mark.parametrize("precision", [{}, {"--bf16": True, "--use-distributed-optimizer": True}])
 @pytest.mark.parametrize("name", ["DE", "prediction", "index sharing"])
 def test_checkpoint_of_the_other_kind(name, precision, data, tmp_path):
-    """Both kinds resume from either's checkpoint: losses, then weights and states to the bit."""
     gpt, other, both = MODELS[name]
     both = {"--data-path": data, "--train-iters": 4, "--save-interval": 2} | both | precision
     if precision:
@@ -141,7 +137,7 @@ SHARING_LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def steps(steps_of):
-    """Function that returns a model's ``one_step`` and what it gives in one process."""
+    """Return a function that gives a model's ``one_step`` and its single-process result."""
 
     @functools.cache
     def of_model(sharing):
@@ -155,13 +151,11 @@ def steps(steps_of):
 
 @pytest.mark.parametrize("name", layout_cases(LAYOUTS | SHARING_LAYOUTS))
 def test_layout(name, steps):
-    """Losses and every gradient are the same as in one process."""
     one_step, expected = steps("sharing" in name)
     check_layout(name, (LAYOUTS | SHARING_LAYOUTS)[name], expected, one_step)
 
 
 def test_layers_are_logged_under_their_numbers(data, tmp_path):
-    """Layers are numbered in the order of the pattern; prediction comes behind the decoder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags = hybrid("D--D-/-D/-D") | {"--data-path": data, "--train-iters": 1}
@@ -179,7 +173,6 @@ GATED = hybrid("GD-") | {
 
 
 def test_gated_delta_net_between(data, tmp_path):
-    """It trains next to our attention, also on two ranks, and resumes to the bit."""
     flags = GATED | {"--data-path": data, "--train-iters": 4, "--save-interval": 2}
     run = functools.partial(train, module="tests.functional.gated_pretrain")
     whole = run(flags | {"--save": tmp_path})
@@ -236,7 +229,6 @@ def test_refused(name, data):
 
 
 def test_refused_checkpoints(data, tmp_path):
-    """A pattern without a GPT, another number of layers, states without names."""
     flags = {"--data-path": data, "--train-iters": 2, "--save-interval": 1, "--exit-interval": 1}
     named = flags | {"--bf16": True, "--use-distributed-optimizer": True}
     fresh = {"--finetune": True}
@@ -253,7 +245,6 @@ def test_refused_checkpoints(data, tmp_path):
 
 
 def test_hugging_face_both_ways(data, tmp_path, python):
-    """Exports of both kinds are the same files; imported weights start both alike."""
     safetensors = pytest.importorskip("safetensors.torch")
 
     def command(*arguments):
@@ -282,7 +273,6 @@ def test_hugging_face_both_ways(data, tmp_path, python):
 
 
 def test_evaluate_reads_the_model(data, tmp_path, python):
-    """The command prints the loss of a GPT with the same layers."""
     flags = {"--data-path": data, "--train-iters": 1, "--save-interval": 1}
     patterns = {"gpt": {}, "hybrid": hybrid("D-D-"), "others": hybrid("DD-")}
     losses = {}

@@ -1,6 +1,5 @@
-"""A run that is killed resumes to the same bits.
-
-Every optimizer, by itself: tests/unit/patches/test_optimizers.py.
+"""A killed run resumes to the same bits. Single optimizers:
+tests/unit/patches/test_optimizers.py.
 """
 
 import pytest
@@ -11,7 +10,7 @@ from tests.functional.muon_flags import MUON
 
 DISTRIBUTED = {"--use-distributed-optimizer": True}
 RESHARDABLE = DISTRIBUTED | {"--dist-ckpt-optim-fully-reshardable": True}
-#: Communication of launch.sh, in several buckets.
+#: Communication as in launch.sh, with several buckets.
 OVERLAP = {
     "--overlap-grad-reduce": True,
     "--overlap-param-gather": True,
@@ -29,7 +28,7 @@ OPTIMIZERS = {
 
 
 def check_same_state(one, two):
-    """Check that two folders hold equal checkpoints, the padding of buckets left out."""
+    """Check that two folders hold equal checkpoints, without padding of buckets."""
     state, other = read(one), read(two)
     assert set(state) == set(other)
     model = [name for name in state if name.startswith(("decoder.", "embedding.", "output_layer."))]
@@ -37,7 +36,7 @@ def check_same_state(one, two):
     buckets = {name for name in state if "gbuf_idx" in name}
     for name in set(state) - buckets:
         assert state[name].equal(other[name]), name
-    # What lies between the parameters of a bucket was never written.
+    # Padding between parameters is never written.
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         names = [name for name in buckets if name.endswith(f".{kind}")]
         padding = sum(state[name].numel() for name in names) - weights
@@ -48,10 +47,6 @@ def check_same_state(one, two):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_killed_run_resumes(name, data, tmp_path):
-    """One run is killed in the middle of a step, resumed, killed in the middle of a save, resumed.
-
-    Losses and checkpoint equal those of a run that was left alone.
-    """
     optimizer, ranks = OPTIMIZERS[name]
     if "muon" in name:
         pytest.importorskip("emerging_optimizers", minversion="0.3")

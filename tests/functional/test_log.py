@@ -1,4 +1,4 @@
-"""What a run prints: few lines besides those of the training, and one table of what runs."""
+"""Printed output of a run: few lines, and one table of implementations."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.ops import OPERATIONS
 from tests.functional.launch import train
 
-#: Lines of the guide's five steps beside those of the training; Megatron's are most of them.
+#: Lines of the guide's five steps without training lines, mostly Megatron's.
 LINES = 67
 HYBRID = {
     "--num-layers": 3, "--csa-compress-ratios": [0, 4, 16], "--csa-window-size": 12,
@@ -27,13 +27,13 @@ def rows(log, beginning):
 
 
 def test_few_lines_besides_those_of_the_training(data):
-    # Importing counts as well.
+    # Includes importing.
     log = train({"--data-path": data, "--train-iters": 5}, as_users_do=True).log
     others = [line for line in log.splitlines() if not re.match(r" *\[.*(iteration|memory)", line)]
     assert len(others) <= LINES, log
     (left_out,) = (line for line in others if "not printed" in line)
     assert "arguments" in left_out and "--logging-level 10" in left_out
-    assert "training ..." in log and "number of parameters" in log  # Megatron's others
+    assert "training ..." in log and "number of parameters" in log  # Megatron's
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,6 @@ def test_only_rank_0_prints_the_table(data):
 
 
 def test_all_candidates_on_request(data):
-    """``--dsa-log-dispatch`` names every candidate that was rejected; by default none is."""
     log = train({"--data-path": data, "--train-iters": 1, "--dsa-log-dispatch": True}).log
     assert log.count("> megatron_dsa runs") == 1
     for row in rows(log, "> megatron_dsa runs")[1:]:

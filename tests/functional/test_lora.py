@@ -1,4 +1,4 @@
-"""LoRA as users run it: from a base checkpoint, resumed on other ranks, exported and merged."""
+"""LoRA like users run it: from a base checkpoint, resumed on other ranks, exported, merged."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ LORA = {
     "--lora-alpha": 8,
     "--lora-targets": "all-linear",
     "--use-distributed-optimizer": True,
-    # The optimizer's state can be read on other ranks.
+    # Readable on other ranks.
     "--dist-ckpt-optim-fully-reshardable": True,
 }
 LAYOUTS = {
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """A base of two steps, and six steps of adapters from there; folder, flags and both logs."""
+    """Train a base of two steps and six steps of adapters; return folder, flags, both logs."""
     folder = tmp_path_factory.mktemp("lora")
     flags = {"--data-path": data, "--norm-epsilon": 1e-6, "--save-interval": 2}
     flags |= {"--override-opt_param-scheduler": True}
@@ -76,7 +76,6 @@ def test_a_base_is_left_as_it_is(runs):
 
 
 def count(state):
-    """Parameters of a model's checkpoint."""
     return sum(
         tensor.numel()
         for name, tensor in state.items()
@@ -85,7 +84,6 @@ def count(state):
 
 
 def figures(run):
-    """All that is logged of the steps but their times."""
     return [{name: x for name, x in step.items() if "time" not in name} for step in run.steps]
 
 
@@ -95,7 +93,9 @@ def size_of(folder):
 
 @pytest.fixture(scope="module")
 def whole(runs):
-    """The same run with its base in ``--save``, whose checkpoints hold the base; folder and log."""
+    """Train the same with the base in ``--save``, whose checkpoints include it; return folder and
+    log.
+    """
     folder, flags, _, _ = runs
     shutil.copytree(folder / "base", folder / "whole")
     start = {"--load": folder / "whole", "--save": folder / "whole", "--finetune": True}
@@ -116,7 +116,6 @@ def test_checkpoints_without_the_base_are_small_and_say_the_same(runs, whole):
 
 
 def test_resume_is_the_uninterrupted_run(runs, whole, tmp_path):
-    """To the last bit, from adapters alone and from a checkpoint that holds the base."""
     folder, flags, _, lora = runs
     for source in (folder / "lora", whole[0]):
         start = {"--load": source, "--ckpt-step": 4, "--save": tmp_path / source.name}
@@ -166,7 +165,6 @@ def test_exports_are_equal_to_the_byte(form, runs, whole, tmp_path):
 
 
 def test_a_base_that_moves_or_changes(runs, tmp_path):
-    """It is found below --pretrained-checkpoint, and nothing is trained on other weights."""
     folder, flags, _, _ = runs
     base, moved = tmp_path / "base", tmp_path / "moved"
     shutil.copytree(folder / "base", base)
@@ -181,7 +179,7 @@ def test_a_base_that_moves_or_changes(runs, tmp_path):
     assert [step["iteration"] for step in found.steps] == [3, 4]
     file = next((moved / "iter_0000002").glob("*.distcp"))
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1  # as small as a change can be, where a sample is
+    content[-1] ^= 1  # the smallest change, at a sampled byte
     file.write_bytes(content)
     changed = train(flags | {"--train-iters": 6, "--pretrained-checkpoint": moved}, check=False)
     message = f"the base {moved / 'iter_0000002'} of the adapters in checkpoint"
@@ -191,7 +189,6 @@ def test_a_base_that_moves_or_changes(runs, tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_ranks_train_the_same(layout, runs, tmp_path):
-    """From the base, whose adapters every rank draws alike, or from step 2 of one process."""
     folder, flags, _, one = runs
     start = {"--pretrained-checkpoint": folder / "base", "--load": tmp_path}
     if layout != "TP2":
@@ -206,7 +203,7 @@ def test_other_ranks_train_the_same(layout, runs, tmp_path):
 
 
 def check_steps(run, expected, figures=("lm loss", "indexer loss", "grad norm")):
-    """Check the figures of each step of a run; ``expected`` has these steps, and perhaps more."""
+    """Check the figures of each step of a run against ``expected``."""
     steps = {step["iteration"]: step for step in expected.steps}
     for step in run.steps:
         for figure in figures:
@@ -215,7 +212,7 @@ def check_steps(run, expected, figures=("lm loss", "indexer loss", "grad norm"))
 
 
 def check_adapters_and_moments(folder, expected):
-    """Check adapters and moments of the last checkpoint; frozen weights in it to the bit."""
+    """Check adapters and moments of the last checkpoint, and its frozen weights to the bit."""
     found, wanted = read(folder), read(expected)
     assert set(found) == set(wanted)
     for name, tensor in found.items():
@@ -227,7 +224,6 @@ def check_adapters_and_moments(folder, expected):
 
 
 def test_export_and_evaluation(runs, tmp_path):
-    """Merged weights are those that the trained adapters make of the base's."""
     pytest.importorskip("safetensors")
     from megatron_dsa.extras.cli import main
     from megatron_dsa.extras.huggingface.files import CheckpointReader, read_safetensors
@@ -278,7 +274,6 @@ def test_adapters_are_not_dropped(runs):
     ids=["rank", "alpha", "targets", "loss"],
 )
 def test_other_adapters_are_refused(changes, message, runs):
-    """Dense stages have no indexers, and leave their adapters behind as they do the indexers."""
     from megatron_dsa.errors import ConfigError
     from megatron_dsa.extras.generate.trained_model import saved_arguments
     from megatron_dsa.training.checkpoints import check_adapters
@@ -295,7 +290,6 @@ def test_other_adapters_are_refused(changes, message, runs):
 
 
 def test_start_from_an_adapter(runs, tmp_path):
-    """In PEFT's format beside the base's weights: both are what the run starts with."""
     from megatron_dsa.extras.cli import main
 
     folder, flags, _, lora = runs
@@ -316,7 +310,7 @@ def test_start_from_an_adapter(runs, tmp_path):
 
 @pytest.fixture(scope="module")
 def v4(short_documents, tmp_path_factory):
-    """Two steps of adapters on two ranks, from a released base; folder, flags and log."""
+    """Train two steps of adapters on two ranks from a released base; return folder, flags, log."""
     pytest.importorskip("safetensors")
     from megatron_dsa.extras.huggingface.convert import export_model
     from megatron_dsa.extras.huggingface.names import V4
@@ -346,7 +340,6 @@ def command(*arguments):
 
 @pytest.mark.ranks(2)
 def test_a_whole_v4(v4, tmp_path):
-    """What two ranks trained is evaluated on one, and merged."""
     from megatron_dsa.extras.huggingface.files import CheckpointReader
 
     folder, _, trained = v4
@@ -355,7 +348,7 @@ def test_a_whole_v4(v4, tmp_path):
         "attn.wo_a, attn.wo_b, attn.compressor.wkv, attn.compressor.wgate, attn.in" in trained.log
     )
     loss = re.search(r"validation loss at iteration 2 on .* lm loss value: (\S+) \|", trained.log)
-    # In a process of its own: it ends the process group.
+    # It ends the process group.
     evaluated = launch({"evaluate": True, "--load": folder / "run"}, module="megatron_dsa").log
     found = re.search(r"sequences of 96 tokens: loss (\S+), ", evaluated)
     assert float(found[1]) == pytest.approx(float(loss[1]), rel=1e-6)
@@ -380,7 +373,6 @@ def test_a_whole_v4(v4, tmp_path):
 
 @pytest.mark.ranks(4)
 def test_v4_goes_on_over_other_ranks(v4, tmp_path):
-    """Two ranks' adapters on one, and on four: all that divides a V4 at once."""
     folder, flags, two = v4
     layout = FULL_RECOMPUTE | {
         "--pipeline-model-parallel-size": 2,

@@ -1,6 +1,5 @@
-"""One rank of two is lost, and no launcher ends the other, as on another node.
-
-The other one ends by itself in bounded time, says so, and the same command resumes.
+"""One of two ranks is lost without a launcher: the other ends in bounded time with a message, and
+the same command resumes.
 """
 
 import signal
@@ -12,9 +11,9 @@ from tests.processes import Lost
 
 #: Seconds that a rank waits for another after the first steps.
 WAIT = 10
-#: NCCL's watchdog looks every second, and ends the process after it has written what it knows.
+#: NCCL's watchdog polls every second and writes a dump before it ends the process.
 LIMIT = WAIT + 60
-#: It gives all ranks four times these milliseconds (15000) to write.
+#: All ranks get four times these milliseconds (15000) to write.
 TIME_TO_WRITE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 
 
@@ -31,8 +30,8 @@ def test_the_other_rank_ends_and_the_run_resumes(how, layout, data, tmp_path, mo
     monkeypatch.setenv(TIME_TO_WRITE, "1000")
     flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path} | layout
     flags |= {"--save-interval": 2, "--distributed-timeout-seconds-after-init": WAIT}
-    flags |= {"--train-iters": 1000}  # the run is not over when the rank is lost
-    lost = Lost(1, "iteration        3/", how, LIMIT)  # which rank 1 prints
+    flags |= {"--train-iters": 1000}  # the run must outlast the lost rank
+    lost = Lost(1, "iteration        3/", how, LIMIT)  # printed by rank 1
     statuses, run = train_without_a_rank(flags, 2, lost)
     assert len(statuses) == 1 and statuses[0], f"rank 0 did not end by itself: {run.log[-3000:]}"
     told = "another rank is lost or does not answer"

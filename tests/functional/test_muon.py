@@ -1,4 +1,4 @@
-"""Muon through the training entry point: every layout updates parameters as one process does."""
+"""Muon through the training entry point: every layout updates parameters like one process."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.helpers import relative_error
 
 pytest.importorskip("emerging_optimizers", minversion="0.3")
 
-#: Moments near 0, of parameters without a gradient, do not decide a step of Adam.
+#: Moments near 0 must not decide a step of Adam.
 UPDATES = MUON | {"--adam-eps": 1e-4}
 TP4 = TP2_HEADS | {"--tensor-model-parallel-size": 4}
 PP2 = {
@@ -25,7 +25,7 @@ V4_LAYOUTS = {
     "TP2 over PP2": (TP2_HEADS | PP2, 4),
     "EP2 over DP2": ({"--expert-model-parallel-size": 2}, 2),
 }
-#: Of V3.2.
+#: Layouts of V3.2.
 DSA_LAYOUTS = {
     "TP2": (TP2_HEADS, 2),
     "TP4, one head per rank": (TP4, 4),
@@ -34,7 +34,6 @@ TOLERANCE = 2e-4
 
 
 def weights(folder):
-    """Return the model's parameters of a checkpoint."""
     others = ("optimizer", "chained", "rng")
     return {n: x.double() for n, x in read(folder).items() if not n.startswith(others)}
 
@@ -49,7 +48,7 @@ class Training:
         self.start = weights(folder / "start")
 
     def updates(self, name, changes=None, ranks=1):
-        """Return what the steps added to every parameter, and the run."""
+        """Return the updates of every parameter, and the run."""
         flags = self.flags | {"--load": self.folder / "start", "--finetune": True}
         flags |= {"--save": self.folder / name, "--train-iters": 3, "--save-interval": 3}
         run = train(flags | (changes or {}), ranks=ranks)
@@ -59,7 +58,6 @@ class Training:
 
 
 def check_same(got, expected, tolerance=TOLERANCE):
-    """Compare updates, parameter by parameter."""
     errors = {name: relative_error(got[name], x) for name, x in expected.items()}
     assert all(error < tolerance for error in errors.values()), errors
 
@@ -97,7 +95,6 @@ def test_layout_of_dsa(name, dsa, dsa_single):
 
 
 def test_blocks_make_a_difference(v4, v4_single):
-    """Without the option heads are one matrix; output groups are blocks in any case."""
     whole = v4.updates("whole", {"--dsa-muon-per-head": "none"})[0]
     errors = {name: relative_error(whole[name], x) for name, x in v4_single[0].items()}
     for part in ("linear_q_up_proj.weight", "linear_wq_b.weight"):
@@ -128,7 +125,6 @@ def test_table_says_what_updates_what(v4_single):
 
 @pytest.mark.ranks(4)
 def test_stages_of_a_pipeline_are_in_the_table(v4, v4_single):
-    """Rank 0 prints all stages: the table is that of one process."""
     run = v4.updates("stages", *V4_LAYOUTS["TP2 over PP2"])[1]
     tables = [
         [line for line in log.splitlines() if line.startswith((">   AdamW", ">   Muon"))]
@@ -140,7 +136,6 @@ def test_stages_of_a_pipeline_are_in_the_table(v4, v4_single):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("experts", [{}, {"--expert-model-parallel-size": 2}])
 def test_layer_wise_optimizer(experts, data, tmp_path):
-    """Every rank updates other parameters; fp32 ones among those of 16 bits included."""
     training = Training(V4 | EXPERTS | {"--bf16": True}, data, tmp_path)
     plain = training.updates("plain", experts, 2)[0]
     changes = experts | {"--use-distributed-optimizer": True}

@@ -1,4 +1,4 @@
-"""Runs that share a process train, save and resume as in processes of their own."""
+"""Runs that share a process train, save and resume like separate processes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ EXPERTS = {
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Function that trains in a process of this test; ``one_process.trainer`` runs it."""
+    """Return a function that trains in this test's process, run by ``one_process.trainer``."""
     trainer = Trainer()
     monkeypatch.setattr("tests.functional.launch.shared_trainer", lambda: trainer)
 
@@ -29,13 +29,11 @@ def one_process(monkeypatch):
 
 
 def figures(run):
-    """What a run logs of every step, without times."""
     names = ("iteration", "lm loss", "indexer loss", "grad norm")
     return [[step.get(name) for name in names] for step in run.steps]
 
 
 def test_runs_equal_those_of_their_own_processes(one_process, data, tmp_path, short_documents):
-    """Another model, batches of another kind, a restart and a seed again change nothing."""
     flags = {"--data-path": data, "--global-batch-size": 2}
     saved = flags | {"--save": tmp_path / "shared", "--save-interval": 2, "--exit-interval": 2}
     cases = [
@@ -59,7 +57,7 @@ def test_a_run_that_fails_does_not_end_the_others(one_process, data):
     assert wrong.returncode and not wrong.steps and "--dsa-indexer-topk" in wrong.log
     assert figures(one_process(flags)) == figures(first)
     assert one_process.trainer.starts == 2
-    # Variables are those of a run, not of the one before.
+    # Variables must not leak between runs.
     variables = {"MEGATRON_DSA_IMPL": "indexer_topk=no_such_implementation"}
     wrong = one_process(flags, env=variables, check=False)
     assert wrong.returncode and "no_such_implementation" in wrong.log

@@ -1,7 +1,7 @@
-"""Loss and every gradient are the same in every parallel layout as in one process.
+"""Loss and every gradient in every parallel layout equal one process.
 
-All runs load the same checkpoint, take one step and save; the gradients are read from the saved
-optimizer state, which is in the model's own space whatever the layout.
+All runs load one checkpoint, take one step and save; gradients are read from the optimizer state,
+which is unsharded.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.functional.parallel_flags import LAYOUTS, TP2_HEADS
 
 @pytest.fixture(scope="session")
 def single(one_step):
-    """The reference: one process, four microbatches."""
+    """Return the reference: one process, four microbatches."""
     step, gradients, result = one_step()
     assert all(gradient.norm() > 0 for gradient in gradients.values())
     assert sum(".indexer." in name for name in gradients) >= 5
@@ -27,24 +27,18 @@ def test_layout(name, single, one_step):
 
 
 def test_indexer_loss_per_token(single, one_step):
-    """With per-token loss the gradients are those of the mean over all tokens, indexer included.
-
-    All tokens count here, so both normalisations agree; an indexer loss that ignores the switch
-    would be off by the number of tokens.
-    """
+    """An indexer loss that ignores the switch would be wrong by the number of tokens."""
     compare(one_step({"--calculate-per-token-loss": True}), single, TOLERANCE)
 
 
 @pytest.mark.ranks(2)
 def test_pipeline_stage_without_layers(single, one_step):
-    """The first stage has no indexer; logging must not wait for it."""
     layout = {"--pipeline-model-parallel-layout": "E|ttL", "--pipeline-model-parallel-size": 2}
     compare(one_step(layout, 2), single, TOLERANCE)
 
 
 @pytest.mark.ranks(4)
 def test_frozen_warmup_in_a_pipeline(one_step):
-    """Layers without a backward: gradients of the indexers alone, whose losses start from above."""
     warmup = {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None}
     expected = one_step(warmup)
     assert expected[1] and all(".indexer." in name for name in expected[1])
@@ -54,7 +48,6 @@ def test_frozen_warmup_in_a_pipeline(one_step):
 
 
 def test_report_names_what_ran(single):
-    """The implementation of every operation is printed at the end."""
     log = single[2].log
     for operation in (
         "indexer_topk",

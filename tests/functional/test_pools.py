@@ -21,7 +21,6 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("optimizer", PRECISIONS)
 def test_resume(optimizer, data, tmp_path):
-    """In bf16, with the fp32 table of positions; a saved table is fp32 as well."""
     flags = POOLS | PRECISIONS[optimizer] | {"--bf16": True, "--data-path": data}
     state = check_resume(flags | {"--dsa-indexer-loss-queries": 0.5}, tmp_path)
     tables = [tensor for name, tensor in state.items() if name.endswith("indexer.pool_ape")]
@@ -46,7 +45,6 @@ def test_index_sharing_with_all_layers_as_teachers(data):
 
 
 def test_warm_up_then_two_ranks(data, tmp_path):
-    """The warm-up's checkpoint continues on two ranks that divide tokens."""
     flags = POOLS | {"--data-path": data, "--save": tmp_path, "--save-interval": 4}
     warm = {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": False}
     losses = train(flags | warm).column("indexer loss")

@@ -1,4 +1,6 @@
-"""Trainings on data of ``prepare-data`` with a Hugging Face tokenizer: blends, splits, refusals."""
+"""Training on data of ``prepare-data`` with a Hugging Face tokenizer: blends, splits, rejected
+data.
+"""
 
 import json
 import math
@@ -16,7 +18,7 @@ VOCABULARY = 600
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Flags of a tokenizer, and the prefixes of data sets, the last two small."""
+    """Return flags of a tokenizer, and prefixes of data sets, the last two small."""
     folder = tmp_path_factory.mktemp("prepared")
     texts = python_documentation()
     tokenizer = write_tokenizer(folder / "tokenizer", texts, VOCABULARY)
@@ -52,7 +54,6 @@ def test_a_blend_with_validation(prepared, tmp_path):
 
 
 def test_full_validation_on_two_sets(prepared):
-    """Each set is read once, whatever ``--eval-iters`` says, and has a loss of its own."""
     flags, (a, *_, c, d) = prepared
     sets = {"--train-data-path": a, "--valid-data-path": [c, d], "--split": None}
     sets |= {"--multiple-validation-sets": True, "--full-validation": True, "--train-iters": 1}

@@ -1,9 +1,9 @@
-"""What a release is made of: its version, its files, and first steps from the wheel alone.
+"""Contents of a release: version, files, and first steps from the wheel.
 
-``scripts/release.sh`` says where the built files are (``DIST``) and which Python has the wheel and
-its dependencies installed (``WHEEL_PYTHON``). Otherwise both are made here, without a download: the
-dependencies are those of this Python. One test installs what pip takes today, as the README says;
-it runs in CI (``CI`` is set), and ``FRESH_INSTALL`` may hold more requirements, say torch==2.11.0.
+``scripts/release.sh`` sets the built files (``DIST``) and a Python with the wheel and its
+dependencies (``WHEEL_PYTHON``). Otherwise both are made here without downloads. One test, in CI
+(``CI`` is set), installs pip's newest versions; ``FRESH_INSTALL`` may hold more requirements, such
+as torch==2.11.0.
 """
 
 import functools
@@ -27,15 +27,14 @@ import megatron_dsa
 from megatron_dsa.training.quiet_output import RECORDS, WARNINGS
 from tests.functional.launch import REPOSITORY, SPARSE, TINY, command_line, parse_steps
 
-#: Read by setup.py or shipped beside the package.
+#: Read by setup.py, or shipped with the package.
 BESIDE = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"]
 
 
 def run(*command, cwd: Path | None = None, variables: dict[str, str] | None = None) -> str:
-    """Run a command that does not see this repository, and must succeed; return what it printed.
+    """Run a command outside of this repository, which must succeed; return its output.
 
-    An editable install leaves metadata beside the package: with this repository in PYTHONPATH, pip
-    would take the wheel for installed and do nothing.
+    With an editable install in PYTHONPATH, pip would consider the wheel installed.
     """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
@@ -52,7 +51,7 @@ def run(*command, cwd: Path | None = None, variables: dict[str, str] | None = No
 
 
 def modules(root: Path) -> set[str]:
-    """All files of the package but compiled ones, relative to where the package lies."""
+    """Return all files of the package except compiled ones, relative to its parent."""
     files = (root / "megatron_dsa").rglob("*")
     return {
         str(file.relative_to(root))
@@ -63,7 +62,7 @@ def modules(root: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """A folder with the sdist, and the wheel that was built from it."""
+    """Build the sdist, and the wheel from it; return their folder."""
     if "DIST" in os.environ:
         return Path(os.environ["DIST"])
     pytest.importorskip("build", reason="pip install 'megatron-dsa[test]'")
@@ -72,7 +71,7 @@ def dist(tmp_path_factory):
         shutil.copy(REPOSITORY / name, source)
     without = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "megatron_dsa", source / "megatron_dsa", ignore=without)
-    # What must not get in.
+    # Files that must be excluded.
     shutil.copytree(REPOSITORY / "benchmarks", source / "benchmarks", ignore=without)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
     return out
@@ -80,7 +79,7 @@ def dist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(dist, tmp_path_factory):
-    """A Python that has the wheel installed and does not see this repository."""
+    """Return a Python with the wheel and without this repository."""
     if "WHEEL_PYTHON" in os.environ:
         return os.environ["WHEEL_PYTHON"]
     environment = tmp_path_factory.mktemp("environment")
@@ -88,13 +87,13 @@ def python(dist, tmp_path_factory):
     python = environment / "bin/python"
     run(python, "-m", "pip", "install", "--no-deps", "--no-index", *dist.glob("*.whl"))
     (site,) = environment.glob("lib/*/site-packages")
-    # Behind the wheel, and without what .pth files there add: this repository, perhaps.
+    # After the wheel, without the .pth files, which may add this repository.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return str(python)
 
 
 def installed(dist, environment, extras, *others):
-    """Yield a Python of its own with extras of the wheel and other requirements."""
+    """Yield a Python with extras of the wheel and other requirements."""
     if "CI" not in os.environ:
         pytest.skip("downloads torch: set CI=1 to run it")
     venv.create(environment, with_pip=True)
@@ -107,28 +106,27 @@ def installed(dist, environment, extras, *others):
 
 @pytest.fixture(scope="module")
 def fresh_python(dist, tmp_path_factory):
-    """A Python with the wheel and the dependencies that are the newest today."""
+    """Return a Python with the wheel and its newest dependencies."""
     others = os.environ.get("FRESH_INSTALL", "").split()
     yield from installed(dist, tmp_path_factory.mktemp("fresh"), "train,hf", *others)
 
 
 @pytest.fixture(scope="module")
 def bare_python(dist, tmp_path_factory):
-    """A Python with the wheel and what its operations need alone, this torch among it."""
-    # The version of the lock, which uv has in its cache.
+    """Return a Python with the wheel and its operations' dependencies, including this torch."""
+    # The lock's version, in uv's cache.
     torch_here = f"torch=={torch.__version__.split('+')[0]}"
     yield from installed(dist, tmp_path_factory.mktemp("bare"), "torch", torch_here)
 
 
 def install_with(python: Path, *requirements: str) -> None:
-    """Install with uv where there is one, else with pip."""
+    """Install with uv if available, else with pip."""
     uv = shutil.which("uv")
     install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
     run(*install, *requirements)
 
 
 def test_version_and_change_log_agree():
-    """A development version belongs to an unreleased section, a release to one of its name."""
     version = Version(megatron_dsa.__version__)
     headings = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
     newest, *older = headings
@@ -141,7 +139,6 @@ def test_version_and_change_log_agree():
 
 
 def test_files(dist):
-    """The wheel has every file of the package and nothing else; the sdist, what a build reads."""
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     version = megatron_dsa.__version__
     assert wheel.name == f"megatron_dsa-{version}-py3-none-any.whl"
@@ -157,7 +154,6 @@ def test_files(dist):
 
 
 def test_operations_without_megatron(bare_python, tmp_path):
-    """``megatron-dsa[torch]``: no megatron-core; imports, registered operations, FSDP2."""
     bare = command_of(bare_python, tmp_path)
     found = "import importlib.util as u; print(u.find_spec('megatron'), u.find_spec('omegaconf'))"
     assert bare("-c", found).strip() == "None None"
@@ -173,13 +169,12 @@ def test_operations_without_megatron(bare_python, tmp_path):
 def command_of(python, folder):
     """Return a function that runs ``python`` in ``folder`` as the only rank."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    # Port 0 is any that is free.
+    # Any free port.
     rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1"}
     return functools.partial(run, python, cwd=folder, variables=rank)
 
 
 def test_first_steps_from_the_wheel(python, tmp_path):
-    """``info``, a data set, and training, in an empty folder."""
     wheel = command_of(python, tmp_path)
     where = wheel("-c", "import megatron_dsa; print(megatron_dsa.__file__)").strip()
     assert not Path(where).is_relative_to(REPOSITORY / "megatron_dsa")
@@ -199,7 +194,6 @@ def test_first_steps_from_the_wheel(python, tmp_path):
 
 
 def test_resume_and_export_in_a_fresh_environment(fresh_python, tmp_path):
-    """What pip installs today trains, saves, resumes and exports."""
     fresh = command_of(fresh_python, tmp_path)
     torch_version = fresh("-c", "import torch; print(torch.__version__)").strip()
     assert "warning: torch" not in fresh("-m", "megatron_dsa", "info"), torch_version

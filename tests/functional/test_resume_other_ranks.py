@@ -1,7 +1,6 @@
-"""A checkpoint of two tensor-parallel ranks resumes on two context-parallel ones.
+"""A checkpoint of two tensor-parallel ranks resumed on two context-parallel ones.
 
-With the distributed optimizer, whose states Megatron shards over other ranks then, once a run in
-the old layout has saved them for any.
+With the distributed optimizer, once its states have been saved for any layout.
 """
 
 import pytest
@@ -18,7 +17,6 @@ TOTAL, HALF = 6, 3
 
 @pytest.mark.ranks(2)
 def test_resume(data, tmp_path):
-    """Losses, weights and moments are those of a run that was not stopped."""
     flags = {"--data-path": data, "--train-iters": TOTAL, "--save-interval": HALF} | DISTRIBUTED
     whole = train(flags | RESHARDABLE | TP2_HEADS | {"--save": tmp_path / "whole"}, ranks=2)
     part = {"--save": tmp_path / "part", "--load": tmp_path / "part"}

@@ -1,4 +1,4 @@
-"""``--sft``: parallel layouts, stages, resume, evaluation, refusals."""
+"""``--sft``: parallel layouts, stages, resume, evaluation, rejected flags."""
 
 import re
 
@@ -30,7 +30,9 @@ LAYOUTS = {
 
 @pytest.fixture(scope="session")
 def flags(tmp_path_factory):
-    """Flags of a fine-tuning on conversations of 10 to 90 tokens, some longer than a sequence."""
+    """Return flags of fine-tuning on conversations of 10 to 90 tokens, some longer than a
+    sequence.
+    """
     from pydoc_data.topics import topics
 
     folder = tmp_path_factory.mktemp("sft")
@@ -71,9 +73,8 @@ def test_a_validation_part_that_is_not_read(flags):
 
 @pytest.mark.parametrize("name", layout_cases(LAYOUTS))
 def test_layout(name, sft_single, sft_step):
-    """The loss is a mean over the assistant's tokens of the global batch, however it is divided."""
     step, *rest = sft_step(*LAYOUTS[name])
-    if "two sequences" in name:  # the log has means over microbatches, of other tokens each
+    if "two sequences" in name:  # the log averages microbatches with different tokens
         figure = "indexer loss"
         assert step[figure] == pytest.approx(sft_single[0][figure], rel=1e-2)
         step[figure] = sft_single[0][figure]
@@ -105,7 +106,6 @@ def validation(log):
 
 @pytest.mark.ranks(2)
 def test_it_learns_and_evaluates(flags, tmp_path):
-    """Evaluation is a mean over the assistant's tokens also, on any number of ranks."""
     rows = [{"messages": CONVERSATIONS[name]} for name in ("one turn", "ends with the user")]
     rows += [{"prompt": "x", "completion": "y " * n} for n in (1, 40, 2, 30)]
     flags = flags | {
@@ -133,7 +133,6 @@ def test_it_learns_and_evaluates(flags, tmp_path):
 
 
 def test_resume(flags, tmp_path):
-    """The same conversations in the same sequences, to the bit."""
     check_resume(flags, tmp_path)
 
 
@@ -147,14 +146,12 @@ def test_adapters(flags, tmp_path):
 
 
 def test_prediction_layers(flags):
-    """Multi-token prediction on the same tokens: its first loss is near the model's."""
     run = train(flags | {"--mtp-num-layers": 1, "--train-iters": 2}, one_process=True)
     assert run.column("mtp_1 loss")[0] == pytest.approx(run.column("lm loss")[0], rel=0.1)
 
 
 @pytest.mark.ranks(2)
 def test_from_the_shell(flags, tmp_path):
-    """As users start it: the log says what is trained on, and a wrong line ends in a sentence."""
     flags = TINY | flags | CP2 | {"--train-iters": 1, "--data-cache-path": tmp_path}
     run = launch(flags, as_users_do=True, ranks=2)
     assert "--sft, no GPU" in run.log and "in the loss, the longest has" in run.log

@@ -1,7 +1,6 @@
 """The documentation site, built and opened in headless Chromium.
 
-``mkdocs build --strict`` refuses broken links between pages; here all links of the built pages are
-followed once more, read from their HTML. Browser tests need Chromium and ``playwright``.
+All links of the built pages are followed. Browser tests need Chromium and ``playwright``.
 """
 
 import functools
@@ -25,12 +24,12 @@ OPENED = (
     *("/", "/pages/", "/performance/", "/evidence/", "/guide/start/", "/guide/flags/"),
     *("/design/architecture/", "/design/maths/", "/kernels/masked_attention/", "/develop/tests/"),
 )
-#: True once the site's script has put every table into an element that scrolls.
+#: True once the site's script has made every table scrollable.
 READY = "!document.querySelector('article > table, article :not(.md-typeset__table) > table')"
 
 
 class Page(HTMLParser):
-    """Anchors of a page, and the addresses that it links to or loads."""
+    """Anchors and links of a page."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -48,7 +47,6 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site."""
     pytest.importorskip("material", reason="needs docs/requirements.txt")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
@@ -65,14 +63,13 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    """A headless Chromium, which keeps files of the site between pages."""
     with windows() as context:
         yield context
 
 
 @pytest.fixture(scope="module")
 def address(site):
-    """Address of the site on a server of this process."""
+    """Return the site's address on a local server."""
     handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": print_nothing})
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(handler, directory=site)
@@ -83,11 +80,11 @@ def address(site):
 
 
 def print_nothing(*_args):
-    """Stand in for the log of requests."""
+    """Discard the log of requests."""
 
 
 def html_pages(site: Path) -> dict[str, Page]:
-    """Return the pages of a site by their address."""
+    """Return the pages of a site by address."""
     return {
         f"/{path.relative_to(site).as_posix().removesuffix('index.html')}": Page(
             path.read_text(encoding="utf-8")
@@ -119,7 +116,6 @@ def test_every_link_leads_somewhere(site):
 
 
 def test_every_page_is_on_the_site(site):
-    """In the navigation of each other page, the pages outside ``docs/`` included."""
     docs = ROOT / "docs"
     names = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")}
     wanted = {f"/{name}/" for name in (names - {"README"}) | {"pages", "develop/contributing"}}

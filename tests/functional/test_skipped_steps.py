@@ -1,10 +1,9 @@
-"""Training in fp16, whose first steps overflow: what the log averages."""
+"""fp16 training with overflowing first steps: averages in the log."""
 
 from tests.functional.launch import train
 
 
 def test_shares_stay_shares_where_steps_are_skipped(data):
-    """The first line of several iterations, most of them skipped."""
     run = train(
         {
             "--data-path": data,

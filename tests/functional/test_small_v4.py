@@ -1,4 +1,4 @@
-"""``examples/train_small_v4.sh``: a small whole DeepSeek-V4 trains on real text."""
+"""``examples/train_small_v4.sh``: a small whole DeepSeek-V4 on real text."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from tests.cases.launch_scripts import EXAMPLES
 from tests.functional.launch import parse_steps
 from tests.processes import python_path
 
-#: Half of the sequences of a step.
+#: Half of a step's sequences.
 LESS = ("--global-batch-size", "4")
 
 

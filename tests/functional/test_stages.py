@@ -1,4 +1,4 @@
-"""Training as users do it: resuming, changing stages, recompute with shared indices, refusals."""
+"""Training like users: resume, change of stage, recompute with shared indices, rejected flags."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHARED = {
     "--dsa-indexer-topk-freq": 2,
     "--dsa-indexer-skip-topk-offset": 1,
 }
-#: Everything that a report can show without a GPU.
+#: Everything that a report shows without a GPU.
 WRITTEN = {
     "--log-timers-to-tensorboard": True,
     "--log-throughput": True,
@@ -27,16 +27,11 @@ CORE_RECOMPUTE = {
 
 @pytest.mark.parametrize("share", [1.0, 1 / 4])
 def test_resume_equals_uninterrupted(data, tmp_path, share):
-    """Also with query tokens of the indexer's loss that are drawn anew in every step."""
     longer = {"--seq-length": 256, "--max-position-embeddings": 256} if share < 1 else {}
     check_resume({"--data-path": data, "--dsa-indexer-loss-queries": share} | longer, tmp_path)
 
 
 def test_dense_to_warmup_to_sparse(data, tmp_path):
-    """Each stage resumes from the one before; the frozen model stays as it was.
-
-    All of them write to one TensorBoard folder, of which the report is made.
-    """
     flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 4}
     flags |= WRITTEN | {"--tensorboard-dir": tmp_path / "events"}
     dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 4})
@@ -63,7 +58,7 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
     sparse = train(flags | {"--dsa-stage": "sparse", "--train-iters": 16} | FULL_RECOMPUTE)
     assert "has no indexers" not in sparse.log and "the optimizer starts anew" in sparse.log
     assert sparse.steps[0]["iteration"] == 13
-    # Carries on from the trained model: nowhere near the loss of an untrained one.
+    # Far below an untrained model's loss.
     assert sparse.steps[0]["lm loss"] < 0.9 * dense.steps[0]["lm loss"]
     after_sparse = read(tmp_path)
     trained = [name for name in after_warmup if name in after_sparse and "rng" not in name]
@@ -78,7 +73,7 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
 
 
 def check_report(folder, end):
-    """Check what the stages wrote, against the log of the last one, and that it makes a page."""
+    """Check the stages' events against the last log, and their report."""
     pytest.importorskip("tensorboard")
     pytest.importorskip("matplotlib")
     from megatron_dsa.extras.cli import main
@@ -111,7 +106,7 @@ def check_report(folder, end):
 
 @pytest.fixture(scope="module")
 def shared_start(data, tmp_path_factory):
-    """A checkpoint whose layers 2 and 4 reuse the selection of layers 1 and 3."""
+    """Train a checkpoint whose layers 2 and 4 reuse the selection of layers 1 and 3."""
     directory = tmp_path_factory.mktemp("shared")
     flags = {"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3}
     train(SHARED | flags)
@@ -123,7 +118,6 @@ def shared_start(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared_single(one_step, shared_start):
-    """One step of it in one process, nothing recomputed."""
     return one_step(SHARED | {"--load": shared_start})
 
 
@@ -132,7 +126,7 @@ def shared_single(one_step, shared_start):
 def test_shared_indices_under_recompute_and_pipeline(
     one_step, shared_start, shared_single, recompute
 ):
-    """With several microbatches in flight, a recomputed layer sees its own selection."""
+    """A recomputed layer must use its microbatch's selection, with several in flight."""
     base = SHARED | {"--load": shared_start}
     pipelined = one_step(base | recompute | {"--pipeline-model-parallel-size": 2}, 2)
     compare(pipelined, shared_single, 2e-5)
@@ -152,10 +146,6 @@ def test_shared_indices_do_not_cross_pipeline_stages(data):
 
 @pytest.mark.ranks(2)
 def test_packed_documents(short_documents):
-    """Documents packed (THD) through Megatron's own data set: loss falls, over ranks likewise.
-
-    A micro-batch is one row of tokens, which ranks cut anywhere in a document.
-    """
     flags = PACKED | {"--data-path": short_documents, "--train-iters": 6, "--micro-batch-size": 4}
     run = train(flags)
     losses = run.column("lm loss")
@@ -164,7 +154,6 @@ def test_packed_documents(short_documents):
 
 
 def test_experts_and_multi_token_prediction(data, tmp_path):
-    """An expert layer and an MTP layer, both with sparse attention; the MTP indexer learns too."""
     run = train(
         {
             "--data-path": data,
@@ -186,7 +175,6 @@ def test_experts_and_multi_token_prediction(data, tmp_path):
 
 
 def test_no_fused_package_falls_back_aloud(data):
-    """Without optional packages it trains, and says what runs and why."""
     run = train({"--data-path": data, "--train-iters": 1})
     if torch.cuda.is_available():
         start = "dispatch:sparse_attention_forward:"
@@ -201,7 +189,6 @@ def test_no_fused_package_falls_back_aloud(data):
 
 
 def test_strict_refuses_before_training(data):
-    """The refusal comes while the model is built, with every reason."""
     run = train({"--data-path": data, "--dsa-strict": True}, check=False)
     assert run.returncode != 0
     assert "--dsa-strict refuses" in run.log
@@ -209,7 +196,6 @@ def test_strict_refuses_before_training(data):
 
 
 def test_checkpoint_of_another_model_is_refused(data, tmp_path):
-    """Only indexers may be missing from a checkpoint."""
     flags = {
         "--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 1,
         "--train-iters": 1, "--dsa-stage": "dense", "--num-layers": 1,
@@ -221,7 +207,7 @@ def test_checkpoint_of_another_model_is_refused(data, tmp_path):
 
 
 def test_stacked_checkpoint_into_layers_that_share(data, tmp_path):
-    """A plain checkpoint stacks its layers in one tensor; layers that differ are saved apart."""
+    """Plain checkpoints stack layers in one tensor; differing layers are saved apart."""
     flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 1}
     sharing = {"--dsa-indexer-topk-freq": 2}
     dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 1})
@@ -242,7 +228,9 @@ def test_stacked_checkpoint_into_layers_that_share(data, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_overlapped_parameter_gathering(data):
-    """The absorbed weight is read without its module being called; its gather must be awaited."""
+    """The absorbed weight is read without a module call, so its gather must be awaited
+    explicitly.
+    """
     flags = {
         "--data-path": data,
         "--train-iters": 4,
@@ -255,20 +243,19 @@ def test_overlapped_parameter_gathering(data):
 
 
 def test_warmup_widened_to_everything(data, tmp_path):
-    """Training more parameters than before starts the optimizer anew instead of failing."""
+    """Training more parameters must restart the optimizer instead of failing."""
     flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 1}
     flags |= {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None}
     train(flags | {"--train-iters": 1})
     wider = train(flags | {"--train-iters": 2, "--dsa-warmup-train-all": True})
     assert "of stage warmup (indexers), this run of stage warmup (everything)" in wider.log
-    # From there on the sparse stage trains the same parameters.
+    # From there the sparse stage trains the same parameters.
     sparse = {"--dsa-stage": "sparse", "--train-iters": 3, "--override-opt_param-scheduler": True}
     assert "the optimizer starts anew" not in train(flags | sparse).log
 
 
 @pytest.mark.ranks(3)
 def test_multi_token_prediction_on_a_middle_stage(data):
-    """Its rank is neither first nor last, and reads tokens all the same."""
     layout = {
         "--pipeline-model-parallel-size": 3,
         "--pipeline-model-parallel-layout": "Et|tm|L",

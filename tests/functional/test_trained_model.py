@@ -1,4 +1,4 @@
-"""``generate`` and ``evaluate`` on models that training runs saved."""
+"""``generate`` and ``evaluate`` on models saved by training."""
 
 import re
 from pathlib import Path
@@ -16,14 +16,14 @@ TP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
 
 
 def command(name, load, **flags):
-    """Run a command on a saved model; return what it printed."""
+    """Run a command on a saved model; return its output."""
     flags = {f"--{flag.replace('_', '-')}": value for flag, value in flags.items()}
     return launch({name: True, "--load": load} | flags, module="megatron_dsa").log
 
 
 @pytest.fixture(scope="module")
 def trained(short_documents, tmp_path_factory):
-    """Function that trains; returns the folder and the validation loss in the log."""
+    """Return a function that trains and returns folder and validation loss."""
 
     def train(changes, ranks):
         folder = tmp_path_factory.mktemp("trained")
@@ -38,14 +38,13 @@ def trained(short_documents, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(trained):
-    """A model that two ranks trained."""
     return trained(TP2, 2)
 
 
 def check_evaluation(folder, expected):
     ((step, _, sequences, loss),) = EVALUATED.findall(command("evaluate", folder))
     assert (step, sequences) == ("2", "16")
-    # Ranks add in another order than one process.
+    # Ranks add in another order.
     assert float(loss) == pytest.approx(expected, rel=1e-6)
     return float(loss)
 
@@ -76,7 +75,6 @@ def test_text_is_the_same_in_every_run(small):
 
 
 def test_ids_of_padding_rows_are_no_tokens(small, tmp_path):
-    """Between --vocab-size and the padded vocabulary; Megatron's mock data are below."""
     prefix = tmp_path / "data"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for _ in range(4):

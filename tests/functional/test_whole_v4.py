@@ -1,7 +1,7 @@
 """A whole DeepSeek-V4 through the training entry point, in every parallel layout.
 
 Window, CSA and HCA layers on four streams, experts with hash routing, and a CSA layer for
-multi-token prediction. As in ``test_parity.py`` loss and every gradient equal those of one process.
+multi-token prediction. Loss and every gradient equal one process, as in ``test_parity.py``.
 """
 
 import json
@@ -70,7 +70,9 @@ DISTRIBUTED = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-res
 
 
 def stages(layout, ranks=2):
-    """Flags of pipeline stages; ``E`` embedding, ``t`` layer, ``m`` MTP layer, ``L`` loss."""
+    """Return flags of pipeline stages; ``E`` embedding, ``t`` layer, ``m`` MTP layer, ``L``
+    loss.
+    """
     return {
         "--pipeline-model-parallel-size": ranks, "--pipeline-model-parallel-layout": layout
     }  # fmt: skip
@@ -103,7 +105,7 @@ V4_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
         2,
     ),
 }  # fmt: skip
-#: DSA layers under streams and prediction, dense ones and such with experts.
+#: DSA layers under streams and prediction, dense and with experts.
 DSA = STREAMS | {
     "--num-layers": 4,
     "--mtp-num-layers": 2,
@@ -135,19 +137,18 @@ def tables_of(state):
 
 @pytest.fixture(scope="module")
 def v4_step(steps_of):
-    """One step of the small V4 from a common checkpoint."""
     return steps_of(V4)
 
 
 @pytest.fixture(scope="module")
 def single(v4_step):
-    """The reference: one process, four microbatches."""
+    """Return the reference: one process, four microbatches."""
     step, gradients, result = v4_step()
     assert all(gradient.norm() > 0 for gradient in gradients.values())
-    assert not tables_of(gradients)  # no optimizer has them
+    assert not tables_of(gradients)  # not trained
     parts = {name: sum(name in key for key in gradients) for name in (".indexer.", "ape", ".hc_")}
-    # An indexer has two linears, and four parameters in its compressor. Connections are of
-    # attention and of the MLP; the decoder and the prediction layer have a head each.
+    # An indexer has two linears and four compressor parameters. Connections: attention and MLP;
+    # decoder and prediction layer have a head each.
     assert parts == {".indexer.": 2 * 6, "ape": 3 + 2, ".hc_": 4 * 6 + 2 * 3}
     assert step["mtp_1 loss"] > 0
     return step, gradients, result
@@ -174,7 +175,6 @@ def test_streams_of_dsa_layers(name, dsa_single, dsa_step):
 
 
 def test_shared_selections(steps_of):
-    """The layer that hands selections on has streams as well, also when it is recomputed."""
     step = steps_of(
         {"--num-layers": 3, "--hc-mult": 2, "--dsa-indexer-topk-freq": 2, "--mtp-num-layers": 1}
         | {"--dsa-indexer-skip-topk-offset": 1}
@@ -184,14 +184,15 @@ def test_shared_selections(steps_of):
 
 @pytest.mark.ranks(2)
 def test_packed_documents_over_context_parallel_ranks(short_documents):
-    """Documents shorter than the window and than a group, cut anywhere."""
     flags = V4 | NO_MTP | PACKED | {"--data-path": short_documents}
     compare_curves(train(flags | CP2, ranks=2), train(flags))
 
 
 @pytest.mark.ranks(2)
 def test_packed_documents_in_a_pipeline(steps_of, short_documents):
-    """Predicted is within a document, also where prediction is apart from the decoder."""
+    """Targets must stay within a document, also with prediction on another stage than the
+    decoder.
+    """
     flags = {"--dataloader-inter-document-masking": True, "--micro-batch-size": 1}
     step = steps_of(V4 | flags | {"--data-path": short_documents})
     check_layout("prediction apart", (stages("Ettt|mL"), 2), step(), step)
@@ -199,7 +200,7 @@ def test_packed_documents_in_a_pipeline(steps_of, short_documents):
 
 @pytest.mark.ranks(2)
 def test_first_stage_without_losses_of_experts(steps_of):
-    """A first stage of hash layers alone has none, and Megatron's log sums over stages."""
+    """A first stage of hash layers has no balancing loss, and Megatron's log sums over stages."""
     losses = {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0.01}
     step = steps_of(V4 | losses | {"--moe-z-loss-coeff": 0.001})
     one, two = step(), step(NO_INDEXER_IN_FIRST_STAGE, 2)
@@ -220,12 +221,11 @@ def test_report_names_what_ran(single):
 
 
 def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
-    """Connections, sinks and APEs stay fp32, tables as they were made; expert biases move."""
     changes = {"--data-path": data, "--bf16": True, "--moe-router-dtype": "fp32"}
     state = check_resume(V4 | changes, tmp_path)
     fp32 = [name for name in state if is_connection(name) or name.endswith(("attn_sink", "ape"))]
     weights = [name for name in fp32 if not name.startswith("optimizer")]
-    # In decoder and prediction: 30 of connections, four sinks, five APEs; two moments of each.
+    # In decoder and prediction: 30 of connections, four sinks, five APEs, with two moments each.
     assert len(weights) == 30 + 4 + 5 and len(fp32) >= 3 * len(weights)
     assert {state[name].dtype for name in fp32} == {torch.float32}
     other = next(name for name in state if name.endswith("linear_kv_proj.weight"))
@@ -239,7 +239,6 @@ def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_distributed_optimizer_in_bf16(data, tmp_path):
-    """Two ranks train like one; weights and moments are saved under the right names."""
     flags = V4 | {"--data-path": data, "--bf16": True, "--train-iters": 1}
     flags |= {"--moe-router-dtype": "fp32"}
     one = train(flags | {"--save": tmp_path / "one", "--save-interval": 1})
@@ -255,8 +254,8 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
         same = expected[name.replace("state.param.", "state.fp32_param.")]
         assert relative_error(state[name], same) < 1e-5, name
 
-    # Parameters may arrive late, also those that are read without their module being called. Not
-    # saved: with several buckets, megatron-core 0.19 itself saves under wrong names.
+    # Parameters may arrive late, also those read without a module call. Not saved: with several
+    # buckets, megatron-core 0.19 saves wrong names.
     overlap = {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
     overlap |= {"--ddp-bucket-size": 1, "--train-iters": 2}
     late = train(flags | DISTRIBUTED | overlap, ranks=2)
@@ -267,7 +266,6 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_dense_to_warmup_to_sparse(data, tmp_path):
-    """Each stage resumes from the one before; the frozen model stays as it was."""
     flags = V4 | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
     flags |= {"--save-interval": 2}
     dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 2})
@@ -276,7 +274,7 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
     assert not any(".indexer." in name for name in after_dense)
 
     rate = {"--lr": 1e-2, "--min-lr": 1e-2}
-    # Nothing is trained in the first pipeline stage.
+    # Nothing is trained in the first stage.
     layout = NO_INDEXER_IN_FIRST_STAGE | FULL_RECOMPUTE
     warmup = train(flags | {"--dsa-stage": "warmup", "--train-iters": 12} | rate | layout, ranks=2)
     assert "of stage dense, this run of stage warmup" in warmup.log
@@ -297,7 +295,7 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
 
 
 def test_table_of_the_checkpoint_is_taken(short_documents, tmp_path):
-    """Whatever the seed says; and evaluation passes route by it as well."""
+    """The checkpoint's table must override the seed's, also in evaluation."""
     flags = V4 | {"--data-path": short_documents, "--save": tmp_path, "--load": tmp_path}
     flags |= {"--save-interval": 2, "--eval-iters": 1, "--eval-interval": 2, "--split": "90,10,0"}
     flags |= {"--override-opt-param-scheduler": True}
@@ -350,7 +348,6 @@ def test_table_of_the_checkpoint_is_taken(short_documents, tmp_path):
     ],
 )  # fmt: skip
 def test_refusals_name_the_flags(changes, messages, data):
-    """All of them at once, before anything is built."""
     ranks = changes.get("--pipeline-model-parallel-size", 1)
     run = train(V4 | changes | {"--data-path": data}, ranks=ranks, check=False)
     assert run.returncode != 0 and not run.steps
@@ -358,7 +355,6 @@ def test_refusals_name_the_flags(changes, messages, data):
 
 
 def test_export_as_another_model_is_refused(data, tmp_path):
-    """DeepSeek-V3.2's checkpoints have no place for the tables."""
     hashed = EXPERTS | {"--num-layers": 4, "--moe-hash-layers": 2}
     save = {"--data-path": data, "--save": tmp_path / "run", "--save-interval": 1}
     train(hashed | save | {"--train-iters": 1})

@@ -1,1 +1,1 @@
-"""Independent references that the tests compare the package with."""
+"""Independent references of the package."""

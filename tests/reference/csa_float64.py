@@ -1,8 +1,7 @@
 """Float64 reference for DeepSeek-V4's hybrid attention (CSA, HCA, window): plain loops, autograd.
 
-It shares no code with the package, and norm, transform and angles with the DSA reference beside it.
-Sequences, queries, groups and output groups are walked one by one, at positions 0, 1, ... of their
-own sequence.
+Shares no code with the package; norm, transform and angles with the DSA reference. Loops over
+sequences, queries, groups and output groups, with positions relative to the sequence.
 """
 
 import dataclasses
@@ -43,17 +42,17 @@ class Shape:
 
     @property
     def overlap(self) -> bool:
-        """Whether a group also pools the previous group's positions."""
+        """Return whether a group also pools the previous group's positions."""
         return self.ratio == 4
 
 
 class Result(NamedTuple):
-    """What a layer computes."""
+    """Results of a layer."""
 
     out: Tensor  # [S, B, hidden]
-    loss: Tensor | None  # mean over the real query rows; the coefficient is not applied
-    # Per sequence and row the groups T_t, ascending: the indexer's top-k where it was computed,
-    # else all visible ones. In dense mode the attention does not use them.
+    loss: Tensor | None  # mean over the real query tokens; without the coefficient
+    # Per sequence and token the groups T_t, ascending: the indexer's top-k if computed, else all
+    # visible ones. Unused by dense mode's attention.
     selected: list[list[list[int]]]
 
 
@@ -85,7 +84,7 @@ def inverse_frequencies(dim: int, base: float, yarn: dict | None) -> list[float]
 def rope_last(
     x: Tensor, position: int, shape: Shape, *, interleaved: bool = True, inverse: bool = False
 ) -> Tensor:
-    """Rotate the last `rope` dims of x [..., d], all at one position; every dim keeps its place.
+    """Rotate the last `rope` dims of x [..., d], all at one position; dims keep their order.
 
     Pair i is (2i, 2i+1) when interleaved, else (i, i + rope/2); its angle is position * theta_i.
     """
@@ -131,7 +130,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def visible_groups(t: int, ratio: int) -> int:
-    """How many groups the query at position t sees: 0 .. floor((t + 1) / m) - 1."""
+    """Return the number of groups visible at position t: floor((t + 1) / m)."""
     return 0 if ratio == 0 else (t + 1) // ratio
 
 
@@ -141,13 +140,13 @@ def compress(
     """Pool one sequence x [S, hidden] into its complete groups: [floor(S / m), d].
 
     u = W_wkv x, s = W_wgate x + APE[i mod m]. Group g takes, per channel, the mean of u under
-    softmax(s) over its own positions gm .. gm + m - 1 (with overlap: the second d channels) and,
-    with overlap, over the previous group's positions (the first d channels), which group 0 of a
-    sequence does not have. Then RMSNorm and rope at position gm.
+    softmax(s) over positions gm .. gm + m - 1 (with overlap: the second d channels) and, with
+    overlap, over the previous group's positions (the first d channels), which group 0 lacks. Then
+    RMSNorm and rope at position gm.
     """
     m, ape, norm = shape.ratio, params[prefix + "ape"], params[prefix + "norm.weight"]
     d = norm.shape[0]
-    own = d if shape.overlap else 0  # where the channels of the own positions start
+    own = d if shape.overlap else 0  # first channel of the group's positions
     u = x @ params[prefix + "linear_wkv.weight"].T
     s = x @ params[prefix + "linear_wgate.weight"].T
     if u.shape[1] != own + d or ape.shape != (m, own + d):
@@ -170,11 +169,11 @@ def compress(
 
 
 def index_scores(params: dict[str, Tensor], x: Tensor, qr: Tensor, shape: Shape) -> list[Tensor]:
-    """I[t, g] = sum_h w[t, h] relu(q_I[t, h] . k_I[g]); entry t has only t's visible groups.
+    """Return I[t, g] = sum_h w[t, h] relu(q_I[t, h] . k_I[g]) over t's visible groups.
 
-    q_I = W_qb qr, rope on the last dims, Hadamard; k_I from the indexer's own compressor, then
-    Hadamard; w = W_w x * HI^-1/2 * DI^-1/2. x and qr are detached: the loss trains the indexer
-    only.
+    q_I = W_qb qr, rope on the last dims, Hadamard; k_I from the indexer's compressor, then
+    Hadamard; w = W_w x * HI^-1/2 * DI^-1/2. x and qr are detached: the loss trains only the
+    indexer.
     """
     x, qr = x.detach(), qr.detach()
     pairs = shape.index_rope_interleaved
@@ -196,7 +195,7 @@ def index_scores(params: dict[str, Tensor], x: Tensor, qr: Tensor, shape: Shape)
 
 
 def topk(scores: Tensor, k: int) -> list[int]:
-    """Ids of the min(k, all) largest scores, ascending; ties (-0.0 == 0.0): smallest id."""
+    """Return ids of the min(k, all) largest scores, ascending; ties (-0.0 == 0.0): smallest id."""
     row = scores.detach().tolist()
     if not all(math.isfinite(score) for score in row):
         raise ValueError("an index score is not finite")
@@ -206,11 +205,11 @@ def topk(scores: Tensor, k: int) -> list[int]:
 def kl_row(
     student_scores: Tensor, compressed: Tensor, window: Tensor, sink: Tensor, teacher: str
 ) -> Tensor:
-    """KL(p || softmax(student_scores)) of one row over the groups A_t; n >= 1 of them.
+    """Return KL(p || softmax(student_scores)) of one query over the groups A_t; n >= 1 of them.
 
-    p ~ sum_h exp(l_h - LSE_h) with LSE_h over the compressed logits, and under teacher "all"
-    also over the window's and the sink. Logits are scaled: compressed [H, n], window [H, W],
-    sink [H]; p is detached.
+    p ~ sum_h exp(l_h - LSE_h) with LSE_h over the compressed logits, and under teacher "all" also
+    over the window's and the sink. Logits are scaled: compressed [H, n], window [H, W], sink [H]; p
+    is detached.
     """
     compressed, window, sink = compressed.detach(), window.detach(), sink.detach()
     mass = compressed
@@ -225,15 +224,15 @@ def kl_row(
 
 
 class _Sequence(NamedTuple):
-    """One sequence's share of a Result; rows are not reduced yet."""
+    """One sequence's share of a Result, not reduced."""
 
     out: Tensor  # [S, hidden]
-    loss_rows: list[Tensor]  # rows without a visible group are left out: they are 0
+    loss_rows: list[Tensor]  # queries without a visible group are omitted: their loss is 0
     selected: list[list[int]]
 
 
 def output_projection(params: dict[str, Tensor], heads_out: Tensor, shape: Shape) -> Tensor:
-    """Map one row [H, head_dim] to [hidden]: each group of consecutive heads its own matrix."""
+    """Map one token [H, head_dim] to [hidden]: each group of consecutive heads has a matrix."""
     width, rank = shape.heads // shape.o_groups, shape.o_lora
     latents = []
     for j in range(shape.o_groups):
@@ -273,7 +272,7 @@ def _attend(
         attended = compressed[visible if mode == "dense" else selected]
 
         query = rope_last(q[t], t, shape)
-        keys = torch.cat([window, attended])  # the values too
+        keys = torch.cat([window, attended])  # also the values
         # The sink is one more logit, without a value.
         logits = torch.cat([scale * query @ keys.T, sink[:, None]], dim=1)
         heads_out = torch.softmax(logits, dim=1)[:, :-1] @ keys
@@ -297,12 +296,12 @@ def attention_layer(
     teacher: str = "all",
     seq_lengths: list[int] | None = None,
 ) -> Result:
-    """One layer on x [S, B, hidden], or on packed x [S, 1, hidden] with `seq_lengths`.
+    """Compute one layer on x [S, B, hidden], or on packed x [S, 1, hidden] with `seq_lengths`.
 
-    mode: "sparse" (window and, in a ratio-4 layer, the indexer's top-k) or "dense" (window and
-    all visible groups). loss: None, "sparse" or "dense" (A_t = the top-k or all visible groups),
+    mode: "sparse" (window and, in a ratio-4 layer, the indexer's top-k) or "dense" (window and all
+    visible groups). loss: None, "sparse" or "dense" (A_t = the top-k or all visible groups),
     independent of mode. teacher: "all" or "compressed", the keys in the teacher's denominator.
-    Packed rows after the last sequence are padding: their core output is 0 and so is `out`.
+    Packed tokens after the last sequence are padding: their output is 0.
     """
     if mode not in ("dense", "sparse") or loss not in (None, "dense", "sparse"):
         raise ValueError(f"unknown mode {mode!r} or loss {loss!r}")

@@ -1,7 +1,7 @@
 """Float64 reference for DSA (DeepSeek-V3.2): naive, materialises S x S, plain autograd.
 
-It shares no code with the package. MLA is written in its non-absorbed form (explicit per-head
-keys and values), so that agreement with the absorbed form the package uses means something.
+Shares no code with the package. MLA is not absorbed (explicit keys and values per head), unlike the
+package's.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Shape:
     index_rope_interleaved: bool = False
     index_hadamard: bool = True
     index_relu: bool = True
-    pool: int = 1  # tokens that have one index key (GLM-5.3)
+    pool: int = 1  # tokens per index key (GLM-5.3)
     # Keys: scaling_factor, original_max_position, beta_fast, beta_slow, mscale, mscale_all_dim.
     yarn: dict | None = None
 
@@ -59,16 +59,16 @@ class Shape:
 
 @dataclasses.dataclass
 class Result:
-    """What a layer computes; lists have one entry per sequence."""
+    """Results of a layer; lists have one entry per sequence."""
 
     out: Tensor  # [S, B, hidden]
-    loss: Tensor | None  # loss_sum / number of query rows; the coefficient is not applied
+    loss: Tensor | None  # loss_sum / number of query tokens; without the coefficient
     loss_sum: Tensor | None
     index_scores: list[Tensor]  # [S, S], -inf above the diagonal; empty without an indexer
-    # bool [S, S]: the given indices, else the indexer's top-k. In dense mode the attention
-    # itself does not use it, only `captured` and the sparse loss do.
+    # bool [S, S]: the given indices, else the indexer's top-k. In dense mode only `captured` and
+    # the sparse loss use it.
     selected: list[Tensor]
-    captured: Tensor  # mean over rows and heads of the dense probability on the selected keys
+    captured: Tensor  # mean over queries and heads of the dense probability on the selected keys
 
 
 # ----------------------------------------------------------------------------- rope
@@ -88,10 +88,10 @@ def rope_tables(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rope of x [S, ..., rope]; pair i is (i, i + rope/2), or (2i, 2i+1) when interleaved.
+    """Rotate x [S, ..., rope]; pair i is (i, i + rope/2), or (2i, 2i+1) when interleaved.
 
-    The output is half-split in both cases, as in Megatron (`mla_rotary_interleaved`): query and
-    key are permuted alike, so no score depends on it.
+    The output is half-split in both cases, like Megatron's (`mla_rotary_interleaved`): query and
+    key are permuted alike, so scores do not change.
     """
     half = x.shape[-1] // 2
     if interleaved:
@@ -108,7 +108,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else rms_norm(x, weight, eps)  # a norm may be left out
+    return x if weight is None else rms_norm(x, weight, eps)  # a norm may be missing
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -119,15 +119,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def masked_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Log-softmax over the True keys of each row; 0 outside the mask and in empty rows."""
+    """Log-softmax over each query's True keys; 0 outside the mask and without keys."""
     scores = scores.masked_fill(~mask, -math.inf)
-    # An all -inf row would give NaN, in the gradient even if the value is dropped later.
+    # All -inf would give NaN, even in the gradient of unused values.
     scores = scores.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
     return torch.log_softmax(scores, dim=-1).masked_fill(~mask, 0.0)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Softmax over the True keys of each row; 0 outside the mask and in empty rows."""
+    """Softmax over each query's True keys; 0 outside the mask and without keys."""
     return torch.exp(masked_log_softmax(scores, mask)).masked_fill(~mask, 0.0)
 
 
@@ -159,11 +159,11 @@ def topk(scores_row: Tensor, visible_lo: int, visible_hi: int, k: int) -> list[i
 
 
 def kl_loss_rows(student_scores: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """KL(p || softmax(I)) of each row over the keys in `mask`: [..., S, Skv] -> [..., S].
+    """Return KL(p || softmax(I)) of each query over the keys in `mask`: [..., S, Skv] -> [..., S].
 
-    `teacher` is non-negative and need not be normalised: it is cut to the mask, L1-normalised
-    and detached here. A key whose student score is -inf counts as outside the mask. Rows
-    without a key, or without teacher mass, are exactly 0.
+    `teacher` is non-negative, not necessarily normalised: masked, L1-normalised and detached here.
+    Keys with student score -inf are outside the mask. Queries without key or teacher mass give
+    exactly 0.
     """
     mask = mask & (student_scores.detach() != -math.inf)
     p = teacher.detach().masked_fill(~mask, 0.0)
@@ -197,7 +197,7 @@ def indexer_inputs(
     q = torch.cat([rotate(q[..., :rope], cos, sin, interleaved=pairs), q[..., rope:]], dim=-1)
     k = torch.cat([rotate(k[..., :rope], cos, sin, interleaved=pairs), k[..., rope:]], dim=-1)
     if shape.index_hadamard:
-        # Orthogonal, so scores do not change in exact arithmetic; it matters to quantisation.
+        # Orthogonal: exact scores do not change, quantisation does.
         q, k = hadamard(q), hadamard(k)
     if shape.pool > 1:
         k = pooled_keys(params, x, k, shape.pool)
@@ -206,7 +206,7 @@ def indexer_inputs(
 
 
 def pooled_keys(params: dict[str, Tensor], x: Tensor, k: Tensor, pool: int) -> Tensor:
-    """Per channel a softmax of W_gate x + APE over the tokens of a whole pool weighs their keys."""
+    """Weigh keys per channel by a softmax of W_gate x + APE over the tokens of a complete pool."""
     gate = x @ params[INDEXER + "linear_pool_gate.weight"].T
     rows = []
     for first in range(0, len(x) - pool + 1, pool):
@@ -236,10 +236,10 @@ def select_pools(index_scores: Tensor, k: int, pool: int) -> tuple[Tensor, Tenso
 def mla_inputs(
     params: dict[str, Tensor], x: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of one sequence x [S, hidden]: qr, q_nope, rope(q_pe), c_kv and rope(k_pe).
+    """Return qr, q_nope, rope(q_pe), c_kv and rope(k_pe) of one sequence x [S, hidden].
 
-    qr = RMSNorm(W_dq x) [S, q_lora]; q = W_uq qr -> q_nope [S, H, nope], q_pe [S, H, rope];
-    c_kv = RMSNorm(W_dkv x) [S, kv_lora]; k_pe = W_kpe x [S, rope], one for all heads.
+    qr = RMSNorm(W_dq x) [S, q_lora]; q = W_uq qr -> q_nope [S, H, nope], q_pe [S, H, rope]; c_kv =
+    RMSNorm(W_dkv x) [S, kv_lora]; k_pe = W_kpe x [S, rope], one for all heads.
     """
     length = x.shape[0]
     if shape.q_lora is None:
@@ -252,7 +252,7 @@ def mla_inputs(
     down = x @ params["linear_kv_down_proj.weight"].T
     c_kv = _normed(down[:, : shape.kv_lora], params.get("kv_layernorm.weight"), shape.eps)
     cos, sin = rope_tables(length, shape)
-    # The main path's checkpoints store rope dims as neighbouring pairs, whatever the indexer does.
+    # Checkpoints store the main path's rope dims as adjacent pairs, independent of the indexer.
     q_pe = rotate(q[..., shape.nope :], cos, sin, interleaved=True)
     k_pe = rotate(down[:, shape.kv_lora :], cos, sin, interleaved=True)
     return qr, q[..., : shape.nope], q_pe, c_kv, k_pe
@@ -284,7 +284,7 @@ def select(index_scores: Tensor, k: int) -> Tensor:
 
 @dataclasses.dataclass
 class _Sequence:
-    """One sequence's share of a Result; rows are not reduced yet."""
+    """One sequence's share of a Result, not reduced."""
 
     out: Tensor  # [S, hidden]
     loss_rows: Tensor | None  # [S]
@@ -306,7 +306,7 @@ def _attend(
     causal = causal_mask(length).to(x.device)
     qr, q_nope, q_pe, c_kv, k_pe = mla_inputs(params, x, shape)
 
-    # Not absorbed: every head's own 128-dim key and value.
+    # Not absorbed: a 128-dim key and value per head.
     up = c_kv @ params["linear_kv_up_proj.weight"].T
     up = up.view(length, shape.heads, shape.nope + shape.v)
     k_nope, value = up[..., : shape.nope], up[..., shape.nope :]
@@ -372,11 +372,11 @@ def attention_layer(
     seq_lengths: list[int] | None = None,
     indices: list[Tensor] | None = None,
 ) -> Result:
-    """DSA on x [S, B, hidden], or on packed x [T, 1, hidden] with `seq_lengths`.
+    """Compute DSA on x [S, B, hidden], or on packed x [T, 1, hidden] with `seq_lengths`.
 
-    mode: "dense" (all causal keys) or "sparse" (the selected keys). loss: None, "dense" or
-    "sparse" (A_t = all causal keys or the selected ones), independent of mode. indices: one
-    bool mask [S, S] per sequence, used in place of the indexer's top-k.
+    mode: "dense" (all causal keys) or "sparse" (the selected keys). loss: None, "dense" or "sparse"
+    (A_t = all causal keys or the selected ones), independent of mode. indices: one bool mask [S, S]
+    per sequence, instead of the indexer's top-k.
     """
     if mode not in ("dense", "sparse") or loss not in (None, "dense", "sparse"):
         raise ValueError(f"unknown mode {mode!r} or loss {loss!r}")

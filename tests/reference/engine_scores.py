@@ -1,16 +1,17 @@
-"""Index scores of inference engines, written from public descriptions with numpy alone.
+"""Index scores of inference engines, from public descriptions, in numpy.
 
-DeepSeek-V3.2's ``inference/kernel.py`` (scales, weights) and DeepGEMM's
-``sm90_fp8_mqa_logits.cuh`` (order of the sum over heads; what nvcc of CUDA 12.1 to 13.0 fuses in
-it). Roundings to bf16 and e4m3 are explicit;
-no code of the package and no float8 of torch takes part.
+Sources: DeepSeek-V3.2's ``inference/kernel.py`` (scales, weights) and DeepGEMM's
+``sm90_fp8_mqa_logits.cuh`` (order of the sum over heads; fusion by nvcc of CUDA 12.1 to 13.0).
+Roundings to bf16 and e4m3 are explicit; neither package code nor torch's float8 is used.
 """
 
 import numpy as np
 
 
 def rounded(x, mantissa, smallest, largest):
-    """Round float64 to a binary format, ties to even: bits of mantissa, least exponent, largest."""
+    """Round float64 to a binary format, ties to even: mantissa bits, least exponent, largest
+    number.
+    """
     _, exponent = np.frexp(x)
     unit = np.ldexp(1.0, np.maximum(exponent - 1, smallest) - mantissa)
     return np.clip(np.rint(x / unit) * unit, -largest, largest)
@@ -25,7 +26,7 @@ def to_e4m3(x):
 
 
 def quantised(x):
-    """e4m3 values and power-of-two scales of vectors ``[..., D]`` that bf16 holds, as float64."""
+    """Return e4m3 values and power-of-two scales, in float64, of bf16 vectors ``[..., D]``."""
     largest = np.maximum(np.abs(x).max(-1), np.float32(1e-4))
     raw = (largest.astype(np.float32) * np.float32(1 / 448)).astype(np.float64)
     mantissa, exponent = np.frexp(raw)  # raw = mantissa * 2^exponent, mantissa in [0.5, 1)
@@ -34,24 +35,24 @@ def quantised(x):
 
 
 def scores(q, k, weights):
-    """fp32 scores ``[Sq, Skv]``.
+    """Return fp32 scores ``[Sq, Skv]``.
 
     Args:
-        q: ``[Sq, HI, D]``, k: ``[Skv, D]``, float64 arrays of numbers that bf16 holds.
-        weights: ``[Sq, HI]`` fp32, constants included; HI a multiple of 8.
+        q: ``[Sq, HI, D]``, k: ``[Skv, D]``, float64 arrays of bf16 numbers.
+        weights: ``[Sq, HI]`` fp32, including constants; HI a multiple of 8.
     """
     (q, q_scale), (k, k_scale) = quantised(q), quantised(k)
     weights = (weights.astype(np.float64) * q_scale).astype(np.float32)
     out = np.empty((len(q), len(k)), np.float32)
     for i, query in enumerate(q):
-        # Exact, then rounded once; longdouble makes a product and a sum one rounding.
+        # Exact, then rounded once; longdouble rounds a product and a sum once.
         products = np.maximum((query @ k.T).astype(np.float32), 0).astype(np.longdouble)
         weighted = weights[i].astype(np.longdouble)[:, None] * products
         lanes = []
         for lane in range(4):
             sums = []
             for head in (2 * lane, 2 * lane + 1):
-                # A sum of two products: one is rounded, then the other is fused with it.
+                # A sum of two products: one is rounded, the other fused with it.
                 total = np.zeros(len(k), np.float32)
                 second, first = head + 8, head
                 for later in (second, first, *range(head + 16, len(query), 8)):
@@ -64,8 +65,9 @@ def scores(q, k, weights):
 
 
 def best(scores, seen, topk):
-    """Ascending keys of the best scores among the first ``seen`` of each query; ties to the first;
-    -1 padded."""
+    """Return ascending keys of the best scores among each query's first ``seen``; ties to the
+    first; -1 padded.
+    """
     lists = np.full((len(scores), topk), -1, np.int32)
     for row, count, out in zip(scores, seen, lists, strict=True):
         order = np.lexsort((np.arange(count), -row[:count]))[:topk]
@@ -74,7 +76,7 @@ def best(scores, seen, topk):
 
 
 def hadamard(x):
-    """Normalised transform of the last dim, in float64, rounded to bf16."""
+    """Transform the last dim, normalised, in float64, rounded to bf16."""
     matrix = np.ones((1, 1))
     while len(matrix) < x.shape[-1]:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -82,7 +84,7 @@ def hadamard(x):
 
 
 def as_cached(x, block, power_of_two):
-    """Vectors ``[..., D]`` that bf16 holds as an fp8 cache holds them, float64."""
+    """Round bf16 vectors ``[..., D]`` like an fp8 cache; return float64."""
     blocks = x.reshape(*x.shape[:-1], -1, block)
     if power_of_two:
         values, scale = quantised(blocks)

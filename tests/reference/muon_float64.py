@@ -1,7 +1,7 @@
-"""Muon in float64, written from the formulas: one step, one matrix after the other.
+"""Muon in float64, from the formulas: one step, one matrix at a time.
 
-Jordan 2024 (the iteration and momentum), Liu et al. 2025 (scale and weight decay), DeepSeek-V4 (the
-coefficients of ten iterations).
+Jordan 2024 (iteration and momentum), Liu et al. 2025 (scale and weight decay), DeepSeek-V4
+(coefficients of ten iterations).
 """
 
 import torch
@@ -18,7 +18,7 @@ COEFFICIENTS = {"deepseekv4": DEEPSEEK_V4, "quintic": QUINTIC}
 
 
 def orthogonalised(matrix, coefficients):
-    """Return what the iteration makes of a matrix: its singular values go near 1."""
+    """Return the iteration's result: singular values near 1."""
     x = matrix.double() / matrix.double().norm()
     for a, b, c in coefficients:
         gram = x @ x.T
@@ -27,7 +27,7 @@ def orthogonalised(matrix, coefficients):
 
 
 def scaled_blocks(matrix, sizes, coefficients, extra):
-    """Return the update of a matrix with blocks of ``sizes`` rows, each scaled by its shape."""
+    """Return the update of a matrix with blocks of heights ``sizes``, each scaled by its shape."""
     updates = [
         orthogonalised(block, coefficients) * max(block.shape) ** 0.5 * extra
         for block in matrix.split(sizes)

@@ -1,6 +1,6 @@
-"""The public operations in float64, query by query, from the formulas: no call of the package.
+"""The public operations in float64, query by query, from the formulas, without package code.
 
-``seen[t]`` lists the keys that query ``t`` sees, in the order of its sequence.
+``seen[t]`` lists the keys visible to query ``t``, in sequence order.
 """
 
 import math
@@ -9,7 +9,6 @@ import torch
 
 
 def packed_seen(lengths, padded, tokens):
-    """Causal visibility of packed documents, each followed by its padding."""
     seen, first = [], 0
     for length, room in zip(lengths, padded, strict=True):
         seen += [list(range(first, first + t + 1)) if t < length else [] for t in range(room)]
@@ -18,7 +17,6 @@ def packed_seen(lengths, padded, tokens):
 
 
 def batch_seen(length, batch):
-    """Causal visibility of ``[s, b]`` flattened to tokens ``s * b + b``."""
     return [[s * batch + b for s in range(t + 1)] for t in range(length) for b in range(batch)]
 
 
@@ -58,7 +56,7 @@ def index_scores(q, k, weights, relu):
 
 
 def selected(scores, seen, topk):
-    """Return per query the best keys in sequence order; ties go to the one that comes first."""
+    """Return per query the best keys in sequence order; ties go to the first."""
     lists = []
     for row, keys in zip(scores.tolist(), seen, strict=True):
         best = sorted(range(len(keys)), key=lambda i, row=row, keys=keys: (-row[keys[i]], i))[:topk]
@@ -67,12 +65,12 @@ def selected(scores, seen, topk):
 
 
 def kl(scores, teacher, seen):
-    """Return the sum over queries of ``KL(teacher || softmax(scores))`` over the seen keys."""
+    """Return the sum over queries of ``KL(teacher || softmax(scores))`` over the visible keys."""
     return sum((row.sum() for row in _kl_terms(scores, teacher, seen)), scores.new_zeros(()))
 
 
 def kl_size(scores, teacher, seen):
-    """Return the sum of the absolute terms of :func:`kl`, most of which cancel in it."""
+    """Return the sum of the absolute terms of :func:`kl`, most of which cancel."""
     return sum((row.abs().sum() for row in _kl_terms(scores, teacher, seen)), scores.new_zeros(()))
 
 

@@ -1,10 +1,9 @@
-"""What the float64 references have to know of a configuration."""
+"""Shapes of the float64 references, from a configuration."""
 
 from tests.reference import csa_float64, dsa_float64
 
 
 def dsa_shape(config):
-    """The description of a layer of DeepSeek-V3.2 or GLM-5."""
     return dsa_float64.Shape(
         kv_lora=config.kv_lora_rank,
         nope=config.qk_head_dim,
@@ -16,7 +15,6 @@ def dsa_shape(config):
 
 
 def csa_shape(config):
-    """The description of a layer of DeepSeek-V4."""
     return csa_float64.Shape(
         head_dim=config.v_head_dim,
         window=config.csa_window_size,

@@ -1,8 +1,7 @@
 """Float64 reference of a whole small DeepSeek-V4: hyper-connections and multi-token prediction.
 
-Written from the formulas; it shares no code with the package. Attention is that of
-``csa_float64.py``. Tokens of one or several sequences are a list of rows [S, C]; streams are
-[S, n, C].
+From the formulas, without package code, on the attention of ``csa_float64.py``. Tokens are a list
+[S, C] per sequence; streams are [S, n, C].
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from tests.reference.csa_float64 import Shape, rms_norm
 class Model:
     """Sizes and options of a model."""
 
-    attention: tuple[Shape, ...]  # of every decoder layer, then of every prediction layer
+    attention: tuple[Shape, ...]  # of all decoder layers, then of all prediction layers
     layers: int  # of the decoder
     streams: int
     iterations: int  # of Sinkhorn's algorithm
@@ -29,7 +28,7 @@ class Model:
 
 
 def sub(params: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Parameters below a prefix, without it."""
+    """Return the parameters below a prefix, without it."""
     return {n[len(prefix) :]: p for n, p in params.items() if n.startswith(prefix)}
 
 
@@ -37,13 +36,13 @@ def sub(params: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def logits_of(x: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """fn @ flat(x) / rms(flat(x)), token by token: [S, rows of fn]."""
+    """Return fn @ flat(x) / rms(flat(x)) per token: [S, len(fn)]."""
     flat = x.flatten(1)
     return (flat @ fn.T) / torch.sqrt((flat * flat).mean(dim=1, keepdim=True) + eps)
 
 
 def weights(params: dict[str, Tensor], prefix: str, x: Tensor, model: Model):
-    """pre [S, n], post [S, n] and comb [S, n, n] of a sublayer."""
+    """Return pre [S, n], post [S, n] and comb [S, n, n] of a sublayer."""
     n = model.streams
     fn, base, scale = (params[f"{prefix}_{part}"] for part in ("fn", "base", "scale"))
     m = logits_of(x, fn, model.eps)
@@ -59,20 +58,22 @@ def weights(params: dict[str, Tensor], prefix: str, x: Tensor, model: Model):
 
 
 def head(params: dict[str, Tensor], x: Tensor, model: Model) -> Tensor:
-    """What the output layer gets: the head's sum of the streams, normalised."""
+    """Return the output layer's input: the head's sum of the streams, normalised."""
     m = logits_of(x, params["hc_head_fn"], model.eps)
     w = torch.sigmoid(m * params["hc_head_scale"] + params["hc_head_base"]) + model.hc_eps
     return rms_norm(torch.einsum("si,sic->sc", w, x), params["weight"], model.eps)
 
 
 def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """W2 (silu(W1 x) * (W3 x)); W1 and W3 stand one under the other."""
+    """Return W2 (silu(W1 x) * (W3 x)); W1 and W3 are stacked."""
     gate, up = (x @ params["linear_fc1.weight"].T).chunk(2, dim=1)
     return (gate * torch.sigmoid(gate) * up) @ params["linear_fc2.weight"].T
 
 
 def layer(params: dict[str, Tensor], xs: list[Tensor], shape: Shape, model: Model):
-    """One layer on the streams of every sequence; also its indexer's loss, 0 without one."""
+    """Run one layer on the streams of every sequence; also return its indexer's loss, 0 without
+    one.
+    """
     connected = [weights(params, "hc_attn", x, model) for x in xs]
     read = [torch.einsum("si,sic->sc", w[0], x) for w, x in zip(connected, xs, strict=True)]
     read = [rms_norm(u, params["input_layernorm.weight"], model.eps) for u in read]
@@ -94,7 +95,7 @@ def layer(params: dict[str, Tensor], xs: list[Tensor], shape: Shape, model: Mode
 
 
 def write(outs, connected, xs):
-    """x'_j = post_j out + sum_i comb[i, j] x_i."""
+    """Return x'_j = post_j out + sum_i comb[i, j] x_i."""
     return [
         torch.einsum("sj,sc->sjc", post, out) + torch.einsum("sij,sic->sjc", comb, x)
         for out, (_, post, comb), x in zip(outs, connected, xs, strict=True)
@@ -105,13 +106,13 @@ def write(outs, connected, xs):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log softmax(logits)[label], row by row."""
+    """Return -log softmax(logits)[label] per token."""
     chosen = logits.gather(1, labels[:, None])[:, 0]
     return torch.logsumexp(logits, dim=1) - chosen
 
 
 def later(row: Tensor) -> Tensor:
-    """Entry t + 1 in place t; 0 behind the last one."""
+    """Shift: entry t + 1 at t; 0 after the last one."""
     return torch.cat([row[1:], row.new_zeros(1)])
 
 
@@ -122,9 +123,9 @@ def losses(
     masks: list[Tensor],
     model: Model,
 ):
-    """Per-token losses of the main model, mean loss of every prediction layer, and their total.
+    """Return losses per token, the mean loss of every prediction layer, and their total.
 
-    A prediction layer k (from 1) sees at t the embedding of token t + k and predicts label t + k.
+    A prediction layer k (from 1) at t reads the embedding of token t + k and predicts label t + k.
     """
     embed = params["embedding.word_embeddings.weight"]
     xs = [embed[row][:, None].repeat(1, model.streams, 1) for row in ids]

@@ -13,7 +13,7 @@ from tests.helpers import MadeUp, skip_unless_it_runs
 def add(monkeypatch):
     """Add a candidate that wraps torch's: ``add(operation, wrap)`` with ``wrap(torch's) -> new``.
 
-    It stands before the others as a fused implementation, called "made_up".
+    It precedes the others as a fused implementation called "made_up".
     """
 
     def add(name, wrap, **support):
@@ -34,7 +34,7 @@ def add(monkeypatch):
 
 @pytest.fixture
 def fused(add, request):
-    """Make operations fused on every device: those that are named, or the test module's."""
+    """Make operations fused on every device: the named ones, or the test module's."""
 
     def make(*names, **support):
         for name in names or [operation.name for operation in request.module.OPERATIONS]:
@@ -45,6 +45,6 @@ def fused(add, request):
 
 @pytest.fixture
 def hopper():
-    """Skips where our own kernels cannot run."""
+    """Skip if our kernels cannot run."""
     (ours,) = (c for c in BACKWARD.candidates if c.name == "tilelang")
     skip_unless_it_runs(ours)

@@ -1,4 +1,4 @@
-"""Flags: ours beside Megatron's own, and what travels on to Megatron."""
+"""This package's flags with Megatron's, and values passed to Megatron."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,6 @@ FLAGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "flags.md"
 
 
 def both_parsers():
-    """Megatron's flags and ours, in one parser."""
     start()
     from megatron.training.arguments import add_megatron_arguments
 
@@ -45,7 +44,6 @@ def parse(*flags):
     ],
 )
 def test_attention_backends(flags, megatrons, ours):
-    """Ours leave Megatron's at auto; the last one wins."""
     from megatron_dsa.arguments import options_from_args
 
     args = parse(*flags.split())
@@ -71,7 +69,7 @@ def test_options():
     options = options_from_args(args)
     assert (options.stage, options.freeze_main, options.strict) == ("warmup", False, True)
     assert (options.workspace_bytes, options.health_tokens) == (64 * 2**20, 0)
-    # Megatron's own flags, name and meaning unchanged.
+    # Megatron's flags, name and meaning unchanged.
     assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
 
 
@@ -86,7 +84,6 @@ def test_options_know_the_sequences_of_a_microbatch(flags, interleaved, packed):
 
 
 def test_every_option_has_a_flag():
-    """But those that flags of Megatron set: ``--attention-backend``, ``--seq-length``, ..."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from megatron_dsa.config.fields import option_fields
@@ -156,7 +153,6 @@ def test_every_flag_reaches_its_field():
 
 
 def test_an_option_is_one_field():
-    """A field of a configuration class is all that a flag with a rule needs."""
     from typing import Literal
 
     from megatron_dsa import arguments
@@ -186,7 +182,7 @@ def test_an_option_is_one_field():
 
 
 def documented_flags():
-    """Return the rows of the table in ``docs/guide/flags.md``: flag, its words, its default."""
+    """Return the entries of the table in ``docs/guide/flags.md``: flag, its words, its default."""
     text = FLAGS_PAGE.read_text(encoding="utf-8").split("\n## ")[0]
     rows = re.findall(r"^\| `(--[\w-]+) ?(.*?)` \| (.*?) \| ", text, re.M)
     return {flag: (words.split("\\|"), default) for flag, words, default in rows}
@@ -199,7 +195,6 @@ def test_the_page_of_flags_names_all_of_them():
 
 
 def test_the_page_of_flags_shows_their_choices_and_defaults():
-    """A value in backticks is a default; where there is none, a few words say what happens."""
     from megatron_dsa.arguments import BACKENDS
 
     table = documented_flags()
@@ -335,7 +330,7 @@ def test_weights_that_are_dequantised_late_are_refused():
 
 
 def test_a_run_with_a_checkpoint_of_its_own_resumes(tmp_path):
-    """With FP8 parameters, too: Megatron leaves the pretrained checkpoint alone then."""
+    """Megatron ignores the pretrained checkpoint then, also with FP8 parameters."""
     start()
     from megatron_dsa.training.flag_rules import check_flags
 
@@ -364,7 +359,6 @@ def test_a_command_line_is_refused_before_a_model_is_built(changes, message, mon
 
 
 def test_import_needs_nothing_optional():
-    """The package imports without Megatron, kernels or a GPU; ``info`` says what is missing."""
     import subprocess
 
     code = (

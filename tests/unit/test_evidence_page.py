@@ -1,4 +1,4 @@
-"""``docs/evidence.md``: its figures are those of the CSVs of ``examples/conversion``."""
+"""``docs/evidence.md``: its figures equal the CSVs of ``examples/conversion``."""
 
 import csv
 import dataclasses
@@ -26,11 +26,11 @@ BANDS = ("0-1024", "1024-4096", "4096-8192")
 
 
 class OnGPU:
-    """What the cells of the page's tables of the runs on a GPU have to be, from their CSVs.
+    """Expected cells of the page's tables of GPU runs, from their CSVs.
 
-    Every method is a column: given the run, the last step or that of the row, and the run and the
-    step that it is compared with. ``dense``, ``warmed`` and ``end`` are the last steps of the dense
-    model, of the warm-up and of all other runs, ``earlier`` that with as many updates.
+    Every method is a column: given the run, the last step or the line's, and the run and step for
+    comparison. ``dense``, ``warmed`` and ``end`` are the last steps of the dense model, of the
+    warm-up and of all other runs, ``earlier`` has as many updates.
     """
 
     def __init__(self, folder):
@@ -49,7 +49,6 @@ class OnGPU:
         }
 
     def values(self, file, run, column, **chosen):
-        """Return the values of the rows of a run."""
         chosen = {key.replace("_", " "): value for key, value in chosen.items()} | {"run": run}
         rows = self.files[file]
         return [
@@ -59,7 +58,6 @@ class OnGPU:
         ]
 
     def layers(self, run, step, measure):
-        """Return means over seeds, by layer."""
         return [
             numpy.mean(found)
             for n in range(1, 13)
@@ -71,7 +69,6 @@ class OnGPU:
         return max(step for _, name, step in self.losses if name == run)
 
     def gap(self, run, step, other, at, band=None, seeds_of=None):
-        """Return the gap in all positions or in a band, over all seeds or those of a run."""
         found = [each for each in self.sessions if seeds_of is None or seeds_of in each.documents]
         if band:
             found = [
@@ -84,7 +81,6 @@ class OnGPU:
         return self._gap_of(found, run, step, other, at)
 
     def cell(self, column, run, step, other, at):
-        """Return the text of a cell."""
         if column in BANDS:
             gap = self.gap(run, step, other, at, column)
             return f"{gap.value:+.4f} ± {gap.over_documents:.4f}"
@@ -117,7 +113,6 @@ class OnGPU:
         raise ValueError(f"no column {column}")
 
     def table(self, lines):
-        """Yield every row of a table: as it should be, and as it is."""
         header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
         for row in rows:
             cells = dict(zip(header, row, strict=True))
@@ -136,7 +131,6 @@ class OnGPU:
 
 
 def tables(text):
-    """Yield the lines of every table."""
     for block in re.findall(r"(?:^\|.*\|$\n)+", text, re.M):
         yield block.splitlines()
 
@@ -156,7 +150,7 @@ def gaps(study, band=None, at=None):
 
 
 def mean_loss(study):
-    """Return the loss of the dense model, which the others start from."""
+    """Return the loss of the dense model from which the others start."""
     return numpy.mean([study.losses[seed, "dense", study.dense] for seed in "12"])
 
 
@@ -175,7 +169,7 @@ def grows(study):
 
 
 def headline(longer, shorter):
-    """Yield the figures of the sentences in which the page says its result."""
+    """Yield the figures of the page's result sentences."""
     wide, narrow = gaps(longer)
     equal, narrow_equal = gaps(longer, at=longer.earlier)
     yield f"trained on {dense_tokens(longer):.1f} M tokens"
@@ -226,7 +220,6 @@ def test_the_chart_has_the_gaps_of_the_studies(studies, tmp_path):
 
 @pytest.mark.parametrize("title", STUDIES)
 def test_the_page_has_the_figures_of_the_runs_on_a_gpu(studies, title):
-    """Every cell of its tables."""
     study, runs, columns = studies[title], set(), set()
     for lines in tables(section(title)):
         for expected, written in study.table(lines):
@@ -247,7 +240,7 @@ def test_the_page_says_what_follows_from_its_tables(studies):
 
 
 def test_the_page_has_the_figures_of_the_variants(studies):
-    """Cells and sentences; variants differ from the run without as equal runs do."""
+    """Variants must differ from their base run as little as equal runs."""
     study, cells, apart = studies["Variants"], 0, {}
     for lines in tables(section("Variants")):
         for expected, written in study.table(lines):
@@ -271,7 +264,7 @@ def test_the_page_has_the_figures_of_the_variants(studies):
 
 
 def test_the_page_has_the_figures_of_shares_of_the_queries():
-    """The default is the smallest share that does no harm; both stages, cells and sentences."""
+    """The default must be the smallest harmless share."""
     study, cells = OnGPU("gpu30_shares"), 0
     for lines in tables(section("A share of the queries")):
         for expected, written in study.table(lines):
@@ -303,7 +296,6 @@ def test_the_page_has_the_figures_of_shares_of_the_queries():
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_runs_on_a_gpu_have_the_whole_held_out_set(studies, title):
-    """Losses of documents are of 148 sequences, and are those that Megatron logged."""
     study = studies[title]
     for session in study.sessions:
         for run, steps in session.documents.items():
@@ -315,7 +307,6 @@ def test_runs_on_a_gpu_have_the_whole_held_out_set(studies, title):
 
 
 def test_the_page_has_the_figures_of_the_csv():
-    """Losses of three seeds, and their gaps to ``dense_on`` with the mean and standard error."""
     losses = {}
     with open(FOLDER / "small_cpu.csv", newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):

@@ -1,4 +1,4 @@
-"""The import structure: levels, no cycles, imports inside functions, and what tests share."""
+"""The import structure: levels, no cycles, late imports, shared parts of tests."""
 
 import ast
 import importlib.util
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_dsa"
 TESTS = ROOT / "tests"
 
-#: Rooms of the package, the lowest first. Imports go down only.
+#: Folders of the package, the lowest first. Imports go down only.
 LEVELS = (
     {"__init__", "errors"},
     {"versions"},
@@ -36,7 +36,7 @@ LEVELS = (
     {"__main__"},
 )
 
-#: Imports inside functions, by file: what has to happen before.
+#: Imports inside functions, by file, with their reason.
 LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
     "ops/dense_attention/ring/combine.py": "Triton",
@@ -54,7 +54,6 @@ LATE = {
     "pretrain.py": "the host is prepared",
     "extras/cli.py": "the host is prepared",
     "config/presets.py": "flags are printed without torch",
-    # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",
 }
 
@@ -69,7 +68,6 @@ def script(name: str):
 
 @pytest.fixture(scope="module")
 def structure():
-    """The script that prints the figures."""
     return script("structure")
 
 
@@ -104,7 +102,6 @@ def test_cycles_are_found(structure):
 
 
 def late_imports(path: Path) -> list[str]:
-    """Return the modules of this package that a file imports inside functions."""
     found = []
     for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -121,7 +118,7 @@ def test_imports_stand_at_the_top():
 
 
 def test_folders_of_operations_import_nothing():
-    """A file ``torch.py`` would take the place of torch in an ``__init__.py`` that imports it."""
+    """A file ``torch.py`` would shadow torch in an ``__init__.py`` that imports it."""
     for path in PACKAGE.glob("ops/*/__init__.py"):
         if not path.with_name("torch.py").exists():
             continue
@@ -177,7 +174,7 @@ assert not any(name.startswith("megatron_dsa.extras.") for name in sys.modules)
 
 
 def named_test_modules(source: str, tests: set[str]) -> list[str]:
-    """Return which test modules a source imports, or names in strings that are no docstrings."""
+    """Return the test modules that a source imports or names in strings outside of docstrings."""
     tree, names = ast.parse(source), []
     alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -191,7 +188,6 @@ def named_test_modules(source: str, tests: set[str]) -> list[str]:
 
 
 def test_no_file_imports_a_test_module():
-    """What several tests need is a module: ``tests/cases``, ``tests/reference``, helpers."""
     tests = {path.stem for path in TESTS.rglob("test_*.py")}
     assert len(tests) > 80
     found = {

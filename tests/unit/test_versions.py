@@ -1,6 +1,6 @@
-"""Versions of megatron-core: the one that is imported counts, and is refused before anything else.
+"""Versions of megatron-core: the imported one counts, and is rejected before anything else.
 
-The trees hold nothing of Megatron but its version: an import of anything else would end otherwise.
+The trees hold only Megatron's version, so other imports would fail differently.
 """
 
 import os
@@ -35,7 +35,7 @@ COMMANDS = (
 
 
 def tree(folder: Path, version: str, pre_release: str = "") -> Path:
-    """Write a source tree that has a version and ``megatron.training``, both empty of code."""
+    """Write a source tree with a version and an empty ``megatron.training``."""
     core, training = folder / "megatron" / "core", folder / "megatron" / "training"
     for package in (core, training):
         package.mkdir(parents=True)
@@ -46,13 +46,13 @@ def tree(folder: Path, version: str, pre_release: str = "") -> Path:
 
 @pytest.fixture
 def host(monkeypatch):
-    """Let a version be the one that is found; ``megatron.core`` stays."""
+    """Imitate a version; ``megatron.core`` stays."""
     return lambda version: monkeypatch.setattr(versions, "host_version", lambda: version)
 
 
 @pytest.fixture
 def found(monkeypatch, tmp_path):
-    """Return what a new process finds where a tree stands before the installed wheel."""
+    """Return the results of a new process with a tree before the installed wheel."""
 
     def found(version: str, pre_release: str = "") -> tuple[str | None, str]:
         monkeypatch.setattr(sys, "path", [str(tree(tmp_path, version, pre_release)), *sys.path])
@@ -73,7 +73,6 @@ def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedPro
 
 
 def test_a_source_tree_hides_the_wheel(found, tmp_path):
-    """The wheel's metadata stay installed, with its version."""
     version, described = found("0.20.0", "rc1")
     assert version == "0.20.0rc1" and described.startswith(f"0.20.0rc1 in {tmp_path}")
 
@@ -81,7 +80,6 @@ def test_a_source_tree_hides_the_wheel(found, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS, ids=[c.split(maxsplit=1)[1] for c in COMMANDS])
 @pytest.mark.parametrize(("version", "why"), [("0.17.1", TOO_OLD), ("0.21.0", TOO_NEW)])
 def test_other_versions_are_refused_before_anything_else(version, why, command, tmp_path):
-    """Among others, before the launcher's variables, files and the machine are looked at."""
     done = run(command, tree(tmp_path, version), RANK="wrong")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"error: megatron-core {version} {why}"), done.stderr
@@ -97,7 +95,6 @@ def test_other_versions_are_refused_before_anything_else(version, why, command, 
     ],
 )
 def test_refused_in_python(version, message, host):
-    """Also where the CPU is prepared, whose own guard must not speak first."""
     from megatron_dsa.patches import cpu_host
 
     host(version)
@@ -135,7 +132,6 @@ def linked(folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_source_tree_is_compiled_elsewhere(tmp_path):
-    """For ``scripts/test.sh --megatron``; the tree stays as it was."""
     datasets = tree(tmp_path, "0.20.0") / "megatron" / "core" / "datasets"
     datasets.mkdir()
     for name in ("helpers.cpp", "Makefile", "utils.py"):

@@ -1,8 +1,4 @@
-"""``python -m megatron_dsa doctor``: compare every implementation with float64 on this machine.
-
-The inputs are those on which kernels are known to fail: empty lists, holes, ids out of range, stale
-ids, lists of different lengths, keys that are NaN and must not be read.
-"""
+"""Command ``doctor``: every implementation compared with float64 on this machine."""
 
 import argparse
 import contextlib
@@ -23,17 +19,17 @@ from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SWITCH = {"off": (False,), "on": (True,), "both": (False, True)}
-#: Fewer would leave no room for the tokens and keys that are made difficult on purpose.
+#: Fewer would leave too few valid tokens and keys.
 _LEAST = {"seq": 64, "rows": 16}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, print the report, and return the exit code that the command's help names.
+    """Run the command; see ``--help`` for exit codes.
 
     Raises:
         ConfigError: an argument is out of range, or the device does not exist.
     """
-    # Compilers of kernels log to the standard output, which belongs to the report.
+    # Kernel compilers log to stdout.
     with contextlib.redirect_stdout(sys.stderr), choices_unlogged(), uncounted():
         report = _examine(arguments)
     code = report.exit_code(arguments.allow_unfused)
@@ -65,7 +61,6 @@ def _examine(arguments: argparse.Namespace) -> Report:
 
 
 def shapes_from(arguments: argparse.Namespace) -> list[Shape]:
-    """Return the grid of shapes of the arguments."""
     for name, least in _LEAST.items():
         require(
             getattr(arguments, name) >= least,
@@ -86,7 +81,7 @@ def shapes_from(arguments: argparse.Namespace) -> list[Shape]:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device of ``--device``, by default a GPU if there is one.
+    """Return the device of ``--device``.
 
     Raises:
         ConfigError: this machine has no such device.

@@ -1,4 +1,4 @@
-"""``doctor --against bundled``: our DSA layer compared with megatron-core's own."""
+"""``doctor --against bundled``: our DSA layer compared with megatron-core's."""
 
 import argparse
 import contextlib
@@ -36,18 +36,16 @@ from megatron_dsa.specs import dsa_layer_spec
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 from megatron_dsa.training.one_process import one_process
 
-#: Version of the Megatron that is imported, without the commit that a clone appends.
+#: Without the commit of a checkout.
 MEGATRON = megatron.core.__version__.split("+")[0]
-#: Arguments that do not concern the comparison of layers.
 _UNUSED = ("dims", "index_heads", "index_dim", "dtype", "sink", "packed", "rows", "allow_unfused")
-#: Layers without transformer-engine, which the bundled spec requires, on any device.
+#: The bundled spec requires transformer-engine otherwise.
 _LOCAL: dict[str, Any] = {
     "num_layers": 1, "hidden_dropout": 0.0, "transformer_impl": "local",
     "normalization": "RMSNorm", "persist_layer_norm": False, "bias_dropout_fusion": False,
     "gradient_accumulation_fusion": False,
 }  # fmt: skip
-#: V3.2's attention, small enough for float32 on a CPU. With fewer index heads, more keys score 0 in
-#: all of them, and the layers choose differently among equal scores.
+#: Fewer index heads give more scores of 0, and the layers break ties differently.
 _SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 32,
     "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "dsa_indexer_n_heads": 16,
@@ -63,14 +61,7 @@ _ROPES: dict[str, dict[str, Any]] = {"rope": {"rope_type": "rope"}, "yarn, inter
 
 @dataclass
 class Against:
-    """Everything that one comparison found.
-
-    Attributes:
-        bound: largest relative difference that passes.
-        cases: differences of the two layers by case and figure.
-        times: sentences, a ratio first.
-        remarks: what was not compared, and why.
-    """
+    """Result of a comparison: largest passing difference, cases, and notes for the report."""
 
     bound: float
     cases: dict[str, Comparison] = field(default_factory=dict)
@@ -89,10 +80,10 @@ class Against:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, print, and return 1 if a difference is above the bound, else 0.
+    """Compare and print; return 1 if a difference exceeds the bound, else 0.
 
     Raises:
-        ConfigError: an argument has no effect on this comparison, or Megatron is not on its device.
+        ConfigError: an argument has no effect here, or Megatron cannot run on the device.
     """
     for name in _UNUSED:
         require(
@@ -138,14 +129,11 @@ def _note_csa(found: Against) -> None:
     )
 
 
-# Differences
-
-
 def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: float) -> Comparison:
-    options = DSAOptions(indexer_loss_queries=1.0)  # Megatron's loss takes every query
+    options = DSAOptions(indexer_loss_queries=1.0)
     config = preset("v3.2", dsa=options, **_LOCAL | _SMALL | _ROPES[rope] | {
         "dsa_indexer_use_sparse_loss": _LOSSES[loss], "dsa_indexer_loss_coeff": 0.7,
-        # Megatron's rotates in bf16 only; the rotation changes no product of query and key.
+        # Megatron rotates in bf16 only; the rotation cancels in products.
         "dsa_indexer_rotate_activation": False,
         "use_cpu_initialization": cpu_host.needed(), "params_dtype": torch.float32,
     })  # fmt: skip
@@ -168,14 +156,14 @@ def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: floa
 
 
 def _layers(config, kernels: str, device: torch.device):
-    """Return our layer, megatron-core's with the same weights, and how that one differs."""
+    """Return our layer, megatron-core's with equal weights, and a remark."""
     spec = dsa_layer_spec(config).submodules.self_attention
     ours = build_module(spec, config=config, layer_number=1).to(device, config.params_dtype)
     generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for _, weight in sorted(ours.named_parameters()):
             drawn = torch.randn(weight.shape, generator=generator, device=device)
-            # Norms near 1; products large enough that attention is far from uniform.
+            # For attention far from uniform.
             weight.copy_(drawn * 1.5 * weight.shape[1] ** -0.5 if weight.dim() > 1 else
                          1 + 0.2 * drawn)  # fmt: skip
     theirs, remark = bundled_layer(config, kernels)
@@ -185,7 +173,6 @@ def _layers(config, kernels: str, device: torch.device):
 
 
 def _random(hidden: int, tokens: int, device, dtype=torch.float32) -> list[torch.Tensor]:
-    """Return an input and a gradient of the output, ``[tokens, 1, hidden]`` each."""
     generator = torch.Generator(device).manual_seed(_SEED)
     shape = (tokens, 1, hidden)
     return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2)]
@@ -201,7 +188,6 @@ def _packed(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
 
 
 def _step(module, x, gradient, packed=None) -> dict[str, torch.Tensor]:
-    """Run forward and backward; return output, input gradient and all parameter gradients."""
     x = x.detach().requires_grad_()
     output, _ = module(x, None, packed_seq_params=packed)
     output.backward(gradient)
@@ -209,11 +195,7 @@ def _step(module, x, gradient, packed=None) -> dict[str, torch.Tensor]:
     return {"output": output.detach(), "input gradient": x.grad} | gradients
 
 
-# Times
-
-
 def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.device) -> None:
-    """Time steps of V3.2's layer in bf16: ours, and Megatron's with each of its kernels."""
     label = f"H{heads} K{topk} S{tokens} bf16"
 
     def config(**options: Any):
@@ -236,9 +218,7 @@ def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.devi
             theirs, remark = _layers(config(), kernels, device)[1:]
             with declined_hooks() as declined:
                 other = _milliseconds(theirs, tokens)
-        except (
-            Exception
-        ) as error:  # a missing package or another version of it, a kernel that fails
+        except Exception as error:  # missing package or failing kernel
             torch.cuda.empty_cache()
             found.remarks.append(f"{label}, kernels={kernels}: {str(error).splitlines()[0]}")
             continue
@@ -251,7 +231,6 @@ def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.devi
 
 
 def _milliseconds(module: Any, tokens: int) -> float:
-    """Return the median time of a training step in ms, without the first ones."""
     weight = next(module.parameters())
     x, gradient = _random(module.config.hidden_size, tokens, weight.device, weight.dtype)
     step: Callable[[], Any] = partial(_step, module.train(), x, gradient)
@@ -262,11 +241,7 @@ def _milliseconds(module: Any, tokens: int) -> float:
     return ms
 
 
-# Output
-
-
 def _groups(case: Comparison) -> dict[str, tuple[str, float]]:
-    """Return worst figure and difference of output, loss, input and all parameters."""
     names = ("output", "indexer loss", "input gradient")
     groups = {name: (name, case.errors[name]) for name in names if name in case.errors}
     weights = {name: error for name, error in case.errors.items() if name not in names}

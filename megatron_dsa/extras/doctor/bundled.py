@@ -1,4 +1,4 @@
-"""Sparse attention that is bundled with the installed megatron-core."""
+"""The sparse attention of the installed megatron-core."""
 
 import contextlib
 import copy
@@ -17,21 +17,16 @@ from megatron.core.utils import _validate_dsa_kernel_backend_dependencies
 
 from megatron_dsa.layers.backends import get_backend
 
-#: Values of ``--dsa-kernel-backend`` that name fused kernels.
 FUSED = ("cudnn", "tilelang")
 
 
 def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
-    """Build megatron-core's DSA layer of a configuration; return it with its differences to ours.
+    """Build megatron-core's DSA layer; return it with a remark on its differences to ours.
 
-    ``config.transformer_impl`` names its linears and norms.
-
-    Args:
-        config: a :class:`megatron_dsa.config.transformer.DSATransformerConfig`, left as it is.
-        kernels: ``none`` (torch), or one of :data:`FUSED`.
+    ``kernels``: ``none`` (torch), or one of :data:`FUSED`.
 
     Raises:
-        ValueError: these kernels cannot run here; from Megatron, with the packages to install.
+        ValueError: from Megatron, if these kernels cannot run here.
     """
     _validate_dsa_kernel_backend_dependencies(kernels)
     config = copy.copy(config)
@@ -43,14 +38,13 @@ def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
         remarks.append("no Hadamard rotation (fast_hadamard_transform is missing)")
     backend = get_backend(config.transformer_impl)
     spec = get_dsa_module_spec_for_backend(config, backend)
-    # Without transformer-engine it takes column-parallel layers only.
+    # Without transformer-engine it needs column-parallel layers.
     down = backend.latent_linear()
     spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
     return build_module(spec, config=config, layer_number=1), "; ".join(remarks)
 
 
 def bundled_loss() -> torch.Tensor:
-    """Return the indexer's loss of the steps since the last call, from Megatron's own tracker."""
     tracker = dsa.DSAIndexerLossLoggingHelper.tracker
     loss = tracker["values"].sum()
     tracker.clear()
@@ -58,17 +52,13 @@ def bundled_loss() -> torch.Tensor:
 
 
 def csa_modules() -> list[str]:
-    """Return the modules of the installed megatron-core with V4's compressed attention, if any."""
     found = pkgutil.iter_modules(experimental_attention_variant.__path__)
     return [each.name for each in found if "csa" in each.name]
 
 
 @contextlib.contextmanager
 def declined_hooks() -> Iterator[list[str]]:
-    """Collect which fused functions of megatron-core's DSA are declined inside, in a list.
-
-    It then goes on unfused, without a word in its log at usual levels.
-    """
+    """Collect the functions that megatron-core declines to fuse, from its DEBUG log."""
     found: list[str] = []
 
     class Listener(logging.Handler):

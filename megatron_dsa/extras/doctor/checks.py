@@ -1,4 +1,4 @@
-"""The table of checks: calls of operations at a shape, and comparisons with float64."""
+"""Checks: operation calls at a shape, compared with float64."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -46,25 +46,23 @@ FORWARD, BACKWARD, TEACHER = (
 )
 SCORES, TOPK, ENGINE_SCORES = "indexer_scores", "indexer_topk", "indexer_engine_scores"
 LOSS = "sparse_indexer_loss"
-#: Query tokens of the full size that are compared with float64.
+#: Tokens of a full-size call that are compared.
 _FULL_SIZE_TOKENS = 8
 
-#: A call that returns a tuple of tensors, and a function that notes errors and complaints.
+#: A call that returns a tuple, and its comparison.
 type Step = tuple[Callable[[], tuple], Callable[..., None]]
-#: Makes steps under a policy that names implementations.
 type Steps = Callable[[Policy, Comparison], list[Step]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of implementations of some operations.
+    """Comparison of all implementations of some operations.
 
     Attributes:
-        name, label: the check, and its shape in words.
-        calls: operation -> its call; all their implementations are combined.
-        steps: the first one is repeated, bit for bit.
-        full_size: the call that is timed, compared at some tokens; by default the first step.
-        unsupported: why the shape has no such check.
+        calls: operation -> call; all their implementations are combined.
+        steps: the first step must repeat bit for bit.
+        full_size: the timed call; by default the first step.
+        unsupported: reason to skip this shape.
     """
 
     name: str
@@ -76,7 +74,6 @@ class Check:
 
 
 def attention(shape: Shape, device: torch.device) -> Iterator[Check]:
-    """Every forward, every backward after every forward, and every teacher of the indexer."""
     call = describe_call(
         device, dtype=shape.dtype, heads=shape.heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
         topk=shape.topk, sink=shape.sink,
@@ -122,7 +119,7 @@ def attention(shape: Shape, device: torch.device) -> Iterator[Check]:
             dtype = result[1].dtype
             found.require(dtype == torch.float32, f"dkv is {dtype}, not float32")
 
-        # Asking for the probabilities may take another kernel: everything is compared again.
+        # Requesting p_sum may select another kernel.
         return [(lambda: call(False)[:3], compare), (lambda: call(True), compare)]
 
     def full_backward(policy: Policy, found: Comparison) -> list[Step]:
@@ -156,7 +153,6 @@ def attention(shape: Shape, device: torch.device) -> Iterator[Check]:
 
 
 def selection(shape: Shape, device: torch.device) -> Iterator[Check]:
-    """Every pair of index scores and top-k."""
     layout = layout_of(shape, device)
     sampled = sampled_tokens(shape.seq, shape.rows, device)
     inputs = random_index_inputs(shape, shape.seq, device)
@@ -188,7 +184,6 @@ def _selecting(case: SelectionCase, policy: Policy) -> Callable[[], tuple]:
 
 
 def engine_scores(shape: Shape, device: torch.device) -> Iterator[Check]:
-    """Index scores in the arithmetic of inference engines, and selections by them."""
     layout = layout_of(shape, device)
     sampled = sampled_tokens(shape.seq, shape.rows, device)
     label = f"{shape.indexer_label()}, {DEEPGEMM_FP8}"
@@ -210,7 +205,6 @@ def engine_scores(shape: Shape, device: torch.device) -> Iterator[Check]:
     )
 
     def steps(policy: Policy, found: Comparison) -> list[Step]:
-        # Top-k has verdicts of its own.
         selecting = replace(
             policy, named=(*policy.named, (TOPK, "torch")), indexer_numerics=DEEPGEMM_FP8
         )
@@ -233,14 +227,13 @@ def engine_scores(shape: Shape, device: torch.device) -> Iterator[Check]:
 
 
 def indexer_loss(shape: Shape, device: torch.device) -> Iterator[Check]:
-    """Every sparse indexer loss with its gradients."""
     whole = layout_of(shape, device)
     layout = layout_of_tokens(whole, sampled_tokens(shape.seq, shape.rows, device))
     lists = difficult_lists(shape, layout)
     inputs = random_index_inputs(shape, layout.num_queries, device)
     inputs.k[lists.unselected] = float("nan")
     teacher = random_teacher(lists.indices)
-    teacher[len(teacher) // 2] = 0  # a token without a teacher contributes nothing
+    teacher[len(teacher) // 2] = 0
     expected = expected_loss(inputs, lists, teacher)
 
     def steps(policy: Policy, found: Comparison) -> list[Step]:
@@ -276,7 +269,7 @@ def _loss(inputs, lists, teacher, layout, policy: Policy) -> tuple[torch.Tensor,
     return loss.detach(), *torch.autograd.grad(loss, [q, k, weights])
 
 
-#: Checks, and the label of a shape for them: equal labels are checked once.
+#: Checks, and labels; equal labels are checked once.
 CHECKS: tuple[tuple[Callable, Callable[[Shape], str]], ...] = (
     (attention, Shape.attention_label),
     (selection, Shape.indexer_label),

@@ -1,4 +1,4 @@
-"""Verdicts on implementations, and the report of all: a table per check, or JSON."""
+"""Verdicts on implementations, and the report as tables or JSON."""
 
 import dataclasses
 import math
@@ -14,19 +14,17 @@ _FULL_SIZE = " at full size"
 
 @dataclass(kw_only=True)
 class Verdict(Comparison):
-    """The verdict on one combination of implementations at one shape.
+    """Verdict on one combination of implementations at one shape.
 
     Attributes:
-        check, label: the check, and the shape in words.
-        shape: the shape that was run.
         implementations: operation -> name.
-        fused, deterministic: whether one of them is fused, and all are declared deterministic.
-        chosen: whether dispatch picks exactly these.
-        crashed: the exception, in words.
-        same_bits: whether repeats agreed bit for bit; ``None`` if it was not repeated.
+        fused, deterministic: any is fused; all are declared deterministic.
+        chosen: dispatch picks exactly these.
+        crashed: the exception as text.
+        same_bits: repeats agree bit for bit; ``None`` if not repeated.
         ms: median time.
         first_calls_s: seconds of first calls: imports, compilation, loading.
-        remarks: no complaints.
+        remarks: notes that do not fail the check.
     """
 
     check: str
@@ -47,7 +45,6 @@ class Verdict(Comparison):
         return " + ".join(self.implementations.values())
 
     def wrong(self) -> list[str]:
-        """Return everything that is not as it must be, in words; empty if all is well."""
         said = super().wrong()
         if self.deterministic and self.same_bits is False:
             said.append("repeats differ, though declared deterministic")
@@ -66,7 +63,7 @@ class Verdict(Comparison):
 
 @dataclass(frozen=True)
 class NotChecked:
-    """An implementation that was not run, and why."""
+    """An implementation that was skipped."""
 
     operation: str
     name: str
@@ -76,15 +73,12 @@ class NotChecked:
 
 @dataclass
 class Report:
-    """Everything that one run of the doctor found.
+    """Result of one doctor run.
 
     Attributes:
-        environment: versions and GPU.
-        asked, shapes: the shapes the user asked for, and those that were run.
-        chosen: by shape and operation, what dispatch picks and why nothing else.
-        results, not_checked: combinations that ran, and implementations that did not.
-        remarks: limits of this run.
-        incomplete: checks for which memory was too small.
+        asked, shapes: requested and checked shapes.
+        chosen: shape -> operation -> dispatch's pick, with reasons.
+        incomplete: checks that ran out of memory.
     """
 
     environment: dict
@@ -100,7 +94,7 @@ class Report:
         return [result for result in self.results if not result.ok]
 
     def exit_code(self, allow_unfused: bool) -> int:
-        """See the help text of ``python -m megatron_dsa doctor``."""
+        """See ``python -m megatron_dsa doctor --help``."""
         if self.wrong():
             return WRONG
         if self.incomplete or not self.results:
@@ -132,7 +126,6 @@ def print_report(report: Report, code: int) -> None:
         print_table([_row(result) for result in report.results if result.check == check])
     if report.not_checked:
         print("\nnot checked")
-    # Most reasons hold for every shape.
     for line in dict.fromkeys(f"{x.operation} {x.name}: {x.reason}" for x in report.not_checked):
         print(f"  {line}")
     for remark in report.remarks:
@@ -162,9 +155,8 @@ def _row(result: Verdict) -> dict[str, str]:
 
 
 def print_table(rows: list[dict[str, str]]) -> None:
-    """Print lines of a table, each as column -> text."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    columns.sort(key=lambda column: column == "verdict")  # of any length
+    columns.sort(key=lambda column: column == "verdict")  # variable width
     widths = {c: max(len(c), *(len(row.get(c, "-")) for row in rows)) for c in columns}
     for row in [{c: c for c in columns}, *rows]:
         line = "  ".join(row.get(c, "-").ljust(widths[c]) for c in columns)
@@ -189,7 +181,7 @@ def _verdict(report: Report, code: int) -> str:
 
 
 def as_json(report: Report, code: int) -> dict:
-    """Return the report as plain data; numbers that JSON does not have become strings."""
+    """Convert to plain data; non-finite numbers become strings."""
     results = [
         _plain(x) | {"ok": x.ok, "verdict": x.verdict, "wrong": x.wrong()} for x in report.results
     ]

@@ -1,4 +1,4 @@
-"""One run of the checks on one device: implementations are run, compared, timed, and may crash."""
+"""One doctor run on one device, robust to crashing implementations."""
 
 import itertools
 import statistics
@@ -17,15 +17,14 @@ from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.testing.cases import Shape
 from megatron_dsa.testing.comparison import MODEL_SHAPES, by_figure
 
-#: Equal calls whose results are compared bit for bit.
 REPEATS = 3
 
 
 class Session:
-    """Runs implementations on ``device`` and files what they did in ``report``.
+    """Runs implementations on ``device`` and files results in ``report``.
 
     Attributes:
-        timed: whether full-size calls are made and timed (on a GPU).
+        timed: make and time full-size calls (GPU only).
         lost: the implementation that left the GPU unusable; nothing runs after it.
     """
 
@@ -56,7 +55,7 @@ class Session:
                         f"{checks.__name__} of {label}: out of memory in the float64 reference; "
                         "try --rows 64"
                     )
-                except RuntimeError:  # making the next inputs on a GPU that was lost
+                except RuntimeError:  # inputs on a lost GPU
                     if self.lost is None:
                         raise
                     self.skip(checks.__name__, "(all)", label, self._lost())
@@ -87,7 +86,7 @@ class Session:
                 deterministic=all(c.support.deterministic for c in candidates),
                 chosen=list(names.values()) == picked,
             )
-            # Progress, while kernels are compiled; results go to stdout.
+            # Progress on stderr, results on stdout.
             print(f"  ... {verdict.name}: {', '.join(names)}", file=sys.stderr, flush=True)
             self._judge(verdict, check, Policy(named=tuple(names.items())))
             self.report.results.append(verdict)
@@ -121,7 +120,6 @@ class Session:
         return choice.candidate.name
 
     def _judge(self, verdict: Verdict, check: Check, policy: Policy) -> None:
-        """Run and compare one combination; an exception of it is its verdict."""
         where = ""
         try:
             first, *others = check.steps(policy, verdict)
@@ -138,7 +136,7 @@ class Session:
             where = "at full size: "
             if self.timed:
                 self._time(verdict, check, policy, call)
-        except Exception as error:  # also of a comparison: a result of a wrong shape or length
+        except Exception as error:  # also a failing comparison
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
             if not self._alive():
@@ -155,7 +153,6 @@ class Session:
         return result
 
     def _time(self, verdict: Verdict, check: Check, policy: Policy, call: Callable) -> None:
-        """Note the median time of a call at full size; too little memory is a remark."""
         try:
             if check.full_size is not None:
                 (step,) = check.full_size(policy, verdict)
@@ -171,7 +168,6 @@ class Session:
             torch.cuda.synchronize(self.device)
 
     def _alive(self) -> bool:
-        # An illegal access ends everything in this process.
         try:
             self._synchronize()
             torch.zeros(1, device=self.device).sum().item()
@@ -181,8 +177,6 @@ class Session:
 
 
 def same_bits(first: tuple, second: tuple) -> bool:
-    """Return if two results (tensors or ``None``) agree in every bit, NaNs included."""
-
     def bits(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -196,11 +190,7 @@ def same_bits(first: tuple, second: tuple) -> bool:
 
 
 def _dirty_memory(results: tuple) -> None:
-    """Leave NaN (or a huge id) in freed memory of the sizes of ``results``.
-
-    The next outputs are likely to be allocated there: one that is accumulated into without being
-    zeroed, or not written everywhere, then differs from the first.
-    """
+    """Leave NaN (or a huge id) in freed memory, to expose results that are not fully written."""
     blocks = [
         torch.full_like(x, float("nan") if x.is_floating_point() else 2**30, requires_grad=False)
         for x in results
@@ -210,7 +200,7 @@ def _dirty_memory(results: tuple) -> None:
 
 
 def median_ms(function: Callable, enough_ms: float = 400.0, repeats: int = 9) -> float:
-    """Return the median time on the GPU of a call that was compiled; repeat slow calls less."""
+    """Return the median GPU time of a warm call in ms."""
     times: list[float] = []
     while len(times) < repeats and sum(times) < enough_ms:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,1 +1,1 @@
-"""Evaluate and generate with trained checkpoints."""
+"""Evaluation and text generation with trained checkpoints."""

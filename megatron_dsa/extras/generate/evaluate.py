@@ -1,4 +1,4 @@
-"""The command ``evaluate``: loss and perplexity of a trained model over a data set."""
+"""Command ``evaluate``: loss and perplexity of a trained model over a data set."""
 
 import argparse
 import contextlib
@@ -16,10 +16,8 @@ from megatron_dsa.training.setup import forward_step
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: print a line per data set."""
     flags = None
     if arguments.data_path is not None:
-        # All documents, once, a sequence at a time, as Megatron evaluates whole data sets.
         flags = ["--data-path", arguments.data_path, "--split", "0,100,0", "--full-validation"]
         flags += ["--eval-global-batch-size", "1", "--eval-micro-batch-size", "1"]
         flags += ["--eval-interval", "1"]
@@ -47,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def losses(trained: TrainedModel) -> list[tuple[str, int, float]]:
-    """Return name, number of sequences and loss per token of every data set, by Megatron's loop.
+    """Return name, number of sequences and loss per token of every data set.
 
-    Without ``--full-validation`` these are the sequences of the first evaluation of the training.
+    Without ``--full-validation``: the sequences of the training's first evaluation.
     """
     args, model, found = trained.args, trained.chunks, []
     with contextlib.redirect_stdout(io.StringIO()):

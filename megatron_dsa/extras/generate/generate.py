@@ -1,4 +1,4 @@
-"""The command ``generate``: text of a trained model, by a forward pass of all tokens per token."""
+"""Command ``generate``: text of a trained model, one uncached forward pass per token."""
 
 import argparse
 import logging
@@ -14,12 +14,12 @@ from megatron_dsa.extras.generate.trained_model import trained_model
 from megatron_dsa.ops.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
-#: Lengths are padded to multiples of this: tables and kernels are made per length.
+#: Tables and kernels are built per length.
 LENGTHS = 64
 
 
 class Bytes:
-    """The tokens of ``prepare-data``: bytes of UTF-8, for which Megatron has no tokenizer."""
+    """UTF-8 bytes as tokens, see ``prepare-data``."""
 
     vocabulary, end = BYTE_VOCAB, BYTE_EOD
 
@@ -45,7 +45,7 @@ class Tokenizer:
 
 
 class Ids(Tokenizer):
-    """Megatron's ``NullTokenizer``: a text is numbers with blanks between."""
+    """Megatron's ``NullTokenizer``: ids separated by blanks."""
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
@@ -62,7 +62,6 @@ class Ids(Tokenizer):
 
 
 def codec_of(args: argparse.Namespace) -> Bytes | Tokenizer:
-    """Return how the data of a training were made into tokens, after Megatron's start."""
     if args.tokenizer_type != "NullTokenizer":
         return Tokenizer(get_tokenizer())
     return Bytes() if args.vocab_size == BYTE_VOCAB else Ids(get_tokenizer())
@@ -70,12 +69,12 @@ def codec_of(args: argparse.Namespace) -> Bytes | Tokenizer:
 
 @torch.no_grad()
 def next_logits(model: Any, ids: Sequence[int], maximum: int) -> torch.Tensor:
-    """Return the logits of the token behind ``ids``, fp32 ``[padded vocabulary]``.
+    """Return the logits of the token after ``ids``, fp32 ``[padded vocabulary]``.
 
     ``model`` is a GPT model in evaluation mode that takes up to ``maximum`` tokens.
     """
     padded = min(-(-len(ids) // LENGTHS) * LENGTHS, maximum)
-    # Causal attention: tokens do not see what stands behind them.
+    # Causal attention ignores the padding.
     tokens = torch.zeros(1, padded, dtype=torch.int64)
     tokens[0, : len(ids)] = torch.tensor(ids)
     device = next(model.parameters()).device
@@ -95,18 +94,18 @@ def generate(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[int]:
-    """Return the tokens that a model writes behind a prompt, without ``end``.
+    """Continue a prompt; return the new token ids, without ``end``.
 
     Args:
         model: see :func:`next_logits`.
         prompt: token ids, at least one.
-        count: tokens to write; fewer where ``end`` comes before.
-        vocabulary: ids are below it.
+        count: tokens to write; fewer if ``end`` comes first.
+        vocabulary: upper bound of ids, exclusive.
         end: id that ends the text.
-        maximum: most tokens that the model takes, prompt included.
-        temperature: 0 takes the most probable token; above, tokens are drawn from the softmax of
-            logits divided by it.
-        generator: for drawing, on the host.
+        maximum: most tokens the model takes, including the prompt.
+        temperature: 0 takes the most probable token; otherwise sample softmax(logits /
+            temperature).
+        generator: for sampling, on the host.
     """
     total, most = len(prompt) + count, max(maximum - len(prompt), 0)
     require(
@@ -119,7 +118,7 @@ def generate(
     for _ in range(count):
         logits = next_logits(model, ids, maximum)[:vocabulary].cpu()
         if temperature > 0:
-            logits = logits.double()  # below 1e-38 fp32 has no temperatures
+            logits = logits.double()  # fp32 overflows at temperatures below 1e-38
             probabilities = torch.softmax((logits - logits.max()) / temperature, 0)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         else:
@@ -131,14 +130,13 @@ def generate(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: print every prompt with its continuation, a line each."""
     for prompt in arguments.prompt:
         require(
             not any("\ud800" <= c <= "\udfff" for c in prompt),
             f"--prompt {prompt!a} must be text in UTF-8: it holds bytes that are none; convert it",
         )
     if not torch.cuda.is_available():
-        log_once(logging.DEBUG, NO_GPU)  # the line below says where it runs
+        log_once(logging.DEBUG, NO_GPU)
     with trained_model(arguments.load, arguments.step, flags=_NO_DATA) as trained:
         codec = codec_of(trained.args)
         device = next(trained.chunks[0].parameters()).device
@@ -149,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         for prompt in arguments.prompt:
-            generator = torch.Generator().manual_seed(arguments.seed)  # as for a single prompt
-            # An empty prompt starts a document: behind the token that ends the one before.
+            generator = torch.Generator().manual_seed(arguments.seed)
+            # An empty prompt starts a document.
             ids = codec.encode(prompt) or [codec.end]
             most, vocabulary = max(ids), vocabulary_of(trained.args)
             require(
@@ -168,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Nothing is read; Megatron requires an interval.
+#: Megatron requires an interval.
 _NO_DATA = ["--eval-iters", "0", "--eval-interval", "1"]
 
 

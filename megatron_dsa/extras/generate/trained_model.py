@@ -1,8 +1,6 @@
-"""A trained model in one process, rebuilt from the arguments in its checkpoint.
+"""A trained model in one process, rebuilt from its checkpoint's arguments.
 
-Megatron's own ``--use-checkpoint-args`` takes over a part of them only, and none of this package's.
-Here the parser gets them as its defaults, so that flags of this machine win, and all checks of a
-training run.
+They become the parser's defaults: flags of this machine and all checks still apply.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.quiet_output import quiet_output
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Fields of the configuration that say how the training ran, not what the model is.
+#: Configuration fields of a run, not its model.
 _OF_THE_RUN = (
     *("transformer_impl", "apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
@@ -50,10 +48,10 @@ _OF_THE_RUN = (
 )
 _KINDS_OF_THE_RUN = (
     *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
-    # What only transformer-engine's layers can do: tokens padded for FP8, offloaded activations.
+    # Only for transformer-engine.
     *("moe_router_padding_", "fine_grained_", "offload_"),
 )
-#: Arguments of the model that are no fields of its configuration.
+#: Model arguments outside the configuration.
 _MODEL = (
     *("seq_length", "max_position_embeddings", "num_experts", "swiglu", "squared_relu"),
     "hybrid_layer_pattern",
@@ -64,14 +62,12 @@ _MODEL = (
     "dsa_output_gate",
     *("dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets"),
 )
-#: How the training reads its data.
 READING = (
     *("seed", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "lr"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type"),
     *("dataloader_inter_document_masking", "data_cache_path", "mid_level_dataset_surplus"),
     *("dsa_sft", "dsa_sft_long"),
 )
-#: Which data it evaluates on.
 _DATA = (
     *("data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "mock_data"),
     *("data_args_path", "per_split_data_args_path", "eval_iters", "eval_interval"),
@@ -82,13 +78,12 @@ _SETTINGS = (
     *("--skip-train", "--no-load-optim", "--no-load-rng", "--ckpt-format", "torch_dist"),
     *("--dsa-health-tokens", "0"),
 )
-#: What a launcher says of one process.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A loaded model (a list of one chunk), its validated arguments, checkpoint and iteration."""
+    """A loaded model (one chunk), its validated arguments, checkpoint and iteration."""
 
     args: argparse.Namespace
     chunks: list[torch.nn.Module]
@@ -97,7 +92,6 @@ class TrainedModel:
 
 
 def saved_arguments(directory: Path) -> argparse.Namespace:
-    """Return the arguments of the training that wrote a distributed checkpoint."""
     saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
     require(
         saved is not None,
@@ -108,11 +102,8 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
 
 
 def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
-    """Return the arguments of a training that describe its model and how it reads data.
-
-    ``data``: also those that name its data sets.
-    """
-    saved = arguments_of_gpt(saved)  # which may have another pipeline
+    """Select the arguments of the model and its data reading; with ``data`` also its data sets."""
+    saved = arguments_of_gpt(saved)
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
         field.name
@@ -127,13 +118,11 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     if found.get("hybrid_layer_pattern") is not None:
         found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     if found.get("train_samples") is not None:
-        found.pop("train_iters", None)  # Megatron computed them
+        found.pop("train_iters", None)  # derived
     return found
 
 
 def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]:
-    """Return ``add_dsa_arguments`` with other defaults of Megatron's arguments and ours."""
-
     def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_dsa_arguments(parser)
         known = {action.dest for action in parser._actions}
@@ -147,12 +136,12 @@ def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]
 def trained_model(
     load: str, step: int | None = None, flags: list[str] | None = None
 ) -> Iterator[TrainedModel]:
-    """Load a model for the time of the context; Megatron's own output is not shown.
+    """Load a model for the duration of the context, silently.
 
     Args:
         load: value of ``--save`` in the training.
         step: iteration; ``None``: the latest.
-        flags: data to evaluate on, as Megatron's flags; ``None``: the data of the training.
+        flags: Megatron's flags of the data to evaluate on; ``None``: the training's data.
     """
     require(
         world_size() == 1,
@@ -186,7 +175,7 @@ def trained_model(
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:
     model = model_config_from_args(args)
-    training.initialize_megatron(  # the module's, which a host without a GPU has replaced
+    training.initialize_megatron(  # CPU hosts replace the attribute
         get_embedding_ranks=embedding_ranks(model), store=torch.distributed.HashStore()
     )
     with prepare_loading(args):

@@ -1,7 +1,6 @@
-"""The frozen base of adapters: their checkpoints name it by path and content, and hold no copy.
+"""Frozen base of adapters: checkpoints name it by path and content and hold no copy.
 
-A base is a whole distributed checkpoint outside of ``--save``. Its weights are read from there at
-every start; a base that is gone or was changed is an error.
+A base is a complete distributed checkpoint outside ``--save``, read at every start.
 """
 
 import functools
@@ -25,25 +24,23 @@ from megatron_dsa.training.checkpoint_names import same_under_another_name
 from megatron_dsa.training.checkpoints import stored_entries
 from megatron_dsa.training.launching import this_rank
 
-#: Blocks of a file that enter the digest: a base of a terabyte is checked in a second.
+#: A base of a terabyte is checked in a second.
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _FILES = re.compile(r"\.metadata|metadata\.json|common\.pt|.*\.distcp")
-#: Paths in checkpoints -> where these bases lie now.
 _MOVED: dict[str, Path] = {}
 
-#: A base as it stands in the arguments that are saved: ``path`` and ``content``.
+#: Saved as ``path`` and ``content``.
 type Reference = dict[str, str | None]
 
 
 def describe(directory: Path) -> Reference:
-    """Return the reference to a base; only rank 0 reads its content."""
     content = content_of(directory) if this_rank() == 0 else None
     return {"path": str(directory.resolve()), "content": content}
 
 
 @functools.cache
 def content_of(directory: Path) -> str:
-    """Return a digest of the names, sizes and sampled blocks of a checkpoint's files."""
+    """Digest names, sizes and sampled blocks of a checkpoint's files."""
     digest = hashlib.sha256()
     for path in sorted(x for x in directory.iterdir() if _FILES.fullmatch(x.name)):
         size = path.stat().st_size
@@ -56,17 +53,16 @@ def content_of(directory: Path) -> str:
 
 
 def look_below(reference: Reference, root: str | None) -> None:
-    """Take a base that has left its path from below ``root`` (``--pretrained-checkpoint``)."""
     path = Path(str(reference["path"]))
     if root is not None and not path.is_dir() and (found := Path(root) / path.name).is_dir():
         _MOVED[str(path)] = found
 
 
 def find(reference: Reference, checkpoint: Path) -> Path:
-    """Return where the base of a checkpoint lies.
+    """Return the path of a checkpoint's base.
 
     Raises:
-        ConfigError: it is gone, or has other content than then; only rank 0 compares.
+        ConfigError: it is missing, or (checked on rank 0) its content has changed.
     """
     path = Path(str(reference["path"]))
     found = _MOVED.get(str(path), path)
@@ -85,7 +81,6 @@ def find(reference: Reference, checkpoint: Path) -> Path:
 
 
 def frozen_entries(base: Path) -> dict[str, ShardedBase]:
-    """Return the weights of a base by key, without states of an optimizer and adapters."""
     return {
         key: entry
         for key, entry in stored_entries(base).items()
@@ -96,10 +91,9 @@ def frozen_entries(base: Path) -> dict[str, ShardedBase]:
 
 
 def saving_without(base: Path, reference: Reference) -> Callable:
-    """Return Megatron's ``dist_checkpointing.save``, same arguments, which leaves a base out.
+    """Return Megatron's ``dist_checkpointing.save`` without tensors held by a base.
 
-    Tensors that the base lacks or holds in another shape are saved: adapters, fresh indexers, a
-    padded vocabulary, states of quantisation.
+    Saved are tensors that the base lacks or holds in another shape.
     """
     held = functools.cache(lambda: frozen_entries(base))
 
@@ -112,7 +106,7 @@ def saving_without(base: Path, reference: Reference) -> Callable:
         return held()[found.key].global_shape == found.global_shape
 
     def save(sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.is_initialized():  # all ranks save the same arguments
+        if torch.distributed.is_initialized():  # equal arguments on all ranks
             content = [reference["content"]]
             torch.distributed.broadcast_object_list(content, src=0)
             reference["content"] = content[0]
@@ -128,7 +122,6 @@ def saving_without(base: Path, reference: Reference) -> Callable:
 
 
 def load(sharded_state_dict: dict[str, Any], checkpoint: str, base: Path, *args, **kwargs) -> Any:
-    """Megatron's ``dist_checkpointing.load`` of a checkpoint of adapters and of their base."""
     own = stored_entries(checkpoint)
     rest, frozen = dict(sharded_state_dict), {}
     for name, part in sharded_state_dict.items():

@@ -1,12 +1,8 @@
-"""Adapters of low rank (LoRA; Hu et al. 2021) next to the frozen weights of parallel linears.
+"""Low-rank adapters (LoRA; Hu et al. 2021) on the frozen weights of parallel linears.
 
-``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zeros. Both
-are parameters of the linear itself, so that names and hooks of everything else stay. Ranks share
-them as they share ``W``: ``B`` is split with its rows, or ``A`` with its columns, and the other
-factor is replicated.
-
-A linear whose weight is read in place of a call (absorbed attention) enters as ``W + alpha / rank *
-B A``, see :func:`megatron_dsa.layers.linears.weight_of`.
+``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zero. ``B``
+is sharded like the rows of ``W``, or ``A`` like its columns; the other factor is replicated.
+Weights that are read directly: :func:`megatron_dsa.layers.linears.weight_of`.
 """
 
 import functools
@@ -34,20 +30,17 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules.lora import modules_of_linears, rank_and_alpha
 from megatron_dsa.layers.linears import ReplicatedLinear, replicated_draws
 
-#: Dim by which tensor-parallel ranks share a weight: 0 (column-parallel linears), 1 (row-parallel
-#: ones), or none.
+#: Dim 0 (column-parallel), dim 1 (row-parallel), or unsharded.
 Split = Literal["rows", "columns", "none"]
 
 
 class AdaptedLinear:
-    """Mixin of a linear of Megatron's or ours.
+    """Mixin for linears of Megatron or this package.
 
     Attributes:
-        parts: linears of released checkpoints that lie in this one, one under the other and of one
-            size; ``adapted`` are those with adapters.
-        split: how tensor-parallel ranks share the weight.
-        ranks: tensor-parallel ranks, of the group ``adapter_group``.
-        scale: ``alpha / rank``.
+        parts: released checkpoints' linears stacked in this one, of equal size.
+        adapted: the parts with adapters.
+        ranks: size of ``adapter_group``, the tensor-parallel group.
     """
 
     parts: tuple[str, ...]
@@ -67,7 +60,7 @@ class AdaptedLinear:
         return rows.view_as(out), bias
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``A [n rank, in]`` and ``B [out, n rank]`` of all adapters together."""
+        """Return ``A [n rank, in]`` and ``B [out, n rank]`` of all adapters."""
         down = [getattr(self, part + LORA_A) for part in self.adapted]
         if len(self.parts) == 1:
             return down[0], getattr(self, self.parts[0] + LORA_B)
@@ -77,10 +70,7 @@ class AdaptedLinear:
         return torch.cat(down), torch.block_diag(*up)
 
     def _shared(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return ``A x [..., n rank]`` of the tokens that ``B`` is for, summed over a split ``A``.
-
-        Tensor parallelism implies sequence parallelism here: ranks hold different tokens.
-        """
+        """Return ``A x [..., n rank]`` for ``B``'s tokens, split by sequence parallelism."""
         if self.ranks == 1 or self.split == "none":
             return inner
         if self.split == "rows":
@@ -88,17 +78,14 @@ class AdaptedLinear:
         return reduce_scatter_to_sequence_parallel_region(inner, group=self.adapter_group)
 
     def with_adapters(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``weight + scale * B A``, this rank's part, rounded once.
-
-        The gradient of a replicated factor is also of this rank's part; Megatron sums it.
-        """
+        """Return the local part of ``weight + scale * B A``, rounded once."""
         down, up = self._factors()
         return torch.addmm(weight, up, down, alpha=self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         own = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
         adapters = {name: x for name, x in own.items() if is_adapter_parameter(name)}
-        # Megatron describes linears of torch, and its own linears themselves.
+        # Missing on torch's linears.
         describe = getattr(super(), "sharded_state_dict", None)
         state, others = {}, own
         if describe is not None:
@@ -125,11 +112,7 @@ def _adapted_class(kind: type) -> type:
 
 
 def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
-    """Add to the layers of a model the adapters that its configuration names.
-
-    The model computes the same as before: ``B`` is zero. Where ``model`` is a part of a layer,
-    ``prefix`` is its prefix there.
-    """
+    """Add the configured adapters to a model; ``prefix``: its path in a layer."""
     adapted = linears_with_adapters(config)
     if not adapted:
         return
@@ -144,14 +127,9 @@ def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
 
 
 def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> None:
-    """Turn a linear into one with adapters, in place.
+    """Add adapters to a linear, in place.
 
-    Args:
-        linear: column- or row-parallel linear of Megatron's (its own or of transformer-engine), or
-            one that every rank holds in full.
-        parts: names of the linears in it.
-        adapted: those that get adapters.
-        config: the transformer configuration.
+    ``parts``: linears stacked in it; ``adapted``: those that get adapters.
     """
     (rank, alpha), split = rank_and_alpha(options_of(config)), _split_of(linear)
     ranks = config.tensor_model_parallel_size
@@ -165,7 +143,7 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
     linear.__class__ = _adapted_class(kind)
     linear.parts, linear.adapted = map(_last_words, (parts, adapted))
     linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
-    # transformer-engine's linears that are not split have none.
+    # Missing on unsplit linears.
     group = getattr(linear, "tp_group", None)
     linear.adapter_group = (
         parallel_state.get_tensor_model_parallel_group() if group is None else group
@@ -183,10 +161,6 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
 
 
 def _mark(down: Any, up: Any, split: Split, by_sequence: bool, marks: dict[str, Any]) -> None:
-    """Mark for Megatron how ranks share the factors, and which gradients it sums over them.
-
-    ``marks`` of the weight hold for both factors where it is not split.
-    """
     if split == "none":
         for factor in (down, up):
             for name, value in marks.items():
@@ -208,13 +182,12 @@ def _split_of(linear: Any) -> Split:
         return "rows"
     if isinstance(linear, RowParallelLinear):
         return "columns"
-    # transformer-engine's say it in this attribute.
     split: dict[str | None, Split] = {"column": "rows", "row": "columns", None: "none"}
     return split[linear.parallel_mode]
 
 
 def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Parameter:
-    """Return ``A``: drawn equally on every rank, which takes its columns."""
+    """Draw ``A`` equally on all ranks."""
     device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
     whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
     if not whole.is_meta:
@@ -227,7 +200,7 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
 
 
 def print_adapters(models: list[Any], config: Any) -> None:
-    """Print what LoRA trains, over all ranks that share a model; called on every rank."""
+    """Print trained and frozen parameters; collective."""
     counts = {True: 0, False: 0}
     for model in models:
         for parameter in model.parameters():
@@ -239,7 +212,7 @@ def print_adapters(models: list[Any], config: Any) -> None:
                     if expert
                     else config.tensor_model_parallel_size
                 )
-            # A second copy of the embedding, on a later pipeline stage, is no other parameter.
+            # Skip the copy of a tied embedding.
             if not getattr(parameter, "shared", False):
                 counts[parameter.requires_grad] += ranks * parameter.numel()
     group = parallel_state.get_pipeline_model_parallel_group()

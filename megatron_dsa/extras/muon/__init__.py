@@ -1,4 +1,4 @@
-"""Muon for this package's parameters: marks on them, the optimizer that reads them, the table."""
+"""Muon for this package's parameters: optimizer classes, patch, table."""
 
 from megatron_dsa.patches import OURS, TABLE, Patch
 

@@ -1,4 +1,4 @@
-"""Megatron's Muon, which orthogonalises marked parameters block by block."""
+"""Megatron's Muon with marked parameters orthogonalised block by block."""
 
 from typing import Any
 
@@ -14,17 +14,13 @@ from megatron_dsa.layers.weight_blocks import IS_TABLE, block_rows, is_sharded, 
 
 
 def is_left_to_adamw(parameter: torch.Tensor) -> bool:
-    """Return whether AdamW updates a parameter when ``--optimizer muon`` is given.
-
-    DeepSeek-V4's rule: AdamW for embedding and output head, norms, and the base and scale vectors
-    of hyper-connections; Muon for all other matrices.
-    """
+    """Return whether AdamW updates a parameter under ``--optimizer muon``, like DeepSeek-V4."""
     embeds = getattr(parameter, "is_embedding_or_output_parameter", False)
     return parameter.dim() != 2 or bool(embeds) or getattr(parameter, IS_TABLE, False)
 
 
 class _ByBlock:
-    """Mixin in front of Megatron's Muon: orthogonalises and scales block by block."""
+    """Mixin for Megatron's Muon."""
 
     pg_collection: Any
     tp_mode: str
@@ -32,16 +28,15 @@ class _ByBlock:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        #: Ranks that hold a block between them -> their process group.
         self._sharing: dict[tuple[int, ...], Any] = {}
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the scaled update of ``grad [rows, columns]``, this rank's part of a matrix."""
+        """Return the scaled update of ``grad [rows, columns]``, the local part."""
         pattern = block_rows(p)
         if pattern is not None:
             return self._by_block(p, grad, pattern)
         if not is_sharded(p) and getattr(p, "partition_dim", -1) in (0, 1):
-            # transformer-engine's replicated weight: Megatron would gather equal copies of it.
+            # A replicated weight: Megatron would gather equal copies.
             return self.scaled_orthogonalize_fn(grad, None, None)
         return super().orthogonalize(p, grad, **kwargs)  # type: ignore[misc]
 
@@ -49,7 +44,7 @@ class _ByBlock:
         group = self.pg_collection.tp if is_sharded(p) and self.pg_collection else None
         held = local_blocks(grad.shape[0], pattern, 1 if group is None else get_pg_size(group))
         if held.sharers > 1:
-            if self.tp_mode == "blockwise":  # Megatron's mode in which ranks do not communicate
+            if self.tp_mode == "blockwise":
                 return self.scaled_orthogonalize_fn(grad, None, None)
             return self.scaled_orthogonalize_fn(grad, self._sharers(group, held.sharers), 0)
         parts = grad.unflatten(0, (-1, sum(pattern))).split(pattern, dim=1)
@@ -57,11 +52,7 @@ class _ByBlock:
         return torch.cat(done, dim=1).flatten(0, 1)
 
     def _sharers(self, group, count: int) -> Any:
-        """Return the process group of the ``count`` consecutive ranks that share this one's block.
-
-        Every tensor-parallel rank updates the same parameters in the same order, so the members of
-        a new group meet here.
-        """
+        """Return the group of the ranks that share this rank's block, created on first use."""
         if count == get_pg_size(group):
             return group
         ranks = torch.distributed.get_process_group_ranks(group)
@@ -79,11 +70,9 @@ class BlockMuon(_ByBlock, TensorParallelMuon):
 
 
 class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
-    """``--optimizer adaptive_muon``.
+    """``--optimizer adaptive_muon``: scales by whole blocks, after the second moment.
 
-    megatron-core 0.19 scales an update before its second moment divides it. emerging-optimizers 0.3
-    scales after that, by settings that Megatron's class lacks, and by the shape of this rank's
-    part. Here the second moment also comes first, and the scale is Muon's: of a whole block.
+    megatron-core 0.19 scales before it, emerging-optimizers 0.3 by the local shape.
     """
 
     def __init__(self, *args, scale_mode: str = "spectral", extra_scale_factor: float = 1.0,
@@ -106,7 +95,6 @@ class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
         return torch.full_like(part, scale)
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the update of ``grad`` without its scale."""
         self.scaled_orthogonalize_fn = self._scale_of
         self._scale = super().orthogonalize(p, grad, **kwargs)
         self.scaled_orthogonalize_fn = self._scaled

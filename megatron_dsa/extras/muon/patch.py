@@ -1,8 +1,5 @@
-"""Muon of megatron-core 0.19 with marks on parameters.
-
-Megatron orthogonalises every matrix but embedding and output layer, each as one matrix unless it is
-a fused QKV projection. Marks (:mod:`megatron_dsa.layers.weight_blocks`) name tables and stacks of
-matrices. Parameters without marks are treated as before.
+"""Patch of megatron-core 0.19's Muon for marked parameters
+(:mod:`megatron_dsa.layers.weight_blocks`).
 """
 
 import contextlib
@@ -24,14 +21,12 @@ from megatron_dsa.extras.muon.optimizer import (
 )
 from megatron_dsa.layers.weight_blocks import ROW_BLOCKS
 
-#: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 
 
 @functools.cache
 def read_marks_of_muon() -> None:
-    """Let Megatron's Muon read the marks, for the rest of the process; free if called again."""
-    # Attributes that fp32 copies of 16-bit parameters get.
+    # fp32 copies of parameters keep this attribute.
     layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[ROW_BLOCKS] = None
     left = ParamKey(predicate=ParamPredicate(name="left_to_adamw", fn=is_left_to_adamw))
     for name, optimizer_class in MUON.items():
@@ -41,7 +36,7 @@ def read_marks_of_muon() -> None:
             optimizer_cls=optimizer_class,
             default_param_overrides={left: {"optimizer": "adam"}},
         )
-    # The layer-wise distributed optimizer decides once more when it divides buffers.
+    # Called again when buffers are divided.
     original = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
 
     @functools.wraps(original)
@@ -51,17 +46,15 @@ def read_marks_of_muon() -> None:
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
 
 
-#: Attributes with a list of parameters per rank, ``None`` where there is one rank.
 _LISTS = ("dp_cp_params_list", "expt_dp_params_list")
 
 
 @functools.cache
 def repair_gather_of_layer_wise_optimizer() -> None:
-    """Gather parameters of the narrower dtype at once, and broadcast the others one by one.
+    """Gather parameters of the narrower dtype; broadcast the others.
 
-    After a step each data-parallel rank sends the parameters that it updated. megatron-core 0.19
-    makes one flat tensor of them and receives into tensors of the first parameter's dtype: 16-bit
-    and fp32 parameters in one model do not fit. gloo also refuses parts of different sizes.
+    megatron-core 0.19 receives all in the first one's dtype. gloo also rejects parts of different
+    sizes.
     """
     optimizer_class: Any = LayerWiseDistributedOptimizer
     original = optimizer_class.allgather_params

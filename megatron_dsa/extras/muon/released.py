@@ -1,4 +1,4 @@
-"""``info --muon``: what Muon updates in the attention and the residual path of a released model."""
+"""``info --muon``: Muon's updates in the attention and residual path of a released model."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -25,17 +25,13 @@ _ONE_RANK = SimpleNamespace(
     expert_tensor_parallel_size=None,
     num_distributed_optimizer_instances=1,
 )
-#: Parts that presets do not describe.
 _LEFT_OUT = ("output_layer.", "decoder.layers.*.mlp.")
 
 
 def released_kinds(
     name: str, per_head: Literal["none", "attention", "all"] = "none"
 ) -> Counter[Kind]:
-    """Count the parameters of a preset, which has the attention, by kind; allocate nothing.
-
-    ``per_head`` is the value of ``--dsa-muon-per-head``.
-    """
+    """Count a preset's parameters by kind, without allocation."""
     released = PRESETS[name]
     changes: dict[str, Any] = {}
     if "csa_compress_ratios" in released:
@@ -66,7 +62,6 @@ def released_kinds(
 
 
 def describe(name: str, per_head: Literal["none", "attention", "all"] = "none") -> str:
-    """Return the table of :func:`released_kinds` with a note on omitted parts."""
     lines = table_of(released_kinds(name, per_head))
     lines.append("and in any model: embedding and output layer by AdamW, MLPs, experts and routers")
     lines.append("by Muon. --optimizer muon prints the list of the whole model at start")

@@ -1,4 +1,4 @@
-"""The list of parameters with their optimizer under ``--optimizer muon``."""
+"""Table of parameters and their optimizer under ``--optimizer muon``."""
 
 import re
 from collections import Counter
@@ -15,7 +15,6 @@ from megatron_dsa.layers.weight_blocks import block_rows, is_sharded
 
 
 def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
-    """Return the shape of a parameter that ``ranks`` tensor-parallel ranks hold together."""
     shape = list(parameter.shape)
     if is_sharded(parameter):
         shape[parameter.partition_dim] *= ranks
@@ -23,12 +22,6 @@ def full_shape(parameter: Any, ranks: int) -> tuple[int, ...]:
 
 
 def number_of_blocks(parameter: Any, ranks: int) -> int:
-    """Return how many matrices Muon orthogonalises in a parameter.
-
-    Args:
-        parameter: this rank's part of it.
-        ranks: tensor-parallel size of the model.
-    """
     pattern = block_rows(parameter)
     if pattern is None:
         return 1
@@ -40,11 +33,10 @@ class Kind:
     """Parameters that differ only in their layer or expert.
 
     Attributes:
-        optimizer: ``"AdamW"`` or ``"Muon"``.
-        name: of the parameter, without numbers and without wrappers of the model.
-        shape: of the whole matrix, over all tensor-parallel ranks.
-        blocks: matrices that Muon orthogonalises in one of them.
-        block_rows: rows of consecutive blocks; empty if it is one matrix.
+        name: without numbers and model wrappers.
+        shape: over all tensor-parallel ranks.
+        blocks: matrices that Muon orthogonalises per parameter.
+        block_rows: height of consecutive blocks; empty for one matrix.
     """
 
     optimizer: str
@@ -57,7 +49,7 @@ class Kind:
 def kinds_of(
     models: Iterable[torch.nn.Module], tensor_ranks: int, expert_ranks: int = 1
 ) -> Counter[Kind]:
-    """Count the trained parameters of this rank's stages by kind, over tensor and expert ranks."""
+    """Count the trained parameters of this rank's stages, over tensor and expert ranks."""
     found: Counter[Kind] = Counter()
     for model in models:
         for name, parameter in model.named_parameters():
@@ -79,7 +71,6 @@ def _kind(name: str, parameter: Any, ranks: int) -> Kind:
 
 
 def table_of(kinds: Counter[Kind]) -> list[str]:
-    """Return the lines of the table: vectors in one line, a line per kind of matrix."""
     vectors = {kind: count for kind, count in kinds.items() if len(kind.shape) < 2}
     matrices = sorted(kind for kind in kinds if kind not in vectors)
     table = [("optimizer", "parameters", "shape", "number", "orthogonalised as")]
@@ -89,7 +80,7 @@ def table_of(kinds: Counter[Kind]) -> list[str]:
     for kind in matrices:
         shape = f"[{', '.join(map(str, kind.shape))}]"
         table.append((kind.optimizer, kind.name, shape, str(kinds[kind]), _blocks(kind)))
-    # A list of names may be long: it does not decide the width of a column.
+    # The list of vectors may be wider.
     widths = [max(len(row[column]) for row in table if row[2] != "vectors") for column in range(4)]
     return [
         "  ".join(f"{text:{width}}" for text, width in zip(row, [*widths, 0], strict=True)).rstrip()
@@ -112,7 +103,7 @@ def _blocks(kind: Kind) -> str:
 
 
 def print_optimizer_table(models: list[Any], config: Any) -> None:
-    """Print what updates which parameters, over all pipeline stages; called on every rank."""
+    """Print the table over all pipeline stages; collective."""
     own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)

@@ -1,1 +1,1 @@
-"""Indexed data sets from text files: ``python -m megatron_dsa prepare-data``."""
+"""Indexed data sets from text: ``python -m megatron_dsa prepare-data``."""

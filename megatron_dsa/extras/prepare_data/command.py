@@ -1,4 +1,4 @@
-"""The command ``prepare-data``: shards are tokenised by processes and joined to one data set."""
+"""Command ``prepare-data``: shards tokenised in parallel and joined to one data set."""
 
 import argparse
 import multiprocessing
@@ -17,15 +17,13 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.prepare_data.shards import Record, Shard, Workspace
 from megatron_dsa.extras.prepare_data.tokens import byte_tokens, hugging_face_tokens
 
-#: Seconds between lines of progress: on a terminal, in a file.
+#: Seconds between lines: on a terminal, in a file.
 _EVERY = (1, 10)
 _MB = 10**6
-#: Broken records that the summary names.
 _NAMED = 10
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: write the data set and print its summary."""
     if arguments.tokenizer is None:
         tokens = byte_tokens()
     else:
@@ -73,7 +71,7 @@ def _without_documents(records: list[Record]) -> str:
 
 
 def _finish(workspace: Workspace, shards: list[Shard], workers: int) -> list[Record]:
-    """Write the shards that are missing; return the accounts of all, in order."""
+    """Write the missing shards; return all records in order."""
     records = [workspace.record(shard) for shard in shards]
     missing = [i for i, record in enumerate(records) if record is None]
     if len(missing) < len(shards):
@@ -92,7 +90,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-#: In a worker: the workspace, the bytes read by all workers, and the event that ends them.
+#: In a worker: workspace, bytes read by all, stop event.
 _worker: tuple[Workspace, Any, Any]
 
 
@@ -103,12 +101,12 @@ class _Stopped(Exception):
 def _start_worker(workspace: Workspace, consumed: Any, stop: Any, parent: int) -> None:
     global _worker
     _worker = workspace, consumed, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent was killed."""
+    """Exit when the parent was killed."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -127,7 +125,7 @@ def _write(shard: Shard) -> Record:
 
 
 class _Pool:
-    """Processes that write shards, forked: the tokenizer is loaded once."""
+    """Forked workers: the tokenizer is loaded once."""
 
     def __init__(self, workspace: Workspace, workers: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -146,7 +144,6 @@ class _Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def write(self, shards: Sequence[Shard]) -> list[Record]:
-        """Write shards, with progress on standard error; return their accounts."""
         total, start = sum(shard.size for shard in shards), time.monotonic()
         every = _EVERY[0] if sys.stderr.isatty() else _EVERY[1]
         futures = [self._pool.submit(_write, shard) for shard in shards]

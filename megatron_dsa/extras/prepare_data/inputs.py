@@ -1,4 +1,4 @@
-"""Documents of input files: JSON lines, parquet and plain text, in independent pieces."""
+"""Documents of input files (JSON lines, parquet, plain text) in independent pieces."""
 
 import contextlib
 import functools
@@ -17,11 +17,9 @@ from megatron_dsa.errors import ConfigError, VersionError, require
 TEXT, LINES, PARQUET, TOPICS = "text", "lines", "parquet", "topics"
 _ENDINGS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: Records of parquet in memory together.
+#: Records in memory.
 _ROWS = 256
-#: Left-out documents that a summary names, per shard.
 _NAMED = 3
-#: Name of the input without files.
 TOPICS_NAME = "Python's language reference"
 
 
@@ -30,11 +28,10 @@ class Piece:
     """A part of an input file.
 
     Attributes:
-        path: of the file, as given.
         kind: :data:`TEXT`, :data:`LINES`, :data:`PARQUET` or :data:`TOPICS` (no file).
         start, stop: bytes of plain JSON lines (lines that begin there), row groups of parquet;
             other files are whole.
-        size: its share of the file in bytes, for the progress.
+        size: bytes, for progress.
     """
 
     path: str
@@ -45,7 +42,6 @@ class Piece:
 
 
 def python_documentation() -> list[str]:
-    """Return the texts of Python's language reference (``pydoc_data.topics``), one per topic."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
@@ -54,8 +50,7 @@ def python_documentation() -> list[str]:
 def cut(path: str, most: int, reader: "Reader") -> list[Piece]:
     """Cut a file into pieces of about ``most`` bytes, in order.
 
-    Compressed and text files stay whole. The first record of JSON lines is read with ``reader``, so
-    that a wrong key is found before anything is written.
+    Compressed and text files stay whole. Reads the first JSON line, to report a wrong key early.
 
     Raises:
         ConfigError: see :meth:`Reader.read`.
@@ -89,7 +84,7 @@ def _cut_parquet(path: str, most: int, key: str) -> list[Piece]:
         column = file.schema_arrow.get_field_index(key)
         sizes = [
             file.metadata.row_group(i).column(column).total_uncompressed_size
-            if file.metadata.num_columns == len(names)  # nested columns shift the indices
+            if file.metadata.num_columns == len(names)  # nested columns shift indices
             else file.metadata.row_group(i).total_byte_size
             for i in range(groups)
         ]
@@ -126,14 +121,13 @@ def _parquet_file(path: str) -> Any:
 
 @dataclass
 class Reader:
-    """Texts of pieces, and the account of documents that were left out.
+    """Reader of pieces, with counts of skipped documents.
 
     Attributes:
-        key: of a JSON object, or column of parquet, that holds the text.
-        skip_broken: leave out records that cannot be read, instead of an error.
-        skipped: reason -> number of documents that were left out.
+        key: JSON key or parquet column of the text.
+        skip_broken: skip unreadable records instead of raising.
+        skipped: reason -> number of documents.
         named: the first broken records.
-        notes: unusual facts about files, for the user.
     """
 
     key: str
@@ -143,11 +137,11 @@ class Reader:
     notes: list[str] = field(default_factory=list)
 
     def read(self, piece: Piece) -> Iterator[tuple[str, int]]:
-        """Yield the texts of a piece, none of them empty, and the bytes read by then.
+        """Yield the non-empty texts of a piece, with the bytes read so far.
 
         Raises:
             ConfigError: a record cannot be read and :attr:`skip_broken` is off, or the file is
-                damaged, or no text in UTF-8.
+                damaged or not UTF-8.
             OSError: the file cannot be read.
         """
         read = {TEXT: _texts, LINES: _lines, PARQUET: _rows, TOPICS: _topics}[piece.kind]
@@ -161,7 +155,6 @@ class Reader:
         self.notes.append(f"--input {piece.path} {fact}")
 
     def reject(self, place: Callable[[], str], fault: str) -> None:
-        """Count a broken record, or raise :class:`ConfigError`."""
         if not self.skip_broken:
             raise ConfigError(
                 f"--input {place()} {fault}. Correct it, or leave out broken records with "
@@ -172,7 +165,6 @@ class Reader:
             self.named.append(f"{place()} {fault}")
 
     def text_of(self, value: Any, place: Callable[[], str]) -> str | None:
-        """Return a value that is text, else reject it."""
         if not isinstance(value, str):
             self.reject(place, f"holds no text at {self.key!r} but {_json_type(value)}")
             return None
@@ -194,7 +186,7 @@ def _json_type(value: Any) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield a file's content, and the file whose position measures what was read."""
+    """Yield content and the raw file, whose position is the progress."""
     with open(path, "rb") as raw:
         try:
             yield (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw), raw
@@ -212,7 +204,7 @@ def _texts(piece: Piece, reader: Reader) -> _Texts:
     with _opened(piece.path) as (stream, _):
         data = stream.read()
     try:
-        text = data.decode("utf-8")  # Path.read_text would translate ends of lines
+        text = data.decode("utf-8")  # Path.read_text would translate line ends
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"--input {piece.path} must be a text file in UTF-8 ({error}): convert it, or leave it "
@@ -231,7 +223,7 @@ def _texts(piece: Piece, reader: Reader) -> _Texts:
 
 def _lines(piece: Piece, reader: Reader) -> _Texts:
     with _opened(piece.path) as (stream, raw):
-        if piece.start:  # the line that holds the byte before belongs to the piece before
+        if piece.start:  # a line belongs to the piece in which it starts
             stream.seek(piece.start - 1)
             stream.readline()
         elif not stream.peek(1):
@@ -271,7 +263,6 @@ def _text_of_line(line: bytes, path: str, start: int, reader: Reader) -> str | N
 
 
 def _line_number(path: str, start: int) -> int:
-    """Return the number of the line that begins at byte ``start``, from 1."""
     number = 1
     with _opened(path) as (stream, _):
         while start > 0:

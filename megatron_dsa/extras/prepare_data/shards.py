@@ -1,4 +1,4 @@
-"""Shards of a data set: planned by input, written whole, kept over restarts, joined in order."""
+"""Shards of a data set: written atomically, reused after restarts, joined."""
 
 import contextlib
 import gc
@@ -21,16 +21,14 @@ from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.files.whole import WholeFiles, require_own_name
 
-#: Changes with the format of shards.
 _FORMAT = 1
 _JOINED = "joined"
-#: Names of files that the folder of shards gets.
 _OWN_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces that become one file, and its name, which says all that its content depends on."""
+    """Pieces that become one file, named by a digest."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -39,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Record:
-    """Account of a finished shard: counts of documents and tokens, and :class:`.Reader`'s."""
+    """Counts of a finished shard."""
 
     documents: int
     tokens: int
@@ -50,15 +48,10 @@ class Record:
 
 
 class Workspace:
-    """The folder ``<prefix>.shards`` of a data set that is being made.
-
-    Args:
-        prefix: of the ``.bin`` and ``.idx`` files.
-        tokens: the tokenizer.
-        key, skip_broken: of :class:`.Reader`.
+    """The folder ``<prefix>.shards`` of an unfinished data set.
 
     Raises:
-        ConfigError: ``prefix`` names no files that can be written.
+        ConfigError: ``prefix`` does not name writable files.
     """
 
     def __init__(self, prefix: str, tokens: Tokens, key: str, skip_broken: bool = False) -> None:
@@ -79,7 +72,7 @@ class Workspace:
         return Reader(self.key, self.skip_broken)
 
     def plan(self, paths: Iterable[str] | None, most: int) -> list[Shard]:
-        """Return the shards, of about ``most`` bytes each, of files or Python's documentation."""
+        """Cut files (``None``: Python's documentation) into shards of ``most`` bytes."""
         pieces = [Piece(TOPICS_NAME, TOPICS, 0, 0, 0)]
         if paths is not None:
             pieces = [piece for path in paths for piece in cut(path, most, self.reader())]
@@ -105,30 +98,29 @@ class Workspace:
     def __enter__(self) -> "Workspace":
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for rest in self.folder.glob("incomplete-*"):  # of a process that was killed
+            for rest in self.folder.glob("incomplete-*"):
                 shutil.rmtree(rest, ignore_errors=True)
         return self
 
     def __exit__(self, kind, _error, _traceback) -> None:
-        if kind is None:  # else finished shards stay
+        if kind is None:  # else keep finished shards
             for file in self.folder.iterdir():
                 if _OWN_FILE.fullmatch(file.name):
                     file.unlink()
-        with contextlib.suppress(OSError):  # files of others stay
+        with contextlib.suppress(OSError):  # may hold others' files
             self.folder.rmdir()
 
     def record(self, shard: Shard) -> Record | None:
-        """Return the account of a shard that was finished before, else ``None``."""
         try:
             account = (self.folder / f"{shard.name}.json").read_text("utf-8")
             record = Record(**json.loads(account))
             tokens = check_data_set(str(self.folder / shard.name))
-        except (OSError, ValueError, TypeError, ConfigError):  # a machine that went down
+        except (OSError, ValueError, TypeError, ConfigError):
             return None
         return record if tokens == record.tokens else None
 
     def write(self, shard: Shard, progress: Callable[[int], None]) -> Record:
-        """Tokenise a shard; ``progress`` gets the bytes read since its last call."""
+        """Tokenise a shard; ``progress`` gets the bytes since its last call."""
         reader = self.reader()
         with WholeFiles(self.folder) as files:
             builder = _Builder(files, shard.name, self.tokens.dtype)
@@ -154,7 +146,6 @@ class Workspace:
         return record
 
     def join(self, shards: list[Shard]) -> None:
-        """Make the data set of finished shards."""
         parts = [self.folder / shard.name for shard in shards]
         joined = parts[0]
         if len(parts) > 1:
@@ -181,7 +172,7 @@ class Workspace:
 
 
 class _Builder:
-    """Megatron's builder for a file within ``files``, and the lengths of its documents."""
+    """Megatron's builder, with document lengths."""
 
     def __init__(self, files: WholeFiles, name: str, dtype: type[numpy.number]) -> None:
         self._files, self._name = files, name
@@ -193,14 +184,14 @@ class _Builder:
         self.lengths.append(len(ids))
 
     def finish(self) -> None:
-        self._builder.data_file.flush()  # errors are of this file
+        self._builder.data_file.flush()  # attribute errors to this file
         self._builder.finalize(str(self._files.path(f"{self._name}.idx")))
 
 
 def write_byte_dataset(documents: Iterable[str], prefix: str | Path) -> int:
     """Write ``<prefix>.bin`` and ``<prefix>.idx`` of :func:`.byte_tokens`; return the token count.
 
-    Empty documents are left out. Existing files are replaced, the index last.
+    Skips empty documents. Replaces existing files, the index last.
 
     Raises:
         ConfigError: there is no text, or a file of the result is a link or a folder.

@@ -1,4 +1,4 @@
-"""Tokenizers of ``prepare-data``: bytes, or a Hugging Face tokenizer as the training loads it."""
+"""Tokenizers of ``prepare-data``: bytes, or Hugging Face as loaded by the training."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_dsa.errors import require
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB
 
-#: Files of a tokenizer's folder that may change its ids.
+#: Files that may change ids.
 _FILES = {".json", ".txt", ".model", ".tiktoken"}
 
 
@@ -23,12 +23,10 @@ class Tokens:
     """A tokenizer.
 
     Attributes:
-        encode: text -> ids.
-        end: ids behind every document.
-        vocabulary: ids are below it.
+        end: ids appended to every document.
+        vocabulary: exclusive upper bound of ids.
         identity: differs where ids may differ.
-        flags: of a training on the data.
-        note: a remark on document ends for the user, or "".
+        flags: training flags for the data.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -40,7 +38,6 @@ class Tokens:
 
     @property
     def dtype(self) -> type[numpy.number]:
-        """The dtype in which Megatron stores the ids."""
         return DType.optimal_dtype(self.vocabulary)
 
     def document(self, text: str) -> numpy.ndarray:
@@ -53,7 +50,6 @@ class Tokens:
 
 
 def byte_tokens() -> Tokens:
-    """Return one token per byte of UTF-8, and :data:`.BYTE_EOD` behind every document."""
     return Tokens(
         encode=lambda text: text.encode("utf-8"),
         end=(BYTE_EOD,),
@@ -64,11 +60,11 @@ def byte_tokens() -> Tokens:
 
 
 def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
-    """Load a Hugging Face tokenizer as ``--tokenizer-type HuggingFaceTokenizer`` does.
+    """Load a tokenizer like ``--tokenizer-type HuggingFaceTokenizer``.
 
     Raises:
-        ConfigError: there is no such folder, or no token for ``append_eod`` to append.
-        ValueError: Megatron's, if no tokenizer can be read there.
+        ConfigError: there is no such folder, or no token for ``append_eod``.
+        ValueError: from Megatron, if the folder holds no readable tokenizer.
     """
     path = Path(folder)
     require(
@@ -76,9 +72,9 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
         f"--tokenizer {folder} is no folder: give the one of tokenizer.json and "
         "tokenizer_config.json, for example a downloaded checkpoint's",
     )
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"})
-    own = tokenizer.tokenize("")  # special tokens that it adds to every text
+    own = tokenizer.tokenize("")  # special tokens of every text
     end, note = tokenizer.eod, ""
     if append_eod:
         require(

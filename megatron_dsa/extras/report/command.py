@@ -1,4 +1,4 @@
-"""The command ``report``."""
+"""Command ``report``."""
 
 import argparse
 
@@ -7,10 +7,10 @@ from megatron_dsa.extras.report.events import find_runs, missing_package, printa
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the runs and write the report.
+    """Read the runs and write the report; return the exit code.
 
     Raises:
-        ConfigError: nothing to read, or an output that is neither page nor picture.
+        ConfigError: no scalars to read, or an output is neither .html nor .png.
         VersionError: packages are missing.
     """
     folders, outputs = arguments.folders, arguments.output

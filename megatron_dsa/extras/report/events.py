@@ -1,4 +1,4 @@
-"""Reading TensorBoard's files of runs."""
+"""Reader of TensorBoard event files."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, VersionError, require
 
-#: Names of event files, of every writer of TensorBoard.
 PATTERN = "*tfevents*"
 
 Series = list[tuple[int, float]]
@@ -15,17 +14,17 @@ Series = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RunLog:
-    """The content of a run's event files.
+    """Content of a run's event files.
 
     Attributes:
-        name: unique among the runs of a report.
-        scalars: tag -> ``(step, value)``, steps in ascending order. Where a step was written twice
-            (resumed from an older checkpoint), the later value counts.
-        restarts: tag -> values as they were written, for counters, which a restart sets back.
-        texts: tag -> the text that was written last.
-        starts: first step and ``--dsa-stage`` (or nothing) of every process whose steps count, in
-            ascending order; empty if the arguments were not written.
-        sessions: first and last time of writing of every process, in seconds since 1970.
+        name: unique in a report.
+        scalars: tag -> ``(step, value)``, ascending steps; of a step written twice (resumed run),
+            the later value.
+        restarts: tag -> values in writing order, for counters that restarts reset.
+        texts: tag -> last text.
+        starts: first step and ``--dsa-stage`` (or "") of every process whose steps count,
+            ascending; empty if no arguments were written.
+        sessions: first and last write of every process, Unix seconds.
         folder: of the event files.
     """
 
@@ -38,7 +37,6 @@ class RunLog:
     folder: Path | None = None
 
     def stages(self) -> list[tuple[int, str]]:
-        """Return the stages of training with their first steps; empty if they are unknown."""
         found: list[tuple[int, str]] = []
         for step, stage in self.starts:
             if stage and (not found or found[-1][1] != stage):
@@ -51,7 +49,6 @@ class RunLog:
         return dict(sorted((int(layer), series) for layer, series in found.items()))
 
     def under(self, prefix: str) -> dict[str, Series]:
-        """Return the tags that begin with ``prefix``, without it."""
         return {
             name[len(prefix) :]: series
             for name, series in self.scalars.items()
@@ -59,7 +56,6 @@ class RunLog:
         }
 
     def counted(self, tag: str) -> float:
-        """Return the total of a counter over all restarts."""
         total, before = 0.0, 0.0
         for value in self.restarts[tag]:
             if value < before:
@@ -69,7 +65,6 @@ class RunLog:
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes for bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -78,9 +73,9 @@ def missing_package(name: str) -> VersionError:
 
 
 def find_runs(folders: list[Path]) -> dict[str, Path]:
-    """Return the folders with event files, in and below ``folders``, by the names of the runs.
+    """Find folders with event files in and below ``folders``; return run name -> folder.
 
-    A run is a folder that holds event files. Its name is its path below their common parent.
+    A run's name is its path below the runs' common parent.
 
     Raises:
         ConfigError: a folder does not exist, there are no event files, or a path is not UTF-8.
@@ -105,11 +100,11 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Shorten paths by the parts that all have in front and behind."""
+    """Strip common path parts."""
     if len(paths) == 1:
         return ["/".join(paths[0].parts[-2:])]
     parts = [path.parts for path in paths]
-    # One of them may lie in another: something is left of every one.
+    # A run may lie in another's folder.
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
     while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
@@ -118,7 +113,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def read_run(name: str, folder: Path) -> RunLog:
-    """Read the event files of one folder; they may hold no scalars yet.
+    """Read the event files of a folder; they may hold no scalars yet.
 
     Raises:
         VersionError: TensorBoard is not installed.
@@ -127,7 +122,7 @@ def read_run(name: str, folder: Path) -> RunLog:
         from tensorboard.backend.event_processing import event_accumulator as accumulator
     except ImportError as error:
         raise missing_package("tensorboard") from error
-    # 0 keeps every value; by default long series are thinned out at random.
+    # The default subsamples long series.
     events = accumulator.EventAccumulator(
         str(folder),
         size_guidance={accumulator.SCALARS: 0, accumulator.TENSORS: 0},
@@ -153,7 +148,7 @@ def read_run(name: str, folder: Path) -> RunLog:
             for event in seen
             if event.tensor_proto.string_val
         ]
-        if tag.startswith("seq_length/"):  # Megatron writes its arguments at every start
+        if tag.startswith("seq_length/"):
             begun.update(event.wall_time for event in seen)
     texts = {tag: entries[-1][1] for tag, entries in written.items() if entries}
     end = max((series[-1][0] for series in scalars.values()), default=0)
@@ -163,7 +158,6 @@ def read_run(name: str, folder: Path) -> RunLog:
 
 
 def _sessions(begun: set[float], times: set[float]) -> tuple[tuple[float, float], ...]:
-    """Return first and last time of writing of every process that wrote scalars."""
     starts = sorted(begun) or sorted(times)[:1]
     found = []
     for start, following in itertools.zip_longest(starts, starts[1:], fillvalue=math.inf):
@@ -173,11 +167,11 @@ def _sessions(begun: set[float], times: set[float]) -> tuple[tuple[float, float]
 
 
 def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:
-    """Return the processes' first steps and stages: each wrote its arguments at its start."""
+    """Return first steps and stages of processes whose steps count."""
     stages = written.get("dsa_stage") or [(step, "") for step, _ in written.get("seq_length", ())]
     found: list[tuple[int, str]] = []
     for loaded, stage in stages:
-        # One that resumed from an older checkpoint wrote the steps of those before it again.
+        # A resumed process overwrites later steps.
         while found and found[-1][0] > loaded:
             found.pop()
         found.append((loaded + 1, stage))

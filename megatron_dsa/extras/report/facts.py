@@ -1,4 +1,4 @@
-"""Words and numbers of a report about a run: model, results, calls, arguments."""
+"""Facts about a run for its report: model, results, calls, arguments."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.training.provenance import MACHINE, SOFTWARE
 
-#: Figures that are logged only on request -> beginning of their tags, and flags to get them.
+#: Optional figures -> tag prefix, and flags to enable them.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -20,15 +20,13 @@ ON_REQUEST = {
     "time per operation": (TIME, "--dsa-time-operations"),
 }
 
-#: The part of a step that operations do not take.
 REST = "everything else"
 
-#: Shown characters of an argument that all runs share; lists of data can be very long.
+#: Lists of data files are long.
 SHOWN = 200
 
 
 def settled(series: Series) -> float | None:
-    """Return the median of the second half of a series, NaN if one is NaN."""
     values = [value for _, value in series[len(series) // 2 :]]
     if any(map(math.isnan, values)):
         return math.nan
@@ -41,11 +39,9 @@ def last(log: RunLog, tag: str) -> float | None:
 
 
 def compiled(log: RunLog, series: Series) -> Series:
-    """Return a series without the points whose time holds compilation, if there are others.
+    """Drop the points whose time includes compilation, unless none would remain.
 
-    Megatron logs the first iteration after a start by itself, but lets its clock run on: the
-    interval that ends with the next ``iteration-time`` holds it as well. Where the starts are
-    unknown, only the first of the series is taken for one.
+    Megatron's next ``iteration-time`` after a start includes the first iteration.
     """
     times = [step for step, _ in log.scalars.get("iteration-time", ())]
     kept = series
@@ -56,16 +52,14 @@ def compiled(log: RunLog, series: Series) -> Series:
 
 
 def step_shares(log: RunLog) -> dict[str, float]:
-    """Return the seconds of a step by operation (``--dsa-time-operations``), the rest last.
+    """Return a step's seconds by operation, the rest last; negative if operations took longer.
 
-    The rest is negative if operations were measured to take longer than the step. Empty if nothing
-    was measured. All are means over the same steps of the last stage, without the first half and
-    the quarters of the shortest and longest steps: medians would not add up to a step.
+    Means over common steps of the last stage, trimmed: medians would not add up. Empty without
+    ``--dsa-time-operations``.
     """
     times = log.scalars.get("iteration-time", [])
     end = times[-1][0] if times else 0
     parts = {name: dict(log.scalars.get(time_tag(name), ())) for name in OPERATIONS}
-    # An operation of an earlier stage is no longer written.
     parts = {name: values for name, values in parts.items() if end in values}
     if not parts:
         return {}
@@ -87,7 +81,7 @@ def step_shares(log: RunLog) -> dict[str, float]:
 
 
 def tokens_per_second(log: RunLog) -> Series:
-    """Return tokens per second of the whole job by step; empty if times or lengths are unknown."""
+    """Return the job's tokens per second by step; empty if unknown."""
     length = log.texts.get("seq_length", "")
     batches = dict(log.scalars.get("batch-size", ()))
     if not length.isdigit():
@@ -105,7 +99,6 @@ def _argument(log: RunLog, name: str) -> str:
 
 
 def model(log: RunLog) -> str:
-    """Describe the model by the arguments in the log; empty if they are not there."""
     flag = partial(_argument, log)
     if not flag("num_layers"):
         return ""
@@ -132,10 +125,6 @@ def model(log: RunLog) -> str:
 
 
 def attention(log: RunLog) -> str:
-    """Describe the attention by the arguments in the log; empty if they are not there.
-
-    A run of several stages gets the attention of the last one, and where each stage began.
-    """
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
         ratios = ratios.strip("[]").replace(",", "")
@@ -153,7 +142,7 @@ def attention(log: RunLog) -> str:
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:
-    """Return calls by operation and implementation, over all restarts."""
+    """Return operation -> implementation -> calls, over all restarts."""
     found: dict[str, dict[str, int]] = {}
     for name in log.under(CALLS):
         operation, implementation = name.split("/", 1)
@@ -163,7 +152,6 @@ def calls(log: RunLog) -> dict[str, dict[str, int]]:
 
 
 def origin(log: RunLog) -> dict[str, str]:
-    """Return date, duration, machine, data and software of a run; empty if not logged."""
     seconds = sum(end - start for start, end in log.sessions)
     starts = len(log.sessions)
     began = datetime.fromtimestamp(log.sessions[0][0], UTC) if log.sessions else None
@@ -187,10 +175,6 @@ def _duration(seconds: float) -> str:
 
 
 def files(log: RunLog) -> dict[str, Path]:
-    """Return the files and folders of a run that exist, by their kinds and names.
-
-    Logs and tables lie in the folder of the events or of the checkpoints, or in the folder of both.
-    """
     if log.folder is None:
         return {}
     found = {"events": log.folder}
@@ -208,7 +192,6 @@ def files(log: RunLog) -> dict[str, Path]:
 
 
 def results(log: RunLog) -> dict[str, str]:
-    """Return the figures of the overview by column, written out; empty if not logged."""
     losses, speed = log.scalars.get("lm loss", []), settled(tokens_per_second(log))
     seconds, throughput, share = (
         settled(log.scalars.get(tag, [])) for tag in ("iteration-time", "throughput", MFU)
@@ -230,7 +213,6 @@ def results(log: RunLog) -> dict[str, str]:
 
 
 def missing(runs: list[RunLog]) -> dict[str, str]:
-    """Return the figures that no run logged, and the flags to log them."""
     return {
         what: flags
         for what, (tag, flags) in ON_REQUEST.items()
@@ -239,7 +221,6 @@ def missing(runs: list[RunLog]) -> dict[str, str]:
 
 
 def arguments(runs: list[RunLog]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the arguments of all runs: those that differ, by run, and those that are the same."""
     names = sorted({name for run in runs for name in run.texts})
     table = {name: [run.texts.get(name, "") for run in runs] for name in names}
     differ = {name: row for name, row in table.items() if len(set(row)) > 1}

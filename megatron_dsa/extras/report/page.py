@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else, or as one picture."""
+"""A report as one self-contained HTML page or one PNG."""
 
 import io
 import os
@@ -22,9 +22,9 @@ from megatron_dsa.extras.report.events import RunLog
 from megatron_dsa.extras.report.panels import PANELS, Panel, color_of
 from megatron_dsa.training.files.whole import whole_file
 
-matplotlib.rcParams["text.parse_math"] = False  # names of runs may hold dollar signs
+matplotlib.rcParams["text.parse_math"] = False  # run names may hold dollar signs
 
-#: Stand for the colours of text and grid, which the page sets for light and dark ground.
+#: Placeholders that the page replaces in light and dark mode.
 _INK, _GRID = "#010203", "#040506"
 _LOOK = {
     "font.size": 9,
@@ -41,7 +41,6 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_html(runs: list[RunLog], title: str, path: Path) -> None:
-    """Write the page: charts as vector graphics inside it, no scripts, nothing to fetch."""
     described: list[dict[str, Any]] = [
         {
             "name": run.name,
@@ -84,13 +83,12 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
 
 
 def _links(files: dict[str, Path], page: Path) -> dict[str, str]:
-    """Return addresses relative to the page: they survive a move of both."""
     start = page.absolute().parent
     return {name: quote(os.path.relpath(file, start)) for name, file in files.items()}
 
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
-    """Return a chart as SVG whose text and axes take the page's colours; ``None`` if empty."""
+    """Return a chart as SVG; ``None`` if empty."""
     colors = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK}
     colors |= {"xtick.color": _INK, "ytick.color": _INK, "grid.color": _GRID}
     with pyplot.rc_context(_LOOK | colors):
@@ -107,13 +105,13 @@ def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
         return None
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
-    # Ids are unique within a page only with a mark of their own.
+    # SVG ids must be unique in the page.
     mark = re.sub(r"\W+", "-", panel.title.lower())
     return Markup(re.sub(r'(id="|href="#|url\(#)', rf"\1{mark}-", svg))
 
 
 def write_png(runs: list[RunLog], title: str, path: Path) -> None:
-    """Write all charts as one picture, up to three in a row, on white.
+    """Write all charts as one picture.
 
     Raises:
         ConfigError: there is nothing to draw.

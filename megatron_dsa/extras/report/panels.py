@@ -1,8 +1,4 @@
-"""The charts of a report, each drawn on an axis of matplotlib.
-
-A run has one colour in all of them. Lines of many points show means of equal stretches of steps;
-dotted lines mark changes of a run's training stage.
-"""
+"""The charts of a report, drawn on matplotlib axes."""
 
 import itertools
 import math
@@ -19,7 +15,7 @@ from megatron_dsa.extras.report.events import RunLog, Series
 from megatron_dsa.extras.report.facts import compiled, tokens_per_second
 from megatron_dsa.metrics.tags import FIGURES
 
-#: Readable on white and on dark ground, and by most colour-blind people.
+#: Readable on light and dark, and for most colour-blind people.
 COLORS = (
     "#2b7bba", "#e08214", "#1b9e77", "#c2539d", "#d6483b", "#7b6fd0", "#8f7a2f", "#3aa6b9",
 )  # fmt: skip
@@ -38,13 +34,7 @@ def _look_of(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart by step.
-
-    Attributes:
-        text: how to read it, one sentence.
-        draw: draws the runs on an axis; returns whether there was anything.
-        format: format of the numbers on the y axis.
-    """
+    """One chart by step; ``draw`` returns whether it drew anything."""
 
     title: str
     text: str
@@ -53,12 +43,11 @@ class Panel:
     format: ticker.Formatter | None = None
 
     def show(self, axis, runs: list[RunLog]) -> bool:
-        """Draw the runs with labels and legend; return whether there was anything."""
         drawn = self.draw(axis, runs)
         axis.set(xlabel="step", ylabel=self.ylabel)
         if self.format is not None:
             axis.yaxis.set_major_formatter(self.format)
-        if axis.get_yscale() == "log":  # the default is a formula, which page.py does not draw
+        if axis.get_yscale() == "log":  # page.py draws no formulas
             axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
         if drawn:
             if len(axis.get_legend_handles_labels()[1]) > 1:
@@ -85,10 +74,7 @@ def _mark_stages(axis, runs: list[RunLog]) -> None:
 def thinned(
     series: Series, points: int = 400, breaks: Sequence[int] = ()
 ) -> list[tuple[float, float]]:
-    """Return about ``points`` means of equal stretches of a series.
-
-    No mean reaches across ``breaks`` (ascending steps), and a NaN there ends matplotlib's line.
-    """
+    """Average a series to about ``points``; NaN interrupts the line at ``breaks``."""
     stretch = -(-len(series) // points)
     means: list[tuple[float, float]] = []
     for _, part in itertools.groupby(series, key=lambda point: bisect(breaks, point[0])):
@@ -108,7 +94,7 @@ def _line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
 
 
 def validations(log: RunLog) -> dict[str, Series]:
-    """Return the validation losses by the name of their set (empty for the only one)."""
+    """Return validation losses by data set ("" for a single one)."""
     found = log.under("lm loss validation")
     return {
         name.removeprefix("-"): series
@@ -118,7 +104,7 @@ def validations(log: RunLog) -> dict[str, Series]:
 
 
 def smoothed(series: Series) -> Series:
-    """Return exponential means over 1/20 of a series, without its NaNs."""
+    """Return exponential means over 1/20 of a series, without NaNs."""
     keep = 1 - 1 / max(2, len(series) / 20)
     means: Series = []
     total = weight = 0.0
@@ -130,7 +116,6 @@ def smoothed(series: Series) -> Series:
 
 
 def draw_loss(axis, runs: list[RunLog]) -> bool:
-    """Draw the training loss faintly, its smoothed line, and the validation loss with points."""
     drawn = []
     for number, run in enumerate(runs):
         look, training = _look_of(number), run.scalars.get("lm loss", [])
@@ -141,7 +126,7 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
             look = {"color": color_of(number), "ls": "none", "marker": "o", "ms": 4}
             drawn.append(_line(axis, series, **look, label=label))
     later = [value for run in runs for value in _later(run.scalars.get("lm loss", []))]
-    if later:  # losses of an untrained model would flatten the rest
+    if later:  # the first losses would flatten the rest
         room = 0.05 * (max(later) - min(later)) or 0.1
         axis.set_ylim(top=max(later) + room)
     return any(drawn)
@@ -152,10 +137,7 @@ def _later(series: Series) -> list[float]:
 
 
 def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> bool:
-    """Draw a line per layer of one run; of several the mean over layers, and their range.
-
-    A line ends with its stage: another one measures over other keys.
-    """
+    """Draw a run's layers, or the mean and range of several runs', interrupted between stages."""
     drawn = []
     for number, run in enumerate(runs):
         layers = run.layers(tag)
@@ -182,7 +164,6 @@ def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> 
 def _draw_tag(
     axis, runs: list[RunLog], tag: str, smooth: bool = False, yscale: str = "linear"
 ) -> bool:
-    """Draw a figure of the whole model; ``smooth``: its smoothed line, and the figure faintly."""
     drawn = []
     for number, run in enumerate(runs):
         look, series = _look_of(number), run.scalars.get(tag, [])
@@ -225,7 +206,7 @@ PANELS = (
         "How far the indexer is from the attention that it learns; the band spans the layers.",
         partial(_draw_layers, tag=FIGURES["indexer loss"], yscale="log"),
         "indexer loss (KL, nats)",
-        ticker.StrMethodFormatter("{x:g}"),  # page.py draws no formulas
+        ticker.StrMethodFormatter("{x:g}"),
     ),
     Panel(
         "Attention mass captured",

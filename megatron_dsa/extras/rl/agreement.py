@@ -1,6 +1,6 @@
-"""Agreement of a training step with the rollout that it learns from: keys, log probabilities.
+"""Agreement of a training step with its rollout: selected keys, log probabilities.
 
-These functions wait for the device: they are meant for a look between steps.
+These functions synchronise with the device; call them between steps.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,20 +13,19 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
 from megatron_dsa.ops.layout.positions import check_form
 
-#: Stands behind every position in sorted lists.
+#: Sorts after every position.
 _NONE = torch.iinfo(torch.int32).max
 _BYTES_PER_ENTRY = 48
 
 
 @dataclass(frozen=True)
 class LayerAgreement:
-    """Agreement of the selections of a layer on one rank.
+    """Agreement of one layer's selections on one rank.
 
     Attributes:
-        layer, rank: which.
-        tokens: tokens that have keys in both; differing: how many of them have other keys.
-        keys: recorded keys of these tokens; common: how many of them are selected.
-        first: the first token that differs, ``None`` if there is none.
+        tokens: tokens with keys in both; differing: those with other keys.
+        keys: recorded keys of these tokens; common: those also selected.
+        first: first token that differs, or ``None``.
         recorded_only, selected_only: some keys of that token, ascending.
     """
 
@@ -42,11 +41,10 @@ class LayerAgreement:
 
     @property
     def share(self) -> float:
-        """Share of the recorded keys that are selected; 1 without keys."""
+        """Share of recorded keys that are selected; 1 without keys."""
         return self.common / self.keys if self.keys else 1.0
 
     def describe(self) -> str:
-        """Return a line for people."""
         line = f"layer {self.layer}, rank {self.rank}: {self.share:.3%} of {self.keys} keys agree"
         if self.first is None:
             return line
@@ -69,21 +67,20 @@ def compare_selections(
     """Compare an engine's selections with this rank's, layer by layer.
 
     Args:
-        recorded: by layer number, positions int32 ``[all tokens, K]`` as
-            :func:`megatron_dsa.extras.rl.rollouts.selections_of` returns them.
-        selected: the same of this rank's tokens, from
-            :class:`~megatron_dsa.extras.rl.replay.IndexCapture`; lists may have another width.
-        tokens: int64 ``[rank's tokens]``, which of all tokens they are; ``None``: all.
-        rank: this one, for messages.
-        shown: keys of the first token that differs, at most so many of each kind.
+        recorded: layer -> positions int32 ``[all tokens, K]``, see
+            :func:`megatron_dsa.extras.rl.rollouts.selections_of`.
+        selected: layer -> positions of this rank's tokens, see
+            :class:`~megatron_dsa.extras.rl.replay.IndexCapture`; ``K`` may differ.
+        tokens: int64 ``[local tokens]``, their indices among all tokens; ``None``: all.
+        rank: for messages.
+        shown: keys listed of the first differing token, per kind.
         workspace_bytes: budget for temporary memory.
 
     Returns:
-        One entry per layer of ``selected``. Tokens without a key in either are left out: padding,
-        and tokens without a record.
+        One entry per layer of ``selected``. Tokens without keys in either are ignored.
 
     Raises:
-        ConfigError: a layer has no record, or the tokens do not fit.
+        ConfigError: a layer has no record, or token counts differ.
     """
     missing = sorted(set(selected) - set(recorded))
     require(
@@ -129,7 +126,7 @@ def _compared(layer, rank, given, own, tokens, shown, workspace_bytes) -> LayerA
 
 
 def _missing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return bool ``[r, K]``: keys of ``a`` that ``b`` lacks for the same token."""
+    """Mark keys of ``a`` missing in ``b``, bool ``[r, K]``."""
     ordered = torch.where(b < 0, _NONE, b).sort(1).values
     place = torch.searchsorted(ordered, a.contiguous()).clamp_max(ordered.shape[1] - 1)
     return (a >= 0) & (ordered.gather(1, place) != a)
@@ -144,15 +141,15 @@ def _listed(numbers) -> str:
 
 
 class LogProbGap(NamedTuple):
-    """Difference of log probabilities of sampled tokens between rollout and training.
+    """Difference of sampled tokens' log probabilities between rollout and training.
 
     Attributes:
-        kl: estimate of KL(rollout || training) per token, the mean of ``exp(d) - 1 - d`` with
-            ``d`` the training's minus the rollout's; never negative.
-        mean: mean of ``-d``, the plain estimate, which may be negative.
+        kl: estimate of KL(rollout || training) per token: mean of ``exp(d) - 1 - d``, with ``d``
+            training minus rollout; never negative.
+        mean: mean of ``-d``, the plain estimate, may be negative.
         largest: largest ``|d|``.
-        token: where that is, counted over all tokens.
-        tokens: how many count.
+        token: its index among all tokens.
+        tokens: number of counted tokens.
     """
 
     kl: float
@@ -165,14 +162,14 @@ class LogProbGap(NamedTuple):
 def log_prob_gap(
     training: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor | None = None
 ) -> LogProbGap:
-    """Compare log probabilities of the tokens that a rollout sampled; waits for the device.
+    """Compare log probabilities of sampled tokens; synchronises with the device.
 
     Args:
         training, rollout: natural logarithms, of one shape.
-        mask: bool of that shape, which tokens count; ``None``: all.
+        mask: bool of that shape, tokens that count; ``None``: all.
 
     Raises:
-        ConfigError: shapes differ, no token counts, or a value that counts is not finite.
+        ConfigError: shapes differ, no token counts, or a counted value is not finite.
     """
     require(
         training.shape == rollout.shape and (mask is None or mask.shape == training.shape),
@@ -198,7 +195,6 @@ def log_prob_gap(
 
 
 def lines(agreements: list[LayerAgreement]) -> Iterator[str]:
-    """Yield layers that differ, then the share over all of them."""
     for each in agreements:
         if each.differing:
             yield each.describe()

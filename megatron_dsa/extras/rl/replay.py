@@ -1,7 +1,6 @@
 """Replay of given keys instead of the indexers' selections, and capture of selections.
 
-A training step on rollouts replays what the rollout engine selected, so that both see the same
-keys::
+Training on rollouts replays the engine's selections::
 
     replay = IndexReplay()
     for each microbatch, in order:
@@ -9,16 +8,14 @@ keys::
     with replay.on(model):
         forward_backward_func(...)
 
-:class:`IndexCapture` is the other direction: it collects what the layers select, in the same form
-(:mod:`megatron_dsa.ops.layout.positions`), so that what was captured replays to the last bit.
+:class:`IndexCapture` collects selections in the same form
+(:mod:`megatron_dsa.ops.layout.positions`).
 
-Layers are numbered from 1 over all pipeline stages; those that select are meant: with index sharing
-the first of each group, in V4's attention layers of ratio 4, whose positions count groups. Layers
-of multi-token prediction always select for themselves.
+Layers are numbered from 1 over all stages; only selecting layers count: with index sharing the
+first of each group, in V4 those of ratio 4, whose positions count groups.
 
-Every schedule of Megatron takes the microbatches through a layer in order, in the forward as in the
-backward. So a layer needs two queues: the next microbatches, and those that a recomputed layer will
-need again.
+Microbatches pass a layer in order, forward and backward: it needs two queues, of coming
+microbatches and of those to recompute.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ from megatron_dsa.ops.layout.positions import (
 
 
 class IndexReplay:
-    """Positions for coming microbatches, for every selecting layer.
+    """Positions of coming microbatches, for every selecting layer.
 
     Args:
-        microbatches: as for :meth:`add`, one after the other.
+        microbatches: added in order, see :meth:`add`.
     """
 
     def __init__(self, microbatches: Iterable[Mapping[int, torch.Tensor]] = ()):
@@ -58,13 +55,13 @@ class IndexReplay:
             self.add(indices)
 
     def add(self, indices: Mapping[int, torch.Tensor]) -> None:
-        """Append a microbatch; before or while the replay is in use.
+        """Append a microbatch, before or during use.
 
         Args:
-            indices: by layer number: positions, int32 ``[tokens, K]`` with ``K`` at most the
-                model's top-k. Rows are this rank's query tokens, or those of all ranks that share
-                the microbatch, of which it takes its own. Layers of other pipeline stages may be
-                there or not. Tensors on the host (best pinned) are moved when their layer runs.
+            indices: layer number -> positions, int32 ``[tokens, K]`` with ``K`` at most the model's
+                top-k, for this rank's query tokens or for those of all ranks that share the
+                microbatch. Layers of other pipeline stages may be included. Host tensors (best
+                pinned) are moved when their layer runs.
 
         Raises:
             ConfigError: not of this form, or unfit for the model in use.
@@ -78,11 +75,11 @@ class IndexReplay:
 
     @contextmanager
     def on(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterator[IndexReplay]:
-        """Let the layers of ``model`` (or of its chunks) take their keys from here.
+        """Replay into the layers of ``model`` (or of its chunks).
 
         Raises:
-            ConfigError: at the start, if layers or widths do not fit the model; inside, when a
-                microbatch runs that has no indices; at the end, if indices are left over.
+            ConfigError: at the start, if layers or widths do not fit the model; inside, if a
+                microbatch has no indices; at the end, if indices are left over.
         """
         layers = _selecting_layers(model, "replay")
         for core in layers.values():
@@ -129,10 +126,9 @@ class IndexReplay:
             self._next[layer].append(indices[layer])
 
     def take(self, layer: int, training: bool) -> torch.Tensor:
-        """Return the positions of the microbatch that ``layer`` runs now.
+        """Return the positions of a layer's microbatch; call once per forward pass.
 
-        Called once per forward pass of the layer. ``training`` without gradients is the first pass
-        of a layer that is recomputed.
+        ``training`` without gradients is the first pass of a recomputed layer.
         """
         if in_backward():
             if not self._again[layer]:
@@ -155,7 +151,6 @@ class IndexReplay:
     def given(
         self, core: CoreAttention, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` for the microbatch that a layer runs now."""
         name = f"indices[{core.layer_number}]"
         positions = local_rows(
             self.take(core.layer_number, core.training), layout, ranks.query_sharding, name
@@ -184,8 +179,8 @@ class IndexCapture:
     """Positions that the layers of a model select, microbatch by microbatch.
 
     Attributes:
-        microbatches: by layer number, for this rank's query tokens and selecting layers: int32
-            ``[tokens, topk]``, ascending, ``-1`` padded, on the model's device.
+        microbatches: per microbatch, selecting layer -> int32 ``[local query tokens, topk]``,
+            ascending, ``-1`` padded, on the model's device.
     """
 
     def __init__(self):
@@ -198,7 +193,7 @@ class IndexCapture:
 
     @contextmanager
     def on(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterator[IndexCapture]:
-        """Collect what the layers of ``model`` (or of its chunks) select."""
+        """Collect the selections of ``model``'s layers (or of its chunks')."""
         layers = _selecting_layers(model, "capture")
         for layer in layers:
             self._selected.setdefault(layer, [])

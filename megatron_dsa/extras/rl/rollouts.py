@@ -1,12 +1,7 @@
-"""Records of rollout engines: selections and routed experts as SGLang and vLLM return them.
+"""Rollout engines' records of selections and routed experts (SGLang, vLLM).
 
-A reader decodes what an engine returned for one sequence. :func:`selections_of` makes of the
-records of a microbatch what :class:`~megatron_dsa.extras.rl.replay.IndexReplay` takes, and
-:func:`experts_of` what Megatron's ``RouterReplay`` takes. Formats: ``docs/guide/rl.md``.
-
-An engine has no record of the last token of a sequence, which it sampled and did not run. Nothing
-is predicted from it, so its keys and experts do not matter to a loss over sampled tokens; they are
-filled in.
+Formats: ``docs/guide/rl.md``. Engines have no record of a sequence's last sampled token; no loss
+depends on it, so its entries are filled in.
 """
 
 import base64
@@ -23,14 +18,12 @@ from megatron_dsa.config.model import selects_keys, uses_csa
 from megatron_dsa.config.rules.csa import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
 
-#: Recorded quantity, and the flag of both engines' servers for it.
 Field = Literal["indexer_topk", "routed_experts"]
 Engine = Literal["sglang", "vllm"]
 _FLAGS = {
     "indexer_topk": "--enable-return-indexer-topk",
     "routed_experts": "--enable-return-routed-experts",
 }
-#: dtypes that SGLang names.
 _DTYPES = ("int32", "uint16", "uint8")
 
 
@@ -39,9 +32,9 @@ class EngineRecord:
     """An engine's record of one sequence.
 
     Attributes:
-        values: int32 ``[tokens, layers, K]``: positions of keys within the sequence (V4: numbers of
-            groups), ``-1`` for none, or ids of experts.
-        start: position of the first token in its sequence.
+        values: int32 ``[tokens, layers, K]``: positions of keys within the sequence (V4: groups),
+            ``-1`` for none, or expert ids.
+        start: position of the first recorded token.
     """
 
     values: torch.Tensor
@@ -51,14 +44,13 @@ class EngineRecord:
 def read_sglang(
     response: Mapping[str, Any], field: Field, layers: int, width: int, start: int = 0
 ) -> EngineRecord:
-    """Return what SGLang recorded, from the JSON of ``/generate``.
+    """Read a record from the JSON of SGLang's ``/generate``.
 
-    ``meta_info`` holds base64 of int32 numbers (experts: of the dtype that it names), one token
-    after the other.
+    ``meta_info`` holds base64 of int32 (experts: of the named dtype), token by token.
 
     Args:
         response: of one sequence.
-        field: which record.
+        field: recorded quantity.
         layers: of the record, see :func:`record_layers`; experts: all layers of the model.
         width: keys per query (``index_topk`` of ``config.json``), or experts per token.
         start: ``routed_experts_start_len`` of the request.
@@ -83,17 +75,17 @@ def read_sglang(
 
 
 def read_vllm(choice: Mapping[str, Any], field: Field, start: int = 0) -> EngineRecord:
-    """Return what vLLM recorded, from one of the ``choices`` of its JSON.
+    """Read a record from one of the ``choices`` of vLLM's JSON.
 
-    The entry holds base64 of the bytes of a ``.npy`` file ``[tokens, layers, K]``.
+    The entry holds base64 of a ``.npy`` file ``[tokens, layers, K]``.
 
     Args:
         choice: of one sequence.
-        field: which record.
+        field: recorded quantity.
         start: ``routed_experts_prompt_start`` or ``indexer_topk_prompt_start`` of the request.
 
     Raises:
-        ConfigError: the record is missing or no such array.
+        ConfigError: the record is missing or not such an array.
     """
     try:
         data = np.load(io.BytesIO(_decoded(choice, field, "choice")), allow_pickle=False)
@@ -145,14 +137,10 @@ def selecting_layers(config: Any) -> list[int]:
 
 
 def record_layers(config: Any, engine: Engine) -> tuple[int, dict[int, int]]:
-    """Return how many layers a record of selections has, and the column of each selecting layer.
+    """Return the layer count of a record of selections, and selecting layer -> column.
 
-    SGLang has a column for every layer of V3.2 and GLM-5, those that reuse a selection included,
-    and for V4 one per layer of ratio 4. vLLM has one per layer with an indexer.
-
-    Args:
-        config: the transformer configuration.
-        engine: whose record.
+    SGLang records every layer of V3.2 and GLM-5, including those that reuse a selection, and for V4
+    the layers of ratio 4. vLLM records the layers with an indexer.
     """
     require(engine in ("sglang", "vllm"), f"engine must be sglang or vllm, got {engine!r}")
     layers = selecting_layers(config)
@@ -171,23 +159,22 @@ def selections_of(
     alternating: bool = False,
     ratio: int = 1,
 ) -> dict[int, torch.Tensor]:
-    """Return a microbatch for :class:`~megatron_dsa.extras.rl.replay.IndexReplay`.
+    """Convert records to a microbatch for :class:`~megatron_dsa.extras.rl.replay.IndexReplay`.
 
     Args:
         records: of selections, one per sequence, from the first token on.
-        lengths: tokens of each sequence, the last sampled one included.
-        columns: layer number -> its column, of :func:`record_layers`.
-        padded_lengths: of packed sequences with padding after each; by default ``lengths``.
-        alternating: an unpacked microbatch ``[s, b]``, whose sequences alternate token by token, in
-            place of packed sequences.
+        lengths: tokens of each sequence, including the last sampled one.
+        columns: layer number -> column, see :func:`record_layers`.
+        padded_lengths: of packed sequences with padding after each; default ``lengths``.
+        alternating: an unpacked microbatch ``[s, b]``, sequences alternating token by token.
         ratio: positions per key, 4 for V4.
 
     Returns:
-        int32 ``[tokens, K]`` by layer number. The last token of a sequence has the latest keys that
-        it sees; padding has none.
+        layer number -> int32 ``[tokens, K]``. A sequence's last token gets its latest visible keys;
+            padding has none.
 
     Raises:
-        ConfigError: a record has other tokens or layers than these.
+        ConfigError: token or layer counts of a record do not match.
     """
 
     def last(record: torch.Tensor, length: int) -> torch.Tensor:
@@ -209,11 +196,12 @@ def experts_of(
     padded_lengths: Sequence[int] | None = None,
     alternating: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Return the routed experts of a microbatch by layer number, int64 ``[tokens, experts]``.
+    """Convert records to routed experts of a microbatch: layer number -> int64 ``[tokens,
+    experts]``.
 
-    ``RouterReplay.set_replay_data`` of megatron-core takes those of a rank's layers as a list
-    (``--moe-enable-routing-replay``). Arguments and errors as in :func:`selections_of`; the last
-    token of a sequence, and padding, have the first experts.
+    ``RouterReplay.set_replay_data`` takes a list of these (``--moe-enable-routing-replay``).
+    Arguments and errors: :func:`selections_of`. A sequence's last token and padding get the first
+    experts.
     """
 
     def first(record: torch.Tensor, _length: int) -> torch.Tensor:
@@ -228,7 +216,7 @@ def experts_of(
 
 
 def _whole(records, lengths, padded_lengths, last) -> Iterator[torch.Tensor]:
-    """Yield the records of whole sequences ``[padded length, layers, K]``, padded with -1."""
+    """Yield sequences' records ``[padded length, layers, K]``, -1 padded."""
     padded = list(lengths if padded_lengths is None else padded_lengths)
     require(
         len(records) == len(lengths) == len(padded),

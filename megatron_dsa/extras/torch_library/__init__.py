@@ -1,8 +1,7 @@
-"""The public operations registered with ``torch.library``, for ``torch.compile``, without Megatron.
+"""Public operations registered with ``torch.library`` for ``torch.compile``, without Megatron.
 
-Names, results and errors are those of :mod:`megatron_dsa.dsa_kernels`; tensors and numbers replace
-layouts and dataclasses. Each function calls an operation of ``torch.ops.megatron_dsa``, which runs
-the implementation that dispatch picks; backwards also are operations (``docs/guide/torch.md``).
+Names, results and errors match :mod:`megatron_dsa.dsa_kernels`; tensors and numbers replace layouts
+and dataclasses (``docs/guide/torch.md``).
 """
 
 from megatron_dsa.extras.torch_library.compressor import compress

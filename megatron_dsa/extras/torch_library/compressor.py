@@ -30,20 +30,19 @@ def compress(
     cu_seqlens_padded: Tensor | None = None,
     policy: Policy = Policy(),
 ) -> Tensor:
-    """Pool groups of positions as :func:`megatron_dsa.ops.compressor.api.compress`.
+    """Pool groups of positions, see :func:`megatron_dsa.ops.compressor.api.compress`.
 
     Args:
         values, scores: ``[tokens, c * d]``; ``c`` is 2 with overlap, else 1.
-        ape: ``[ratio, c * d]``; its length is the ratio, at least 2.
-        overlap: a group also pools the positions of the group before it.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, as of
-            :func:`indexer_topk`.
+        ape: ``[ratio, c * d]``, ratio at least 2.
+        overlap: a group also pools the positions of the previous group.
+        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
         policy: which implementations may run.
 
     Returns:
-        ``[tokens // ratio, d]``: group ``g`` of the sequence that starts at row ``o`` is row
-        ``o // ratio + g``; rows in between are 0. Differentiable in values, scores and ape; the
-        backward runs the forward again.
+        ``[tokens // ratio, d]``: group ``g`` of the sequence that starts at token ``o`` is at index
+            ``o // ratio + g``; gaps are 0. Differentiable in values, scores and ape; the backward
+            recomputes the forward.
     """
     return _compress(
         values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen,
@@ -76,7 +75,7 @@ def _keys(values, ape, overlap, *lengths):
 def _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen) -> int:
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     ratio = ape.shape[0] if ape.dim() else 0
-    # The sizes of groups are checked before there are any.
+    # Check everything but the groups, which do not exist yet.
     none = values.new_empty(0, dtype=torch.int32)
     CompressorInputs(values, scores, ape, Groups(none, none, 1), ratio, overlap, 0).check()
     return values.shape[0] // ratio

@@ -18,10 +18,10 @@ from megatron_dsa.ops.hyper_connections.api import Connection, StreamsRead
 def read_streams(
     streams: Tensor, connection: Connection, weight: Tensor, *, policy: Policy = Policy()
 ) -> StreamsRead:
-    """Read as :func:`megatron_dsa.ops.hyper_connections.api.read_streams`.
+    """Read streams, see :func:`megatron_dsa.ops.hyper_connections.api.read_streams`.
 
-    ``streams`` of the result is the argument itself. In 16 bits the gradient that a write has for
-    it is therefore added after rounding; the eager function rounds the sum once.
+    The result's ``streams`` is the argument itself, so in 16 bits a write's gradient is added after
+    rounding; the eager function rounds the sum once.
     """
     c = connection
     normed, post, comb = _read(
@@ -34,7 +34,7 @@ def read_streams(
 def read_head(
     streams: Tensor, connection: Connection, weight: Tensor, *, policy: Policy = Policy()
 ) -> Tensor:
-    """Read as :func:`megatron_dsa.ops.hyper_connections.api.read_head`."""
+    """Read the head, see :func:`megatron_dsa.ops.hyper_connections.api.read_head`."""
     c = connection
     return _head(
         streams, c.fn, c.base, c.scale, weight, c.eps, c.norm_eps, c.iterations,
@@ -43,7 +43,7 @@ def read_head(
 
 
 def write_streams(output: Tensor, read: StreamsRead, *, policy: Policy = Policy()) -> Tensor:
-    """Write as :func:`megatron_dsa.ops.hyper_connections.api.write_streams`."""
+    """Write streams, see :func:`megatron_dsa.ops.hyper_connections.api.write_streams`."""
     return _write(output, read.streams, read.post, read.comb, policy_text(policy))
 
 
@@ -66,7 +66,6 @@ def _head(
     return api.read_head(streams, connection, weight, policy=policy_of(policy))
 
 
-#: Arguments of a read with gradients, and of a write.
 _READ, _WRITTEN = (
     ("streams", "fn", "base", "scale", "weight"),
     ("output", "streams", "post", "comb"),
@@ -91,13 +90,13 @@ def _read_backward(
     gradients = [dnormed] if dpost is None or dcomb is None else [dnormed, dpost, dcomb]
     found = derivatives(run, (streams, fn, base, scale, weight), gradients)[1]
     dx, dfn, dbase, dscale, dweight = found
-    # Triton's launch cuts base and scale from one sum, and results of an operation share no memory.
+    # Both are views of one tensor; results must not alias.
     return dx, dfn, dbase, dscale.clone(), dweight
 
 
 @registered("write_streams")
 def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = "") -> Tensor:
-    # A write does not look at what was read.
+    # A write ignores ``normed``.
     read = StreamsRead(output, streams, post, comb)
     return api.write_streams(output, read, policy=policy_of(policy))
 

@@ -1,4 +1,4 @@
-"""Top-k selection and the indexer's losses as registered operations."""
+"""Top-k selection and indexer losses as registered operations."""
 
 from typing import Any
 
@@ -45,17 +45,17 @@ def indexer_topk(
     relu: bool = True,
     policy: Policy = Policy(),
 ) -> tuple[Tensor, Tensor]:
-    """Select keys as :func:`megatron_dsa.dsa_kernels.indexer_topk`.
+    """Select keys, see :func:`megatron_dsa.dsa_kernels.indexer_topk`.
 
     Args:
-        q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`; no gradient flows
-            to them.
+        q, k, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`; not
+            differentiable.
         topk: keys per query, at least 1.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, as of
+        cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, see
             :func:`~megatron_dsa.ops.layout.layout.packed_layout`; without them all tokens are one
             causal sequence.
-        ratio: positions of a compressed key (DeepSeek-V4): ``k`` has ``tokens // ratio`` rows in
-            the slots of :func:`compress`; 1: ``k`` has the tokens themselves.
+        ratio: positions per compressed key (DeepSeek-V4): ``k`` has ``tokens // ratio`` keys,
+            indexed like :func:`compress`; 1: a key per token.
         policy: which implementations may run.
 
     Returns:
@@ -86,7 +86,7 @@ def _topk(
         IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
         policy=policy_of(policy),
     )  # fmt: skip
-    return indices, length.clone()  # a layout keeps the lengths that it hands out
+    return indices, length.clone()  # the layout keeps a reference
 
 
 def _check(inputs: IndexerInputs, lengths: tuple[Any, ...], ratio: int, **queries: Tensor) -> None:
@@ -109,18 +109,17 @@ def sparse_indexer_loss(
     relu: bool = True,
     policy: Policy = Policy(),
 ) -> Tensor:
-    """Return the loss of :func:`megatron_dsa.dsa_kernels.sparse_indexer_loss`.
+    """Compute the loss of :func:`megatron_dsa.dsa_kernels.sparse_indexer_loss`.
 
     Args:
-        q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        indices, topk_length: of :func:`indexer_topk`; they replace a layout.
-        teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite and not
-            negative. Where heads are sharded over ranks, sum it over these first. No gradient
-            flows to it.
+        q, k, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
+        indices, topk_length: of :func:`indexer_topk`, instead of a layout.
+        teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite, not
+            negative, summed over ranks that shard heads. Not differentiable.
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar, differentiable in q, k and weights; their gradients are computed with it.
+        fp32 scalar, differentiable in q, k and weights; the forward also computes their gradients.
     """
     wanted = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or weights.requires_grad
@@ -144,7 +143,7 @@ def _sparse_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
     teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
-    layout = bshd_layout(q.shape[0], 1, q.device)  # the lists alone say which keys there are
+    layout = bshd_layout(q.shape[0], 1, q.device)  # the lists define visibility
     value, gradients = losses.selected_keys_loss(
         IndexerInputs(q, k, weights, relu), layout, indices, topk_length, teacher,
         policy_of(policy), want_gradients=with_gradients,
@@ -182,17 +181,17 @@ def dense_indexer_loss(
     lse: Tensor | None = None,
     policy: Policy = Policy(),
 ) -> Tensor:
-    """Return the loss of :func:`megatron_dsa.dsa_kernels.dense_indexer_loss`.
+    """Compute the loss of :func:`megatron_dsa.dsa_kernels.dense_indexer_loss`.
 
     Args:
-        q_index, k_index, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        q, k, softmax_scale, other_lse, lse: of the attention that is the teacher; no gradient
-            flows to them.
-        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: as of :func:`indexer_topk`.
+        q_index, k_index, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
+        q, k, softmax_scale, other_lse, lse: of the teacher's attention; not differentiable.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: see :func:`indexer_topk`.
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar, differentiable in the indexer's tensors; their gradients are computed with it.
+        fp32 scalar, differentiable in the indexer's tensors; the forward also computes their
+            gradients.
     """
     wanted = torch.is_grad_enabled() and (
         q_index.requires_grad or k_index.requires_grad or weights.requires_grad
@@ -250,7 +249,7 @@ def _dense_loss(
 
 
 def _wide(x: Tensor, q_index: Tensor) -> Tensor:
-    """Return fp16 tensors in fp32: gradients exist before the scale of the loss is applied."""
+    """Widen fp16 to fp32: gradients exist before the loss scale is applied."""
     return x.float() if q_index.dtype == torch.float16 else x
 
 

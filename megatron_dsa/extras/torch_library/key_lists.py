@@ -1,4 +1,4 @@
-"""The key lists of V4's attention as a registered operation (:mod:`megatron_dsa.ops.key_lists`)."""
+"""Key lists of V4's attention as a registered operation (:mod:`megatron_dsa.ops.key_lists`)."""
 
 from typing import Any
 
@@ -31,19 +31,18 @@ def key_lists(
     cu_seqlens_padded: Tensor | None = None,
     policy: Policy = Policy(),
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of every query in DeepSeek-V4's attention, for :func:`sparse_attention`.
+    """List the keys of every query in DeepSeek-V4's attention, for :func:`sparse_attention`.
 
-    The key buffer holds the ``tokens // ratio`` compressed keys of :func:`compress`, then the keys
-    of the tokens. The eager function writes lists block by block
-    (:class:`~megatron_dsa.ops.key_lists.api.KeyLists`); these are all of them.
+    The key buffer holds the ``tokens // ratio`` compressed keys of :func:`compress`, then the
+    tokens' keys.
 
     Args:
-        tokens: ``[Sq, ...]``, any tensor with one entry per token: for their number and device.
+        tokens: ``[Sq, ...]``, only its length and device are used.
         window: latest positions that a query sees, including itself.
-        ratio: positions of a compressed key; 0: only the window.
-        selected, selected_length: results of :func:`indexer_topk` with this ratio; without them a
-            query sees all compressed keys of its past.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: as of :func:`indexer_topk`.
+        ratio: positions per compressed key; 0: only the window.
+        selected, selected_length: of :func:`indexer_topk` at this ratio; ``None``: all compressed
+            keys of the past.
+        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
         policy: which implementations may run.
 
     Returns:
@@ -64,7 +63,7 @@ def _fake_lists(a):
     if a.selected is not None:
         width = a.selected.shape[1] + width
     else:
-        # As wide as one entry at least, like KeyLists.
+        # At least 1, like KeyLists.
         width = max(width + (longest // a.ratio if a.ratio else 0), 1)
     return tuple(a.tokens.new_empty(s, dtype=torch.int32) for s in ((count, width), (count,)))
 
@@ -80,7 +79,7 @@ def _key_lists(
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
     if selected is not None and selected.numel() > 0:
-        # A larger slot would be the key of a token.
+        # It would address a token's key.
         rule = f"selected must be compressed slots below {lists.offset}, or -1"
         fine = selected.amax() < lists.offset
         require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)

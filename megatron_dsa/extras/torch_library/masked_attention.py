@@ -1,4 +1,4 @@
-"""Masked dense attention as a registered operation, and the bits that it takes."""
+"""Masked dense attention as a registered operation, with its bit masks."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megatron_dsa.ops.masked_attention.spec import WORDS, MaskedAttentionInputs,
 def key_bits(
     indices: Tensor, topk_length: Tensor | None, num_keys: int, *, policy: Policy = Policy()
 ) -> Tensor:
-    """Return the bits of listed keys, as :func:`megatron_dsa.dsa_kernels.key_bits`."""
+    """Return the bits of listed keys, see :func:`megatron_dsa.dsa_kernels.key_bits`."""
     return _key_bits(indices, topk_length, num_keys, policy_text(policy))
 
 
@@ -46,13 +46,12 @@ def visible_bits(
     cu_seqlens_padded: Tensor | None = None,
     policy: Policy = Policy(),
 ) -> Tensor:
-    """Return the bits of all keys that each query sees, as
+    """Return the bits of each query's visible keys, see
     :func:`megatron_dsa.dsa_kernels.visible_bits`.
 
     Args:
-        tokens: ``[Sq, ...]``, any tensor with one entry per token: for their number and device.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, as of
-            :func:`indexer_topk`.
+        tokens: ``[Sq, ...]``, only its length and device are used.
+        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
         policy: which implementations may run.
     """
     return _visible_bits(tokens, cu_seqlens, cu_seqlens_padded, max_seqlen, policy_text(policy))
@@ -71,7 +70,7 @@ def _visible_bits(
 ) -> Tensor:  # fmt: skip
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     bits = api.visible_bits(layout, policy_of(policy))
-    # The layout of one sequence is kept, and its bits with it.
+    # The layout caches its bits.
     return bits.clone() if cu_seqlens is None else bits
 
 
@@ -86,9 +85,9 @@ def masked_attention(
     want_p_sum: bool = False,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend as :func:`megatron_dsa.dsa_kernels.masked_attention`, which has the arguments.
+    """Attend; arguments: see :func:`megatron_dsa.dsa_kernels.masked_attention`.
 
-    The indexer is trained by :func:`sparse_indexer_loss` on ``p_sum``, not in the backward.
+    :func:`sparse_indexer_loss` trains the indexer on ``p_sum``, separately from this backward.
     """
     out, lse, p_sum = _attend(
         q, kv, k_pe, bits, softmax_scale, topk, want_p_sum, policy_text(policy)

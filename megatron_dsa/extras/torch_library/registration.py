@@ -16,12 +16,11 @@ from megatron_dsa.ops.dispatch import Policy, meta_dispatch
 from megatron_dsa.ops.layout.compressed import visible_groups
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 
-#: A text names what differs from this policy.
 _DEFAULT = Policy()
 
 
 def policy_text(policy: Policy) -> str:
-    """Return a policy as the text that a schema takes; ``""`` is the default policy."""
+    """Return a policy as text for schemas; ``""`` is the default policy."""
     parts = []
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
@@ -32,11 +31,10 @@ def policy_text(policy: Policy) -> str:
 
 @functools.lru_cache(maxsize=64)
 def policy_of(text: str) -> Policy:
-    """Return the policy of :func:`policy_text`."""
+    """Parse the text of :func:`policy_text`."""
     known = {field.name for field in dataclasses.fields(Policy)}
     values: dict[str, Any] = {}
     try:
-        # An assignment per field, its value a literal.
         for node in ast.parse(text).body:
             if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
                 raise ValueError("no assignment")
@@ -56,15 +54,14 @@ def registered[**Arguments, Result](
 ) -> Callable[[Callable[Arguments, Result]], Any]:
     """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
 
-    Autocast is off inside, as it is in every backward. Results have the strides of
-    ``new_empty(shape)``.
+    Autocast is off inside, as in every backward. Results have the strides of ``new_empty(shape)``.
 
     Args:
         name: name of the operation.
-        fake: takes a namespace of the arguments and returns empty results. By default the fake is
-            the function around the fakes of the operations that it calls. Functions that make a
-            layout or work block by block need one of their own, as their host sizes would compile a
-            graph per number of tokens, and so do those that call autograd, which needs the device.
+        fake: takes a namespace of the arguments and returns empty results. Default: the function
+            with faked operations. Functions that build a layout or run in blocks need their own,
+            because their host sizes would compile a graph per number of tokens; so do functions
+            that call autograd.
     """
 
     def register(function: Callable[Arguments, Result]):
@@ -86,14 +83,13 @@ def registered[**Arguments, Result](
 
         operation: Any = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
         operation.register_fake(as_fake)
-        operation.__signature__ = signature  # for register_backward
+        operation.__signature__ = signature  # read by register_backward
         return operation
 
     return register
 
 
 def like(*names: str) -> Callable[[Any], Any]:
-    """Return a fake whose results have the shapes of these arguments."""
     return lambda a: tuple(empty_like(getattr(a, name)) for name in names)
 
 
@@ -107,11 +103,9 @@ def register_backward(
     """Register the backward of ``torch.ops.megatron_dsa.<name>``.
 
     Args:
-        name, forward: the operation.
-        backward: takes the gradients of the first results, then arguments and results of the
-            operation by their names.
+        backward: takes the gradients of the first results, then arguments and results by name.
         of: arguments whose gradients ``backward`` returns, in this order.
-        results: names of the results, where ``backward`` takes some of them.
+        results: names of results that ``backward`` takes.
     """
     arguments = list(inspect.signature(forward).parameters)
     known = {*arguments, *results}
@@ -134,8 +128,8 @@ def register_backward(
     def differentiate(ctx, *given):
         if given[0] is None:
             return (None,) * len(arguments)
-        given = (*given, *(None,) * gradients)[:gradients]  # a head reads only the first result
-        # Saved tensors are read once: non-reentrant checkpoints unpack each of them once.
+        given = (*given, *(None,) * gradients)[:gradients]  # a head has one result
+        # Non-reentrant checkpoints unpack tensors once.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         found = backward(*given, *(other if x is None else x for x, other in pairs))
         by_name = dict(zip(of, found, strict=True))
@@ -149,7 +143,6 @@ def _each(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Return an empty contiguous tensor of that shape, whatever the strides of ``x``."""
     return x.new_empty(x.shape)
 
 
@@ -166,7 +159,7 @@ def layout_of(
     cu_seqlens_padded: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> Layout:
-    """Return the layout of packed sequences, or of one sequence without ``cu_seqlens``."""
+    """Return a packed layout, or of one sequence without ``cu_seqlens``."""
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     if cu_seqlens is None:
         return bshd_layout(tokens, 1, device)
@@ -183,7 +176,7 @@ def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
 
 
 def index_layout(layout: Layout, ratio: int) -> Layout:
-    """Return the visibility of index keys, compressed ones above a ratio of 1."""
+    """Return the visibility of index keys, compressed above a ratio of 1."""
     check_ratio(ratio)
     return layout if ratio == 1 else visible_groups(layout, ratio)
 
@@ -193,7 +186,7 @@ def check_ratio(ratio: int) -> None:
 
 
 class TokenCounts(NamedTuple):
-    """Attributes of a layout that checks of arguments read; fakes have no values for a layout."""
+    """A layout's attributes for argument checks of fakes, which have no values."""
 
     num_queries: int
     num_keys: int
@@ -201,7 +194,7 @@ class TokenCounts(NamedTuple):
 
 
 def none_of(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the tensor without entries that stands for ``None``, which no schema returns."""
+    """Return the empty tensor that stands for ``None`` in schemas."""
     return x.new_empty(0, dtype=dtype)
 
 
@@ -210,10 +203,10 @@ def derivatives(
     tensors: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results of ``run(*tensors)`` and the gradients of ``tensors`` by autograd.
+    """Return the results of ``run(*tensors)`` and the gradients of ``tensors``.
 
-    A registered operation runs below autograd, which is switched on for this. ``gradients``: one
-    for each result; ``None`` for one scalar result.
+    Enables autograd, which is off inside a registered operation. ``gradients``: one per result;
+    ``None`` for a scalar result.
     """
     c = torch._C
     excluded = c._dispatch_tls_local_exclude_set().remove(c.DispatchKey.AutogradFunctionality)

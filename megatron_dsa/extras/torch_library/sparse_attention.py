@@ -27,9 +27,9 @@ def sparse_attention(
     in_order: bool = False,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
-    """Attend as :func:`megatron_dsa.dsa_kernels.sparse_attention`, which has the arguments.
+    """Attend; arguments: see :func:`megatron_dsa.dsa_kernels.sparse_attention`.
 
-    The indexer is trained by :func:`sparse_indexer_loss` on ``p_sum``, not in the backward.
+    :func:`sparse_indexer_loss` trains the indexer on ``p_sum``, separately from this backward.
     """
     out, lse, p_sum = _attend(
         q, kv, indices, topk_length, attn_sink, softmax_scale, v_dim, want_p_sum, in_order,

@@ -1,1 +1,1 @@
-"""Files that users see: written whole or not at all; errors in a sentence."""
+"""Atomic result files and readable file-system errors."""

@@ -1,4 +1,4 @@
-"""Errors of the file system, and their sentences."""
+"""File-system errors and their messages."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from os import PathLike
 
 from megatron_dsa.errors import DSAError, FileError
 
-#: Errors that users can mend -> fix.
+#: Errno -> fix.
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, and start again"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
@@ -22,12 +22,12 @@ _FIXES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # of libraries written in Rust, such as safetensors
-_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy; its error has no number
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # Rust libraries such as safetensors
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy, without errno
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
-    """Return file, reason and fix of an error that the file system caused, else ``None``."""
+    """Return path, reason and fix of a file-system error, else ``None``."""
     found = _system_error(error)
     if found is None or found.errno not in _FIXES:
         return None
@@ -48,7 +48,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
             return OSError(errno.ENOSPC, f"only part of it was written ({error})")
         if (number := _NUMBER.search(str(error))) is not None:
             return OSError(int(number[1]), "")
-        # Torch collects the errors of all ranks.
+        # torch collects errors of all ranks.
         failures = [each[0] for each in getattr(error, "failures", {}).values()]
         error = failures[0] if failures else error.__cause__ or error.__context__
     return None
@@ -56,7 +56,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def naming(path: str | PathLike[str]) -> Iterator[None]:
-    """Turn errors of the file system into a :class:`FileError` that names ``path``."""
+    """Convert file-system errors to a :class:`FileError` that names ``path``."""
     try:
         yield
     except DSAError:

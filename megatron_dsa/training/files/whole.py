@@ -1,4 +1,4 @@
-"""Files of a result: all of them appear, whole, or none; links are not followed."""
+"""Atomic result files: all appear, or none; links are not followed."""
 
 import contextlib
 import os
@@ -13,7 +13,11 @@ from megatron_dsa.training.files.system_errors import naming, sentence
 
 
 def require_own_name(path: Path) -> None:
-    """Raise a :class:`ConfigError` where a link, a folder or a device has the name of a file."""
+    """Check that ``path`` is a regular file or absent.
+
+    Raises:
+        ConfigError: it is a link, folder or device.
+    """
     require(
         not path.is_symlink() and (path.is_file() or not path.exists()),
         f"{path} is a link or no file: remove it, or choose another --output",
@@ -21,20 +25,19 @@ def require_own_name(path: Path) -> None:
 
 
 class WholeFiles:
-    """Files of one folder, written in a scratch folder within and moved when all are whole.
+    """Files of one folder, written to a scratch folder inside and moved when complete.
 
-    Use as a context manager. After an error nothing is left of them, nor of a folder that was made
-    for them. A process that is killed leaves a folder ``incomplete-*``.
+    A context manager. An error removes all files and created folders; a kill leaves a folder
+    ``incomplete-*``.
 
     Args:
-        folder: made if needed.
+        folder: created if needed.
 
     Attributes:
-        folder: the same.
-        scratch: where files are written; those that :meth:`path` did not return are dropped.
+        scratch: folder to write to; files not returned by :meth:`path` are dropped.
 
     Raises:
-        FileError: files cannot be written; names the last one that was begun.
+        FileError: files cannot be written; names the last one begun.
         ConfigError: see :meth:`path`.
     """
 
@@ -57,20 +60,20 @@ class WholeFiles:
         return self
 
     def path(self, name: str) -> Path:
-        """Return where to write a file, or a folder, that gets ``name`` at the end.
+        """Return the scratch path of a file or folder that will be moved to ``name``.
 
-        Files are moved in the order of these calls. The last one shows that the others are whole:
-        where several are replaced, its predecessor is removed first.
+        Files are moved in call order. The last one marks the others as complete: if several are
+        replaced, its predecessor is removed first.
 
         Raises:
-            ConfigError: a link, a folder or a device has this name.
+            ConfigError: a link, folder or device has this name.
         """
         require_own_name(self.folder / name)
         self._order.append(name)
         return self.scratch / name
 
     def finish(self) -> None:
-        """Write the rest, where nothing has failed; for subclasses."""
+        """Write the rest after success; for subclasses."""
 
     def __exit__(self, kind, error: BaseException | None, _traceback) -> None:
         try:
@@ -110,7 +113,7 @@ class WholeFiles:
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield where to write a file that gets the name ``path`` when it is whole."""
+    """Yield the scratch path of a file that becomes ``path`` when complete."""
     path = Path(path)
     with WholeFiles(path.parent) as files:
         yield files.path(path.name)

@@ -16,26 +16,25 @@ CASES = Path(__file__).parent
 
 
 def case_names() -> list[str]:
-    """All cases, by folder name."""
     return sorted(path.parent.name for path in CASES.glob("*/model_config.yaml"))
 
 
 def load_case(name: str) -> dict:
-    """Read a case's ``model_config.yaml``."""
     return yaml.safe_load((CASES / name / "model_config.yaml").read_text())
 
 
 def golden_file(name: str) -> Path:
-    """The golden values for this kind of device: random weights differ between CPU and GPU."""
+    """Return the golden values of this kind of device: random weights differ between CPU
+    and GPU.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return CASES / name / f"golden_values_{device}.json"
 
 
 def prepare_data(folder: str) -> str:
-    """Write the byte-level data set that the cases train on; return its ``--data-path``.
+    """Write the byte-level data set of the cases; return its ``--data-path``.
 
-    The text is the project's licence: real, and the same to the byte on every machine (Python's
-    documentation, which the quick start trains on, changes with its version).
+    The text is the project's licence, which is the same on every machine.
     """
     prefix = str(Path(folder) / "license")
     text = str(REPOSITORY / "LICENSE")
@@ -49,7 +48,6 @@ def prepare_data(folder: str) -> str:
 
 
 def run_case(name: str, data_path: str) -> Run:
-    """Train with the flags of a case."""
     case = load_case(name)
     flags = {
         flag: data_path if value == "${DATA_PATH}" else value
@@ -60,7 +58,7 @@ def run_case(name: str, data_path: str) -> Run:
 
 
 def differences(name: str, run: Run) -> list[str]:
-    """Compare a run with the case's golden values; an empty list is a pass."""
+    """Compare a run with the case's golden values; return the differences."""
     golden = json.loads(golden_file(name).read_text())
     tolerance = load_case(name)["TOLERANCE"]
     complaints = []
@@ -70,20 +68,20 @@ def differences(name: str, run: Run) -> list[str]:
             complaints.append(f"{figure}: {len(got)} values, {len(expected)} expected")
             continue
         for step, (a, b) in enumerate(zip(got, expected, strict=True), 1):
-            # Written so that NaN is a difference.
+            # NaN must count as a difference.
             if not abs(a - b) <= tolerance[figure] * abs(b):
                 complaints.append(f"{figure} at step {step}: {a} instead of {b}")
     return complaints
 
 
 def write_golden(name: str, run: Run) -> None:
-    """Accept the losses of a run as the case's golden values."""
+    """Store the losses of a run as golden values."""
     golden = {figure: run.column(figure) for figure in load_case(name)["TOLERANCE"]}
     golden_file(name).write_text(json.dumps(golden, indent=1) + "\n")
 
 
 def main() -> int:
-    """Command line; returns the number of failed cases."""
+    """Run the command line; return the number of failed cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=case_names())
     parser.add_argument("--update", action="store_true", help="write the golden values anew")

@@ -1,4 +1,4 @@
-"""Figures that the documentation quotes are in the committed CSVs, where a reader looks."""
+"""Figures quoted by the documentation, compared with the committed CSVs."""
 
 import functools
 import re
@@ -75,7 +75,6 @@ def test_quoted_figures_are_recorded(family, case, way, part, metric, value):
 
 @functools.cache
 def column(family, metric, part=None):
-    """Values of a metric by case's fields, way and part, of the committed CSV."""
     return {
         (tuple(sorted(row["case"].items())), row["way"], row["part"]): row["value"]
         for row in latest(read_csv(FOLDER / f"{family}.csv"))
@@ -149,7 +148,7 @@ def test_kernels_of_a_rank():
 
 @functools.cache
 def losses_of_runs():
-    """(model, way) -> mean loss of every step, of every run of 200 steps on ranks, in order."""
+    """Return (model, way) -> mean loss per step of every run of 200 steps on ranks."""
     runs = {}
     for row in read_csv(FOLDER / "train.csv"):
         if (row["case"]["kind"], row["metric"]) == ("ranks", "lm_loss") and row["part"].isdigit():
@@ -161,7 +160,6 @@ def losses_of_runs():
 
 
 def of_one_rank(model):
-    """Mean losses of the four runs of one rank."""
     alone = losses_of_runs()[model, "one rank"]
     alone = alone + losses_of_runs().get((model, "one rank again"), [])
     assert len(alone) == 4 and {len(losses) for losses in alone} == {200}
@@ -169,7 +167,6 @@ def of_one_rank(model):
 
 
 def test_training_on_ranks_beside_one():
-    """Last steps' mean loss against the mean of one rank's runs, and mean of all steps, in %."""
     runs = losses_of_runs()
     quoted = {
         ("v3.2", "one rank"): [(0.34, 0.19), (-0.21, 0.18)],

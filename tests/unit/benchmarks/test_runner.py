@@ -1,4 +1,4 @@
-"""A run: a crash costs one measurement, a ratio is of one process; the command line."""
+"""A run: a crash costs one measurement, ratios are within a process; command line."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ class Case:
 
 WORKS = [Work(name, "torch") for name in ("forward", "backward", "teacher")]
 
-#: A child that plays the part of benchmarks.child without measuring anything.
+#: Imitates benchmarks.child without measuring.
 CHILD = """
 import json, os, sys, time
 request = json.load(sys.stdin)
@@ -84,7 +84,7 @@ def test_a_child_that_never_starts_fails_all(tmp_path):
     assert len(rows) == 3
 
 
-#: A command line whose child says that it is there, and goes on.
+#: A command line whose child reports and continues.
 STOPPED = """
 import functools, sys
 import benchmarks.__main__ as command
@@ -125,7 +125,6 @@ def test_what_there_is_no_time_for_is_skipped(tmp_path):
 
 
 def test_a_process_begins_nothing_after_its_time(tmp_path, monkeypatch):
-    """It is told how much time is left, and what it has not begun by then is skipped there."""
     told = "open({!r}, 'w').write(str(request.get('seconds')))"
     for total, path in ((50, tmp_path / "a"), (None, tmp_path / "b")):
         more = {} if total is None else {"total": total}
@@ -151,7 +150,7 @@ def test_a_process_begins_nothing_after_its_time(tmp_path, monkeypatch):
 
 
 class Family:
-    """Half as fast as a ceiling that is measured in the same process."""
+    """Half as fast as a ceiling measured in the same process."""
 
     Case, CEILINGS, ON_DEVICE = Case, ("gemm",), False
 

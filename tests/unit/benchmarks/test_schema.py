@@ -1,4 +1,4 @@
-"""The one schema: columns, metrics, what is written and read back, which rows count."""
+"""The common schema: columns, metrics, round trip, latest results."""
 
 import csv
 from pathlib import Path
@@ -14,7 +14,6 @@ FILES = sorted(FOLDER.glob("**/*.csv"))
 
 
 def test_every_committed_file_has_the_schema():
-    """Two files with different headers would be two schemas; ``read_csv`` refuses other headers."""
     assert {file.stem for file in FILES} == set(FAMILIES)
     assert {file.open().readline().strip() for file in FILES} == {",".join(COLUMNS)}
 
@@ -43,7 +42,7 @@ def test_results_become_rows():
     assert set(rows) == {"ms", "tflops", "lm_loss"}
     assert {row["part"] for row in rows.values()} == {"step"}
     assert {row["ran"] for row in rows.values()} == {"x=y"}
-    # The spread is that of the time, and runs are compared by all digits of their losses.
+    # The spread is the time's; losses keep all digits.
     assert (rows["ms"]["value"], rows["ms"]["p90"], rows["ms"]["repeats"]) == ("2", "3", 5)
     assert "p10" not in rows["tflops"] and rows["tflops"]["value"] == "0.33333"
     assert rows["lm_loss"]["value"] == "1.23456789"
@@ -52,7 +51,7 @@ def test_results_become_rows():
 def test_a_failure_is_a_row_with_a_reason():
     (row,) = long_rows("step", {"status": "failed", "reason": "no memory"})
     assert (row["metric"], row["value"], row["reason"]) == ("ms", None, "no memory")
-    # Figures of a wrong result would be taken for figures.
+    # Figures of a wrong result would be misleading.
     wrong = {"status": "failed", "reason": "wrong", "rel_error": 0.5, "ms": 1.0}
     assert [row["value"] for row in long_rows("step", wrong)] == [None]
 
@@ -92,7 +91,7 @@ def test_files_are_appended_to_or_refused(tmp_path):
 
 
 def test_the_last_run_counts():
-    """All of it: a step that failed has no shares of a former run; other parts stay."""
+    """A failed step must not keep an earlier run's shares; other parts stay."""
     rows = [
         row_of(), row_of(part="step/other", value=0.2), row_of(part="forward"),
         row_of(way="dense"), row_of(gpu="H"),
@@ -107,7 +106,6 @@ def test_the_last_run_counts():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cases_survive_the_file(family, tmp_path):
-    """What is read back is the case that was measured."""
     from benchmarks.__main__ import plan_of
 
     _, plan = plan_of(family, ["--quick"])

@@ -1,4 +1,4 @@
-"""One tiny run of every family from the command line: what it writes, and that nothing fails."""
+"""One tiny run of every family from the command line."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from benchmarks.schema import STATUSES
 from benchmarks.settings import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
-#: Family -> its command line, and pairs of part and way that have to be measured.
+#: Family -> its command line, and required pairs of part and way.
 RUNS = {
     "attention": (
         ["--distributions", "clustered:0.5"],
@@ -68,7 +68,6 @@ RUNS = {
 
 
 def run(python, family, output, *arguments):
-    """Rows of a quick run."""
     command = [python, "-m", "benchmarks", family, "--quick", "--repeats", "2"]
     done = subprocess.run(
         [*command, "--output", str(output), *arguments], cwd=ROOT, capture_output=True, text=True,
@@ -86,7 +85,7 @@ def test_every_family_is_run():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quick(family, python, tmp_path):
     arguments, expected = RUNS[family]
-    if family == "attention":  # one starts as users start it
+    if family == "attention":  # one like users
         python = sys.executable
     rows = run(python, family, tmp_path / "rows.csv", *arguments)
     assert expected <= {(row["part"], row["way"]) for row in rows if row["status"] == "ok"}
@@ -126,7 +125,7 @@ def check_layer(rows):
 
 
 def check_recall(rows):
-    """Rounding changes some keys of a query and hardly what they capture."""
+    """Rounding changes some keys, but hardly the captured mass."""
     found, least = (values(rows, "all", name) for name in ("recall", "least_recall"))
     assert found["bf16"] == least["bf16"] == 1 and 0.7 < found["e4m3"] < 1
     assert least["e4m3"] <= found["e4m3"]
@@ -137,11 +136,11 @@ def check_recall(rows):
 
 
 def check_ranks(rows):
-    """Bytes counted are those of the design; an efficiency is that of the same run.
+    """Check that counted bytes equal the design, and efficiency the same run's times.
 
-    A token's latent (16 + 8) and index key (16): bf16 to the other rank, fp32 back. Of contiguous
-    parts every second token is scored by the other rank: index query and weights (3 heads) in bf16
-    there, 12 selected keys back.
+    A token's latent (16 + 8) and index key (16): bf16 to the other rank, fp32 back. With contiguous
+    parts the other rank scores every second token: index query and weights (3 heads) in bf16 there,
+    12 selected keys back.
     """
     layers = [row for row in rows if row["case"]["kind"] == "layers"]
     found = values(layers, "step", "bytes_per_token")
@@ -169,7 +168,7 @@ def check_train(rows):
     (planned,), (peak,) = (values(rows, "step", name).values() for name in
                            ("planned_mib", "peak_mib"))  # fmt: skip
     assert planned == pytest.approx(peak, rel=0.1)
-    # The two attentions compute the same; on the CPU, two runs are equal.
+    # Both attentions agree; on the CPU, two runs are equal.
     for step in range(1, 11):
         losses = values(rows, str(step), "lm_loss")
         assert losses["masked"] == pytest.approx(losses["sparse"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Timing and errors: what is checked before it is timed, medians and their sharding."""
+"""Timing: checks before timing, medians and spread, errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Traces: kernels belong to the operation that launched them."""
+"""Traces: kernels are attributed to their launching operation."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_kernels_belong_to_the_range_that_launched_them():
         event("user_annotation", "megatron_dsa.compressor.triton", 10, 20),
         event("cpu_op", "_CompressBackward", 200, 50, **{"External id": 7}),
         event("cpu_op", "aten::mm", 300, 10),
-        # Inside of an operation a matrix product is part of it.
+        # Products inside an operation belong to it.
         event("cpu_op", "aten::mm", 130, 10),
         event("cuda_runtime", "cudaLaunchKernel", 112, 1, correlation=1),
         event("cuda_driver", "cuLaunchKernelEx", 125, 1, correlation=2),
@@ -25,7 +25,7 @@ def test_kernels_belong_to_the_range_that_launched_them():
         event("cuda_runtime", "cudaLaunchKernel", 305, 1, correlation=5),
         event("cuda_runtime", "cudaMemsetAsync", 350, 1, correlation=6),
         event("cuda_driver", "cuLaunchKernelEx", 12, 1, correlation=8),
-        # Long after its launch, and for some launches there is no event.
+        # Long after its launch; some launches have no event.
         event("kernel", "lists", 1000, 2.0, correlation=1),
         event("kernel", "attention", 1010, 30.0, correlation=2),
         event("kernel", "gemm", 1050, 4.0, correlation=3),
@@ -73,7 +73,7 @@ def test_kernels_of_a_name_are_added_up(monkeypatch):
 
 
 def test_all_kernels_of_a_replay_are_added_up(monkeypatch):
-    """One launch of a graph; fills count, what the host does does not."""
+    """One launch of a graph; fills count, host events do not."""
     events = [
         event("cuda_runtime", "cudaGraphLaunch", 5, 100, correlation=1),
         event("kernel", "attention", 10, 2000.0, correlation=1),

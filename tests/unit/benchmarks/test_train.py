@@ -1,4 +1,4 @@
-"""The family ``train``: plans against what was measured, operations by group, resumed runs."""
+"""Family ``train``: plans against measurements, operations by group, resumed runs."""
 
 import re
 import shlex
@@ -24,8 +24,8 @@ KNOWN = 2 * operations.KNOWN**3
 
 @pytest.fixture(autouse=True)
 def no_process_groups():
-    """Plans and steps have process groups of their own, and tables of layouts."""
-    host.start()  # also makes Megatron run without a GPU
+    """Plans and steps need their own process groups and tables of layouts."""
+    host.start()  # also starts Megatron without a GPU
     host.stop()
     layout.bshd_layout.cache_clear()
     microbatch._unpacked.cache_clear()
@@ -44,9 +44,9 @@ def command_of(number, tiny):
     return [*command(*CASES[number][1:], tiny), "--global-batch-size", "1"]
 
 
-#: Models that take less memory than when they were measured: gradients of index queries are scaled
-#: in place, queries rotated in one pass, sparse attention runs in blocks of tokens, dense stages
-#: keep no copy of keys and values. To be measured again.
+#: Models that take less memory than measured: index queries' gradients are scaled in place, queries
+#: rotated in one pass, sparse attention runs in blocks, dense stages keep no copy of keys and
+#: values. To be measured again.
 LESS_NOW = {
     "sparse", "sparse, distributed optimizer", "sparse, experts",
     "sparse, prediction of a second token",
@@ -56,7 +56,7 @@ LESS_NOW = {
 
 
 def compare(planned, measured, name, rel):
-    """A plan is what was measured; where layers take less now, that is expected to fail."""
+    """Compare a plan with its measurement; layers that take less now are expected to fail."""
     assert planned <= (1 + rel) * measured
     if name in LESS_NOW and planned != pytest.approx(measured, rel=rel):
         pytest.xfail(f"{planned:.0f} MiB planned, {measured:.0f} measured before: measure again")
@@ -65,10 +65,7 @@ def compare(planned, measured, name, rel):
 
 @pytest.mark.parametrize("model", CASES, ids=lambda case: f"{case[0]}, {case[1]}k")
 def test_planned_memory_is_what_was_measured(model):
-    """Within a percent (10 are promised), today as when it was measured.
-
-    Half of it is the deterministic mode of tests, in which experts take more.
-    """
+    """Within a percent (10 are promised). In deterministic mode experts take more."""
     name, thousands, *_ = model
     rows = [
         row for row in recorded("memory", "peak_mib")
@@ -82,7 +79,6 @@ def test_planned_memory_is_what_was_measured(model):
 
 @pytest.mark.parametrize("model", resume.MODELS)
 def test_planned_memory_of_a_whole_run(model):
-    """Peaks that Megatron's training loop logged."""
     script = re.search(r"flags=\((.*?)\n\)", resume.SCRIPT.read_text(), re.DOTALL)[1]
     flags = shlex.split(script.replace("--data-path", "").replace('"$data"', ""))
     planned = planned_mib(["pretrain", *flags, *resume.MODELS[model].split()])
@@ -125,7 +121,6 @@ LOG = f"""==PROF== Connected to process 1
 
 @pytest.mark.parametrize("unit", [1, 2])
 def test_what_ncu_says_is_grouped(unit):
-    """Operations, also where the counter counts multiply-adds."""
     kernels = operations.counted(LOG.format(known=KNOWN // unit).splitlines())
     assert [count for _, count in kernels[1:]] == [3000, 500, 70, 9]
     assert operations.by_group(kernels) == {
@@ -149,11 +144,10 @@ def test_results_of_operations():
 
 
 def test_names_of_our_kernels_are_known():
-    """None of them is counted as a product with weights."""
     found = set()
     for file in (BENCHMARKS.parent / "megatron_dsa/ops").rglob("*.py"):
         found |= set(re.findall(r"prim_func\n\s+def (\w+)\(", file.read_text()))
-    products = found - {"key_unions", "best_columns"}  # these two only compare
+    products = found - {"key_unions", "best_columns"}  # for comparison only
     assert len(products) >= 8
     assert not [name for name in products if operations.group_of(name) == operations.WEIGHTS]
 

@@ -1,4 +1,4 @@
-"""Configurations that are refused, with a message that names the argument, the rule and the fix."""
+"""Rejected configurations: messages name the argument, the rule and the fix."""
 
 import dataclasses
 import importlib
@@ -19,14 +19,13 @@ from megatron_dsa.training.flag_rules import ROWS
 from tests.cases.released_models import CONFIGS
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
-#: With transformer-engine, whose FP8 takes weights of so many rows only.
+#: transformer-engine's FP8 requires multiples of the weight's height.
 FP8 = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
 FP8_INDEXER = FP8 | {"options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_fp8_is_taken(recipe):
-    """FP8 parameters as well, and any number of index heads while the indexer is in bf16."""
     for parameters in (False, True):
         small_config(**FP8, fp8_recipe=recipe, fp8_param=parameters, dsa_indexer_n_heads=3)
         small_config(**FP8_INDEXER, fp8_recipe=recipe, fp8_param=parameters)
@@ -185,7 +184,7 @@ def test_a_share_of_the_heads_is_not_for_v4():
 
 
 def all_rows():
-    """Return every row of the tables of rules."""
+    """Return all rules of the tables."""
     found = []
     for each in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
         for value in vars(importlib.import_module(each.name)).values():
@@ -194,7 +193,7 @@ def all_rows():
     return found + [row for row, _, _ in ROWS]
 
 
-#: Fields of all rows: one that is lost would be a refusal that is lost.
+#: Fields of all rules, so that a lost one is noticed.
 NAMES = """
 add_bias_linear add_qkv_bias attention_dropout batch_invariant_mode bf16 cache_mla_latents
 calculate_per_token_loss context_parallel_size context_parallel_size cpu_offloading
@@ -230,7 +229,6 @@ def test_no_row_is_lost():
 
 @pytest.mark.parametrize("row", all_rows(), ids=lambda row: row.name)
 def test_every_row_of_the_rules(row):
-    """The message names flag, value, case and reason; wanted values and foreign fields pass."""
     right, wrong = row.values, "wrong"
     if isinstance(row.values, Not):
         right, wrong = "right", row.values[0]
@@ -252,7 +250,7 @@ def test_rows_of_attention_hold_for_a_usual_model():
 
 
 def test_options_may_come_from_a_file_without_tuples():
-    """Policies are looked up in caches: what they name must be hashable."""
+    """Policies are keys of caches, so their names must be hashable."""
     options = DSAOptions(named=[["indexer_topk", "torch"]])
     assert options == DSAOptions(named=(("indexer_topk", "torch"),))
     assert hash(options.policy) == hash(DSAOptions(named=(("indexer_topk", "torch"),)).policy)
@@ -270,7 +268,6 @@ def test_the_dense_stage_needs_no_loss_coefficient():
 
 
 def test_flags_that_messages_name_exist():
-    """A fix that names a flag of another spelling would not help."""
     import argparse
     import re
     from pathlib import Path
@@ -284,7 +281,7 @@ def test_flags_that_messages_name_exist():
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     named = set(re.findall(r"--[a-z][a-z0-9-]+[a-z0-9]", source))
     named |= {flag_of(row.name) for row in all_rows() if not row.flag}
-    # Kitchen's own flags exist where that package is installed.
+    # Kitchen's flags exist only with that package.
     unknown = {flag for flag in named - set(parser._option_string_actions) if "kitchen" not in flag}
     assert unknown == set()
     assert len(named) > 40
@@ -347,7 +344,6 @@ def test_bad_options_are_named(changes, message):
 
 
 def test_a_layer_validates_a_foreign_configuration():
-    """A plain MLA configuration, changed after it was built, is checked when the layer is."""
     config = small_config()
     config.attention_dropout = 0.5
     with pytest.raises(ConfigError, match="--attention-dropout"):
@@ -355,7 +351,6 @@ def test_a_layer_validates_a_foreign_configuration():
 
 
 def test_strict_policy_refuses_at_construction():
-    """On a machine where something falls back, strictness stops the model's building."""
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.errors import FallbackError
 
@@ -386,7 +381,7 @@ def test_non_causal_masks_are_refused():
 
 
 def test_frozen_indexer_without_a_loss():
-    """Without a loss the indexer gets no gradient, so it must not wait for one."""
+    """An indexer without a loss has no gradient to wait for."""
     module = attention_module(small_config(dsa_indexer_loss_coeff=0.0))
     flags = {p.requires_grad for p in module.core_attention.indexer.parameters()}
     assert flags == {False}
@@ -424,7 +419,6 @@ def test_presets(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_whole_models_are_the_released_ones(name):
-    """What ``--dsa-load-hf`` asks of a model before it reads the weights."""
     start()
     from megatron_dsa.config.presets import VOCABULARY, model_preset
     from megatron_dsa.extras.huggingface.config_json import check_model, parse_config

@@ -57,7 +57,7 @@ def test_dense_stage_has_no_indexers():
 
 
 def test_yarn_flags_reach_the_configuration():
-    """Megatron's own flags, which it ignores with --multi-latent-attention."""
+    """Megatron ignores these flags with --multi-latent-attention."""
     from megatron_dsa.training.flag_rules import apply_yarn_flags
 
     config = small_csa_config(4, rope_type="yarn", rotary_scaling_factor=16.0)
@@ -90,7 +90,6 @@ def test_presets(name):
 
 
 def test_rope_tables_are_megatrons():
-    """Frequencies agree with Megatron's plain and YaRN embeddings, which are fp32."""
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     start()
@@ -118,7 +117,6 @@ def test_rope_tables_are_megatrons():
 
 
 def test_sink_and_ape_stay_fp32():
-    """Megatron casts whole models to bf16; these two keep every bit, their values included."""
     module = attention_module(small_csa_config(4, dtype=torch.float32))
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.bfloat16()

@@ -1,4 +1,4 @@
-"""Which CUDA graphs are refused, by which rule."""
+"""Rejected CUDA graphs, by rule."""
 
 from types import SimpleNamespace
 

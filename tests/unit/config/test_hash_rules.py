@@ -1,4 +1,4 @@
-"""Where hash layers are refused, and which pipelines hold them."""
+"""Hash layers: rejected configurations and pipelines."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_refusals_name_the_flag(message):
         config_of(**WRONG[message])
 
 
-#: Layers that stand with the embedding -> how the pipeline is divided.
+#: Layers on the embedding's stage -> division of the pipeline.
 STAGES = [
     (8, {}),
     (4, {"pipeline_model_parallel_size": 2}),

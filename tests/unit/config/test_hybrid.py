@@ -1,4 +1,4 @@
-"""Layer patterns of hybrid models: parts, selecting layers, refusals."""
+"""Layer patterns of hybrid models: parts, selecting layers, rejected patterns."""
 
 import pytest
 import torch
@@ -79,7 +79,6 @@ def test_patterns_of_a_gpt(pattern, count):
 
 
 def test_selections_are_counted_over_attention():
-    """Of six attentions one in two selects, wherever MLPs and experts stand between."""
     config = small_hybrid_config("D-DED--DD-D-", **SHARED, **EXPERTS)
     numbers = attention_layers(config)
     selecting = [number for number in numbers if selects_keys(config, number)]

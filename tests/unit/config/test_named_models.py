@@ -1,4 +1,4 @@
-"""``--dsa-model``: the flags of a model by name, and what the command line changes of it."""
+"""``--dsa-model``: flags of a named model, and overrides by the command line."""
 
 import argparse
 import re
@@ -9,7 +9,6 @@ from tests.host import start, stop
 
 
 def parse(*flags):
-    """Return what Megatron's parser with our flags reads."""
     start()
     from megatron.training.arguments import add_megatron_arguments
 
@@ -21,7 +20,6 @@ def parse(*flags):
 
 @pytest.mark.parametrize("name", ["v3.2", "glm-5", "glm-5.3-flash", "v4-flash", "v4-pro"])
 def test_named_models_are_the_released_ones(name):
-    """The flags of their config.json are among them."""
     from megatron_dsa.config.presets import MODELS, PRESETS, TINY, model_flags
     from megatron_dsa.extras.huggingface.config_json import parse_config
     from megatron_dsa.extras.huggingface.flags import flags_of
@@ -32,7 +30,7 @@ def test_named_models_are_the_released_ones(name):
     released = vars(parse(*flags_of(parse_config(CONFIGS[name]))))
     default = vars(parse())
     said = {key for key, value in released.items() if value != default[key]}
-    # V4's attention does not read it. Experts in every layer are written in two ways.
+    # V4's attention ignores it. Experts in every layer have two spellings.
     apart = {"kv_lora_rank", "moe_layer_freq"} if name.startswith("v4") else set()
     assert len(said) > 20 and all(named[key] == released[key] for key in said - apart)
 
@@ -45,7 +43,7 @@ def test_the_users_flags_win_and_are_listed(place, capsys, monkeypatch):
     assert (args.num_layers, args.hidden_size, args.q_lora_rank) == (2, 128, 64)
     assert args.dsa_model == "v3.2-tiny"
     sentence = "--num-layers is 2 by the command line, 4 in --dsa-model v3.2-tiny"
-    assert args.dsa_model_changes == [sentence]  # the other one changes nothing
+    assert args.dsa_model_changes == [sentence]  # the other one is no change
     first, *changes = capsys.readouterr().out.splitlines()
     assert first.startswith("> --dsa-model v3.2-tiny sets ") and "--q-lora-rank 64" in first
     assert changes == [f"> megatron_dsa {sentence}"]
@@ -86,7 +84,7 @@ def test_a_plan_notes_what_changes_a_model():
     from megatron_dsa.extras.planner.command import plan_of
     from megatron_dsa.extras.planner.text import describe
 
-    stop()  # a plan has process groups of its own
+    stop()  # a plan needs its own process groups
     flags = "--dsa-model v3.2-tiny --num-layers 1 --seq-length 64 --vocab-size 257 --lr 1"
     flags += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --eval-interval 1"
     text = describe(plan_of(["pretrain", *flags.split()], 1, GPUS["h200"]))

@@ -1,4 +1,4 @@
-"""Numbers of the command line: one table of ranges for trainings, plans and commands."""
+"""Ranges of numbers on the command line, for trainings, plans and commands."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ from megatron_dsa.ops.dispatch.policy import Policy
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed, start
 
-#: Values of flags that ran, or ended in a traceback, without the table.
+#: Values that otherwise ran, or ended in a traceback.
 REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000|--seq-length 0
 --seq-length 10000000000|--log-interval 0|--lr -1|--lr nan|--lr inf|--clip-grad nan
 --clip-grad -1|--micro-batch-size 0|--global-batch-size 1000000000|--num-attention-heads 0
@@ -116,7 +116,7 @@ def test_numbers_of_two_flags(changes, says, parser):
 
 
 def test_values_that_mean_something_to_megatron(parser):
-    """Negative: on its own terms; 0: never. Without a training there is no schedule."""
+    """Negative: Megatron's meaning; 0: never. Without training there is no schedule."""
     for flags in (
         {"--moe-router-force-biased": -0.1, "--moe-expert-capacity-factor": -1},
         {"--moe-paged-stash-buffer-size-factor-cuda": -1.1},
@@ -204,7 +204,6 @@ def test_fields_of_a_policy(field, value):
     ],
 )
 def test_names_of_a_policy(named, message):
-    """Also of operations other than the one that is called."""
     call = describe_call("cpu", dtype=torch.float32, heads=2, qk_dim=8, v_dim=4, topk=1)
     with pytest.raises(ConfigError, match=message):
         OPERATIONS["sparse_attention_backward"].choose(call, Policy(named=(named,)))
@@ -227,7 +226,6 @@ def test_alpha_of_adapters(alpha):
     ],
 )
 def test_values_from_python(name, value, message):
-    """Where no command line gives them their type."""
     config = preset("v3.2", transformer_impl="local", dsa_indexer_loss_coeff=1.0)
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The choice between sparse and masked dense attention: conditions, and who reads it."""
+"""The choice between sparse and masked dense attention, and its consumers."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
 from tests.plans import BF16, only_chunk, plan
 
-#: The small configuration selects 12 keys with 4 heads, so masked dense attention wins up to:
+#: The small configuration (12 keys, 4 heads) prefers masked dense attention up to this length.
 CROSSOVER = 74
 
 
@@ -56,7 +56,7 @@ def test_every_operation_has_to_be_fused(fused, missing):
     fused(*(op.name for op in OPERATIONS if op.name != missing))
     found = choice(sequence_length=40)
     assert not found.masked and missing in found.reason and found.masked_up_to is None
-    # Also under a strict policy, which refuses what would run and not what was asked about.
+    # A strict policy rejects implementations, not questions.
     assert not choice(sequence_length=40, strict=True).masked
 
 
@@ -81,7 +81,6 @@ BY_HEADS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def test_what_ranks_divide(fused):
-    """Heads of a rank count; other divisions stay sparse."""
     fused()
     found = choice(sequence_length=40, config=BY_HEADS, tp_mode="heads")
     assert found.masked and "2 heads on a rank" in found.reason
@@ -95,7 +94,6 @@ def test_what_ranks_divide(fused):
 
 
 def test_keys_of_other_ranks_count(fused):
-    """The more context-parallel ranks there are, the more tokens a rank makes keys of."""
     fused()
     found = choice(sequence_length=40, config={"context_parallel_size": 2})
     assert found.masked and CROSSOVER > found.masked_up_to > 40
@@ -155,7 +153,7 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
 
 @pytest.mark.parametrize("loss", [0.7, 0.0])
 def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
-    """On the CPU in place of a GPU: all operations once, with lists as wide as the step's."""
+    """On the CPU instead of a GPU: every operation once, with the step's list width."""
     start()
     ran = []
 
@@ -168,7 +166,7 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
     config = small_config(options=options, dtype=torch.float32, dsa_indexer_loss_coeff=loss)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: None)
     ops = required_ops(config, 1, device="cuda")
-    others = ("indexer", "rotat")  # rotations compile in no time
+    others = ("indexer", "rotat")  # rotations compile quickly
     calls = tuple(
         (op.operation, op.call) for op in ops if not any(x in op.operation for x in others)
     )
@@ -181,8 +179,7 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
 
 
 def test_plans_choose_for_their_gpu(fused):
-    """A preset's plan changes only where the kernels are."""
-    stop()  # plans have process groups of their own
+    stop()  # plans need their own process groups
     flags = BF16 | {"--dsa-indexer-topk": 32}  # of 96 tokens
     before = plan(flags)
     fused(capabilities=((9, 0),))

@@ -1,4 +1,4 @@
-"""The choice between masked dense attention and dense attention: conditions, and who reads it."""
+"""The choice between masked dense and dense attention, and its consumers."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_every_operation_has_to_be_fused(fused, missing):
     fused(*(op.name for op in OPERATIONS if op.name != missing))
     found = choice(sequence_length=64)
     assert not found.masked and missing in found.reason
-    # Also under a strict policy, which refuses what would run and not what was asked about.
+    # A strict policy rejects implementations, not questions.
     assert not choice(sequence_length=64, strict=True).masked
 
 
@@ -83,7 +83,7 @@ def test_stages_and_models_that_select(fused):
 
 
 def test_heads_of_a_rank_count(fused):
-    """Also where a rank would select for its own tokens in stage sparse."""
+    """A rank's heads count, even if it would select for local tokens in stage sparse."""
     fused("visible_bits")
     fused("masked_attention_forward", "masked_attention_backward", heads=(2, 2))
     assert not choice(sequence_length=64).masked
@@ -112,7 +112,7 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
 
 @pytest.mark.parametrize("stage", ["dense", "warmup"])
 def test_warm_up_runs_what_a_step_calls(add, monkeypatch, stage):
-    """On the CPU in place of a GPU: all operations once, the dense loss with the step's keys."""
+    """On the CPU instead of a GPU: every operation once, the dense loss with the step's keys."""
     start()
     ran = []
 
@@ -137,8 +137,7 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, stage):
 
 
 def test_plans_choose_for_their_gpu(fused):
-    """A preset's plan changes only where the kernels are."""
-    stop()  # plans have process groups of their own
+    stop()  # plans need their own process groups
     flags = BF16 | {"--dsa-stage": "warmup", "--micro-batch-size": 1}
     before = plan(flags)
     fused(capabilities=((9, 0),))

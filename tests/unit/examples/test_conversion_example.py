@@ -1,4 +1,4 @@
-"""``examples/conversion``: the corpus, the flags of the runs at full size, and the table."""
+"""``examples/conversion``: corpus, flags of full-size runs, table."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def arrays(*lengths):
 @pytest.mark.parametrize(
     ("lengths", "grouped"),
     [
-        ((3, 4, 5, 6), [[3, 4, 5, 6]]),  # 12, and what is left is added
+        ((3, 4, 5, 6), [[3, 4, 5, 6]]),  # 12, and the rest is added
         ((12, 3, 9, 1), [[12], [3, 9, 1]]),
         ((4, 5), []),
         ((30,), [[30]]),
@@ -70,7 +70,7 @@ def test_units_are_folders_and_small_ones_are_joined(prepare, tmp_path):
 
 
 def test_corpus(prepare, tmp_path, monkeypatch, capsys):
-    """Both data sets hold the text, in documents that end in the last id; none is in both."""
+    """Data sets must hold the text in documents with an end id, without overlap."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from tokenizers import Tokenizer
 
@@ -114,7 +114,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_refused(prepare):
         prepare.train_tokenizer(iter(["x"]), 300)
 
 
-#: Run -> script, run that it starts from, stage, steps, highest and last rate.
+#: Run -> script, initial run, stage, steps, highest and last rate.
 RUNS = {
     "dense": ("dense.sh", None, "dense", 1500, 6e-4, 2e-5),
     "dense_on": ("dense_on.sh", "dense", "dense", 2100, 2e-5, 2e-5),
@@ -126,13 +126,12 @@ RUNS = {
 
 
 def trained_to(folder, run, step):
-    """Pretend that a run has a checkpoint."""
     (folder / run).mkdir(parents=True, exist_ok=True)
     (folder / run / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 def flags_of_run(folder, run, *arguments, **variables):
-    """Return the flags that a run is launched with where the runs before it are trained."""
+    """Return a run's flags, given trained predecessors."""
     script, start, *_ = RUNS[run]
     trained_to(folder, "dense", 1500 if run != "dense" else 0)
     if start == "warmup":
@@ -171,7 +170,7 @@ def test_a_dry_run_plans_without_measures(tmp_path, monkeypatch):
     assert args.train_iters == 2100
 
 
-#: What K/S of 1/16 and 1/32, the variants, the equal runs and V4 change in the flags of a run.
+#: Changed flags of K/S 1/16 and 1/32, variants, equal runs and V4.
 NAMED = {
     "dense_on_again": {"dsa_stage": "dense", "dsa_indexer_topk": 2048},
     "sparse_again": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "auto"},
@@ -186,7 +185,7 @@ NAMED = {
 
 
 def all_runs(folder, *names, **variables):
-    """Let ``all.sh`` train these runs where the corpus and the runs before them are there."""
+    """Run ``all.sh`` for these runs, given corpus and predecessors."""
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data/corpus.json").write_text("{}")
     variables = {"RUN_DIR": str(folder), "GPU30": "1"} | variables
@@ -195,7 +194,6 @@ def all_runs(folder, *names, **variables):
 
 @pytest.mark.parametrize("run", NAMED)
 def test_named_runs_parse_and_plan(run, tmp_path, monkeypatch, capsys):
-    """Every run that ``all.sh`` takes the name of, at the size of ``GPU30``, on an H100."""
     from megatron_dsa.extras.planner.command import dry_run
 
     trained_to(tmp_path, "dense", 840)
@@ -210,10 +208,10 @@ def test_named_runs_parse_and_plan(run, tmp_path, monkeypatch, capsys):
     assert args.load == str(tmp_path / (start or run)) and bool(args.no_load_optim) == bool(start)
     assert (args.train_iters, args.lr) == (1020, 3.3e-5 if start else 1e-3)
     capsys.readouterr()
-    stop()  # a plan has process groups of its own
+    stop()  # a plan needs its own process groups
     assert dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-gpu", "h100"]) == 0
     plan = capsys.readouterr().out
-    # The teacher of absorbed attention has a fused kernel in cuDNN's front end alone.
+    # Only cuDNN's front end has a fused kernel for absorbed attention's teacher.
     assert set(re.findall(r"^  (\w+): torch", plan, re.M)) <= {"sparse_attention_probabilities"}
     weights = float(re.search(r"weights.*\n +0 +(\S+)", plan)[1])
     millions = 157 if run == "v4" else 149 if "dense" in run else 160
@@ -221,13 +219,12 @@ def test_named_runs_parse_and_plan(run, tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_done_and_what_is_left(tmp_path):
-    """With what runs start from, and times of steps from logs where there are any."""
     trained_to(tmp_path, "dense", 420)
     log = "iteration 10 | elapsed time per iteration (ms): {}.0 |\n"
     times = "".join(log.format(value) for value in (900, 500, 400))
     (tmp_path / "dense/train.log").write_text(times)
     done = all_runs(tmp_path, "sparse_512_masked", "dense_on", PLAN="1")
-    # Half of dense at 0.5 s a step; the start of a process and its evaluations take 65 s.
+    # Half of dense at 0.5 s a step; process start and evaluations take 65 s.
     assert done.stdout.splitlines() == [
         "== dense: 420 of 840 steps left, about 4.6 minutes",
         "== warmup: 60 of 900 steps left, about 1.8 minutes",
@@ -241,7 +238,6 @@ def test_what_is_done_and_what_is_left(tmp_path):
 
 
 def test_the_page_lists_the_runs(tmp_path):
-    """Its table has all runs that are tested here; ``all.sh`` knows every one of it."""
     table = PAGE.read_text(encoding="utf-8").split("| run | starts from |")[1].split("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines()[2:]]
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
@@ -259,7 +255,7 @@ def test_an_unknown_run_is_refused(tmp_path):
 
 
 def test_other_settings_are_refused(tmp_path):
-    """They would go on from checkpoints of another seed, without a word."""
+    """They would silently continue checkpoints of another seed."""
     trained_to(tmp_path, "dense", 840)
     assert all_runs(tmp_path, "dense").returncode in (0, 1)
     changes = (
@@ -278,7 +274,6 @@ def test_other_settings_are_refused(tmp_path):
 
 @pytest.mark.parametrize("length", ["256", "16385"])
 def test_sequences_longer_than_documents_are_refused(tmp_path, length):
-    """Before anything is trained; and those that are too short for the probes."""
     done = all_runs(tmp_path, "dense", LENGTH=length)
     assert done.returncode == 2
     assert f"LENGTH must be 512 to 16384, the tokens of a document, got {length}" in done.stderr

@@ -1,4 +1,4 @@
-"""What ``examples/conversion`` measures: losses by position, probes, the selection; its charts."""
+"""Measures of ``examples/conversion``: losses by position, probes, selection; charts."""
 
 import csv
 import re
@@ -15,7 +15,7 @@ held_out, probes = module("held_out"), module("probes")
 
 
 def measured_losses(seed=0, sequences=30, length=512):
-    """Losses, which of them count, and documents that begin anywhere."""
+    """Return losses, their mask, and documents at arbitrary offsets."""
     rng = numpy.random.default_rng(seed)
     losses = rng.gamma(2.0, 1.0, (sequences, length))
     counted = rng.random((sequences, length)) < 0.9
@@ -51,7 +51,7 @@ def test_standard_error_of_equal_clusters_is_that_of_their_means():
 
 
 def test_gaps_are_paired():
-    """What all models find hard has no part in the error."""
+    """Difficulty shared by all models must not enter the error."""
     losses, counted, documents = measured_losses()
     hard = losses + 3 * (documents % 3)
     mine, theirs = (
@@ -67,13 +67,15 @@ def test_gaps_are_paired():
 
 
 def text(sequences=6, length=512):
-    """Token ids of which hardly any pair comes twice."""
+    """Return token ids with hardly any repeated pair."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 50000, (sequences, length), generator=generator)
 
 
 def looks_back(window, context=2):
-    """A model that finds the last tokens again, up to ``window`` back, and goes on from there."""
+    """Return a model that finds the last tokens again within ``window``, and continues from
+    there.
+    """
 
     def predict(sequence, positions):
         ids = sequence.tolist()
@@ -101,7 +103,7 @@ def test_a_model_that_looks_back_solves_what_it_reaches(window, reached):
 
 
 def test_a_look_up_is_not_solved_by_position():
-    """A model that repeats what stood so many tokens back copies, and does not look up."""
+    """A model that repeats tokens at a fixed distance copies, but does not look up."""
 
     def predict(sequence, positions):
         return sequence[positions + 1 - 256]
@@ -140,21 +142,19 @@ def test_text_that_probes_do_not_fit_into_is_refused(sequences, why):
 
 
 def small_model(name):
-    """A small GPT model whose layers select, in evaluation mode."""
+    """Return a small GPT model with selecting layers, in evaluation mode."""
     make, positional, fields = MODELS[name]
     return gpt(make(*positional, **fields)).eval()
 
 
 @torch.no_grad()
 def run(model, seed=5):
-    """Run a forward pass; return logits."""
     ids = tokens(seed)
     return model(ids, torch.arange(64, device=ids.device)[None], None)[0], ids[0]
 
 
 @pytest.mark.parametrize("name", ["DSA", "masked"])
 def test_mass_and_recall_of_the_selection(name):
-    """Against the probabilities of dense attention, written out."""
     from megatron_dsa.metrics.quality import captured_mass
 
     selection = module("selection")
@@ -204,14 +204,13 @@ def test_predictions_are_those_of_all_logits():
 
 
 def write(file, columns, rows):
-    """Write a CSV."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", newline="", encoding="utf-8") as opened:
         csv.writer(opened).writerows([columns, *rows])
 
 
 def made_up_runs(folder):
-    """Write what two steps of three runs would have left behind."""
+    """Write the results of two steps of three runs."""
     for number, run in enumerate(["dense_on", "sparse", "sparse_1024"]):
         losses, counted, documents = measured_losses()
         rows, measured, log = [], [], []
@@ -265,7 +264,7 @@ def test_tables_and_charts(tmp_path, monkeypatch, capsys):
     drawn = {file.name for file in (tmp_path / "drawn").iterdir()}
     assert drawn == {"losses.png", "positions.png", "selection.png", "probes.png"}
     assert all(axis.has_data() for figure in figures for axis in figure.axes)
-    # Without TensorBoard's figures of layers: their mean, from the logs.
+    # The fallback is the mean from the logs.
     (tmp_path / "layers.csv").unlink()
     figures.clear()
     charts.main()

@@ -11,7 +11,7 @@ SETTINGS = "seed {}, steps 20 10 20, first TOPK 64, --num-layers 2, batch 2\n"
 
 
 def session(folder, seed, **losses):
-    """Write what ``results.sh`` writes: by run, losses of documents of 100 and 300 tokens."""
+    """Write ``results.sh``'s output: by run, losses of documents of 100 and 300 tokens."""
     folder.mkdir()
     (folder / "settings.txt").write_text(SETTINGS.format(seed))
     with open(folder / "documents.csv", "w") as file:
@@ -31,7 +31,6 @@ def rows_of(seeds, capsys, monkeypatch, output, *folders):
 
 
 def test_gaps_over_seeds(tmp_path, monkeypatch, capsys):
-    """Two seeds, one of them in two sessions; gaps that are negative or NaN stay in the table."""
     seeds = module("seeds")
     folders = [
         session(tmp_path / "a", 1, dense_on=(50, 2.0, 2.0), sparse=(50, 2.3, 2.1)),
@@ -53,7 +52,7 @@ def test_gaps_over_seeds(tmp_path, monkeypatch, capsys):
     # The dense model of another session of its seed.
     assert found["sparse_32", "dense_on, 50"][:2] == ["1", "+0.3000 (+10.00%)"]
     assert found["sparse", "dense_on, 40"] == ["0", "not measured"]
-    # Fewer keys are compared with more, too.
+    # Fewer keys are also compared with more.
     assert found["sparse_32", "sparse, 50"][:2] == ["1", "+0.4000 (+13.79%)"]
     with open(tmp_path / "all/documents.csv", newline="") as file:
         written = [(row["seed"], row["run"]) for row in csv.DictReader(file)]
@@ -61,7 +60,6 @@ def test_gaps_over_seeds(tmp_path, monkeypatch, capsys):
 
 
 def test_what_was_put_together_is_read_again(tmp_path, monkeypatch, capsys):
-    """The same table and the same CSVs; another seed is added to it."""
     seeds = module("seeds")
     folders = [
         session(tmp_path / "a", 1, dense=(30, 4.0, 4.0), dense_on=(50, 2.0, 2.0),
@@ -92,7 +90,6 @@ def test_sessions_that_do_not_compare_are_refused(tmp_path, monkeypatch, capsys)
 
 
 def test_charts_of_several_seeds(tmp_path):
-    """Means, with the larger error: over seeds or its own; of one seed its own."""
     pytest.importorskip("matplotlib")
     charts = module("charts")
     row = {"run": "sparse", "step": "50", "measure": "copy", "part": "8", "error": "0.5"}
@@ -111,13 +108,13 @@ def test_charts_of_several_seeds(tmp_path):
         for seed, gap in (("1", -2.0), ("2", 4.0))
     }
     assert charts.last_gaps(sums)["sparse"]["0-8"] == pytest.approx((0.1, 0.3))
-    # Documents that differ more than seeds, which cut them into bands at other places.
+    # Documents differ more than seeds, which cut them into other bands.
     sums["1"]["sparse"][50] = {(0, "0-8"): (28.0, 10), (1, "0-8"): (8.0, 10)}
     sums["2"] = {
         "dense_on": {50: {(0, "0-8"): (40.0, 20), (2, "0-8"): (20.0, 10)}},
         "sparse": {50: {(0, "0-8"): (46.0, 20), (2, "0-8"): (17.0, 10)}},
     }
-    # Sums of both, over tokens of both: (8 + 6) / 30, -12 / 10, -3 / 10.
+    # Sums of both over tokens of both: (8 + 6) / 30, -12 / 10, -3 / 10.
     value = fmean([-4 / 20, 3 / 30])
     total = (14 - 12 - 3) / 50
     apart = (14 - 30 * total, -12 - 10 * total, -3 - 10 * total)

@@ -1,4 +1,4 @@
-"""The launch scripts: their flags are valid and describe the released models."""
+"""Launch scripts: valid flags that describe the released models."""
 
 import dataclasses
 import os
@@ -19,19 +19,19 @@ from tests.host import parsed
 
 
 def configured(flags, world, monkeypatch):
-    """Return the transformer configuration and the arguments that flags describe."""
+    """Return configuration and arguments of flags."""
     from megatron_dsa.pretrain import model_config_from_args
 
-    # Grouped expert GEMMs are refused without a GPU; a Hopper GPU is what the scripts are for.
+    # Grouped expert GEMMs require a GPU; the scripts target Hopper.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     args = parsed(flags, world, monkeypatch)
     if args.padded_vocab_size is None:
         args.padded_vocab_size = 1024  # the tokenizer's
-    assert args.eval_interval  # Megatron divides by it, whether or not there is a validation
+    assert args.eval_interval  # Megatron divides by it, even without validation
     return model_config_from_args(args).transformer, args
 
 
-#: Script -> preset, GPUs, pipeline ranks of its defaults.
+#: Script -> preset, GPUs, default pipeline ranks.
 SCRIPTS = {
     "v3_2.sh": ("v3.2", 256, 8),
     "glm_5.sh": ("glm-5", 256, 8),
@@ -50,7 +50,7 @@ RUNS = [
     ("v4_flash.sh", WARM_UP),
     ("v4_pro.sh", LONG | {"RECOMPUTE": "full"}),
 ]
-#: What flags of a config.json leave to the user: how experts are balanced, the weight of losses.
+#: Flags left to the user: balancing of experts, weights of losses.
 TRAINED = {
     "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
     "mtp_loss_scaling_factor", "kv_lora_rank", "dsa_indexer_use_sparse_loss",
@@ -61,7 +61,7 @@ TRAINED = {
     "script, variables", RUNS, ids=[" ".join([s, *map("=".join, v.items())]) for s, v in RUNS]
 )
 def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
-    """The flags describe the weights: what ``--dsa-load-hf`` demands of its ``config.json``."""
+    """A script's flags must satisfy ``--dsa-load-hf`` for its ``config.json``."""
     preset, world, ranks = SCRIPTS[script]
     released = CONFIGS[preset]
     launcher, flags, _ = launched(script, tmp_path, TRAINING | variables)
@@ -87,7 +87,6 @@ def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
 def test_v4_scripts_have_the_flags_of_config_json(script, tmp_path, monkeypatch):
-    """With the flags that ``megatron_dsa flags`` prints, the model is the same in every field."""
     preset, world, _ = SCRIPTS[script]
     _, flags, _ = launched(script, tmp_path, TRAINING)
     of_training = flags[flags.index("--tensor-model-parallel-size") :]
@@ -107,7 +106,6 @@ def test_v4_scripts_have_the_flags_of_config_json(script, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
 def test_v4_scripts_take_the_flags_of_muon(script, tmp_path, monkeypatch):
-    """The flags of docs/guide/muon.md, behind the script."""
     pytest.importorskip("emerging_optimizers", minversion="0.3")
     page = (EXAMPLES.parent / "docs/guide/muon.md").read_text()
     flags = re.search(r"```bash\n(--optimizer muon .*?)```", page, re.S)[1].split()
@@ -117,7 +115,6 @@ def test_v4_scripts_take_the_flags_of_muon(script, tmp_path, monkeypatch):
 
 
 def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
-    """The command in the head of glm_5.sh, with a layout as it asks for."""
     sharing = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
     released = GLM_5 | sharing | {"rope_parameters": {"rope_theta": 8000000}}
     flags = ("--dsa-indexer-topk-freq", "4", "--dsa-indexer-skip-topk-offset", "3")
@@ -128,15 +125,13 @@ def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_dry_run_needs_no_launcher(script, tmp_path):
-    """Neither data nor tokenizer nor GPUs: one process that is told how many there would be."""
     launcher, flags, world = launched(script, tmp_path, {"NODES": "4"}, "--dsa-dry-run")
     assert launcher == ["-m"] and flags[-1] == "--dsa-dry-run" and world == "32"
 
 
 def test_slurm(tmp_path):
-    """Every node gets its number, all the same address and port; variables are taken along."""
     for name, text in {
-        "srun": 'shift\nSLURM_NODEID=3 exec "$@"',  # the one flag, then what a task runs
+        "srun": 'shift\nSLURM_NODEID=3 exec "$@"',  # the flag, then a task's command
         "scontrol": "echo first\necho second",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -162,7 +157,7 @@ def test_slurm(tmp_path):
 
 
 def unset_variables(script, folder, variables, *arguments):
-    """Return the variables that a script asks for, which it must do before anything else."""
+    """Return the variables that a script requires first."""
     done = launch(script, folder, variables, *arguments)
     first, *lines = done.stderr.splitlines()
     assert first == f"{script}: set these variables, which have no default:"
@@ -185,7 +180,6 @@ def test_more_flags_of_several_lines(tmp_path):
 
 
 def test_a_run_is_watched(tmp_path, monkeypatch):
-    """TensorBoard's files without a word, all else by variables."""
     for variables, expected in (
         ({}, {"data_path": ["data"], "split": "100,0,0", "eval_iters": 0, "wandb_project": None}),
         (
@@ -242,7 +236,7 @@ another line
 
 
 def logged(folder, *command):
-    """Start the function of ``log.sh`` that runs a command; the log is ``folder/new/train.log``."""
+    """Start ``log.sh``'s function that runs a command with the log ``folder/new/train.log``."""
     script = f'set -euo pipefail; source {EXAMPLES}/log.sh; logged new/train.log "$@"; echo after'
     return subprocess.Popen(
         ["bash", "-c", script, "script", *command],
@@ -251,7 +245,7 @@ def logged(folder, *command):
 
 
 def test_the_terminal_shows_training_lines_and_the_log_everything(tmp_path):
-    for _ in range(2):  # a run that is resumed appends
+    for _ in range(2):  # a resumed run appends
         process = logged(tmp_path, "printf", "%s", TRAINING_OUTPUT)
         out, err = process.communicate()
         assert process.returncode == 0 and not err
@@ -271,7 +265,7 @@ def test_a_failure_keeps_its_exit_code_and_shows_the_end_of_the_log(tmp_path):
 
 
 def test_a_signal_reaches_the_training_and_its_exit_code_counts(tmp_path):
-    """Megatron saves a checkpoint on SIGTERM with ``--exit-signal-handler``."""
+    """Megatron saves on SIGTERM with ``--exit-signal-handler``."""
     code = (
         "import signal, sys, time\n"
         "def save(*_):\n"

@@ -1,4 +1,4 @@
-"""The small training scripts without a training: help, installation, progress, resume."""
+"""The small training scripts without training: help, installation, progress, resume."""
 
 import os
 import pty
@@ -43,8 +43,8 @@ def test_progress_in_a_file_is_printed_now_and_then():
         PROGRESS, input="".join(LOG).encode("latin1"), capture_output=True, check=True
     )
     assert done.stdout.decode().splitlines() == [
-        "stage 2/3, step 101/250, loss 2.21, 0.61 s a step",  # its time holds compilation
-        # The next come within 10 seconds.
+        "stage 2/3, step 101/250, loss 2.21, 0.61 s a step",  # includes compilation
+        # The next ones follow within 10 seconds.
         "WARNING:megatron_dsa.ops.dispatch:indexer_topk: torch (cudnn: too old)",
         "stage 2/3, step 250/250, loss 2.21, 0.61 s a step",
         "saved step 250",
@@ -54,7 +54,7 @@ def test_progress_in_a_file_is_printed_now_and_then():
 
 
 def on_terminal(**variables):
-    """Return what a terminal gets, without its escapes for colours and the clearing of lines."""
+    """Return a terminal's content without escapes."""
     ours, theirs = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
     process = subprocess.Popen(
@@ -92,7 +92,7 @@ def test_progress_on_a_terminal_is_rewritten_in_place():
 
 @pytest.fixture
 def clone(tmp_path):
-    """A clone of the scripts, without an environment."""
+    """Clone the scripts, without an environment."""
     for folder in ("examples", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs").mkdir()
@@ -115,7 +115,6 @@ def test_help_needs_no_installation(script, clone):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_installation_in_a_few_lines(fails, clone):
-    """Its output is in a file, whose end is shown where it fails."""
     uv = clone / "bin/uv"
     uv.parent.mkdir()
     site = ".venv/lib/python3.12/site-packages"
@@ -143,7 +142,7 @@ def test_an_installation_in_a_few_lines(fails, clone):
 
 
 def run(folder, training, *arguments, steps="20 10 20"):
-    """Run train_small.sh with a shell script in place of the training."""
+    """Run train_small.sh with a shell script instead of training."""
     python = folder / "python"
     python.write_text(
         f'#!/bin/sh\ncase "$*" in\n*pretrain*)\n{training}\n;;\n'
@@ -163,7 +162,7 @@ def test_a_stage_that_fails_ends_the_script(tmp_path):
     assert "the reason" in done.stderr and "stage dense failed" in done.stderr
 
 
-#: Saves the step of ``--train-iters``, and in the second call only the one before it.
+#: Saves step ``--train-iters``, in the second call only the previous one.
 SAVE = """
 mkdir -p {run}/checkpoints; echo >> {run}/calls
 for word in "$@"; do if [ "$before" = --train-iters ]; then step=$word; fi; before=$word; done

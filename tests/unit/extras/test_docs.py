@@ -1,10 +1,10 @@
 """The commands of the README and ``docs/`` work; links, files and names in the pages exist.
 
-All ``bash`` and ``python`` blocks of a page are run one after the other, in one shell, in an empty
-folder. A comment in the line before a block changes that:
+All ``bash`` and ``python`` blocks of a page run in order, in one shell, in an empty folder. A
+comment before a block changes that:
 
-* ``<!-- not run: REASON -->``: what it names has to exist (modules, scripts, flags, extras, names);
-* ``<!-- save as: FILE -->``: a Python block is written to a file that later commands run.
+* ``<!-- not run: REASON -->``: its modules, scripts, flags, extras and names must exist;
+* ``<!-- save as: FILE -->``: write a Python block to a file for later commands.
 """
 
 import argparse
@@ -35,7 +35,7 @@ FILES = [
 ]
 MARKDOWN = [path for path in FILES if path.suffix == ".md"]
 SOURCES = [path for path in FILES if path.suffix in (".py", ".sh", ".sbatch", ".yml", ".yaml")]
-#: Files of others that pages name.
+#: Other projects' files in pages.
 FOREIGN = {"pretrain_gpt.py"}
 FENCE = re.compile(
     r"^(?:<!-- (?P<what>not run|save as): (?P<value>[^\n]+) -->\n)?"
@@ -46,7 +46,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page; ``what`` and ``value`` are those of the comment before it."""
+    """A fenced block of a page; ``what`` and ``value`` are the preceding comment's."""
 
     where: str
     language: str
@@ -73,7 +73,7 @@ NOT_RUN = [block for block in ALL if block.what == "not run"]
 
 
 def test_every_block_says_what_it_is():
-    """A block without a language would be neither run nor looked at."""
+    """A block without a language would be neither run nor checked."""
     fences = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
     assert fences == 2 * len(ALL)
     for block in ALL:
@@ -90,7 +90,7 @@ def relative(path: Path) -> str:
 
 @functools.cache
 def anchors(page: Path) -> frozenset[str]:
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """Return GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ +(.+)$", without_blocks(page), re.M)
     titles = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return frozenset(re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in titles)
@@ -109,7 +109,6 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_named_files_exist(page):
-    """A path in backticks is the end of the path of a file in the tree."""
     paths = [f"/{relative(path)}" for path in FILES]
     pattern = r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|sh|sbatch|csv|png|svg|md))`"
     for name in set(re.findall(pattern, without_blocks(page))) - FOREIGN:
@@ -130,7 +129,6 @@ def test_the_index_names_every_page():
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_sentences_are_plain(page):
-    """Subject, verb, object, as in the documentation of PyTorch."""
     text = without_blocks(page)
     for pattern in (r"\bOf\b", r"\b[Nn]obody\b", r"\b[Ww]hoever\b", r"\b[Tt]hose of\b"):
         found = re.search(rf".*{pattern}.*", text)
@@ -138,7 +136,6 @@ def test_sentences_are_plain(page):
 
 
 def test_the_api_reference_has_all_that_is_public(tmp_path):
-    """``docs/design/architecture.md`` lists the public modules with their main names."""
     from scripts import api_reference
 
     output = tmp_path / "build" / "api.md"
@@ -199,7 +196,7 @@ def test_page_runs(page, tmp_path):
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": python_path(),
             "PYTHONWARNINGS": "ignore",
-            "PET_STANDALONE": "1",  # torchrun takes a free port, not always the same
+            "PET_STANDALONE": "1",  # torchrun takes a free port
         },
         capture_output=True,
         text=True,
@@ -210,7 +207,7 @@ def test_page_runs(page, tmp_path):
 
 
 def check_counts(todo: list[Block], printed: str) -> None:
-    """Raise unless every training run of these blocks has ended with a count of what ran."""
+    """Raise unless every training run of these blocks ended with a count of calls."""
     runs = [
         block.where
         for block in todo
@@ -231,7 +228,9 @@ def check_counts(todo: list[Block], printed: str) -> None:
 
 
 def logical_lines(text: str):
-    """Words of every command: continued lines joined, assignments and redirections dropped."""
+    """Return the words of every command, with joined lines, without assignments and
+    redirections.
+    """
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
         lexer.whitespace_split = True
@@ -264,7 +263,7 @@ def check_training(words):
 
 
 def check_command(words: list[str]) -> None:
-    """Raise unless a command and the flags of ours that it gives exist."""
+    """Raise unless a command and its flags of ours exist."""
     program, *rest = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
     if program in ("cd", "export", "source", "git", "ruff", "mypy", "pytest", "mkdocs"):
         return
@@ -295,14 +294,14 @@ def check_command(words: list[str]) -> None:
         check_module(module, rest[rest.index("-m") + 2 :])
     elif program == "python":
         check_module(rest[0].removesuffix(".py").replace("/", "."), rest[1:])
-    elif program.startswith("--"):  # flags of a training run, said apart
+    elif program.startswith("--"):  # flags of a training run, quoted separately
         check_training(words)
     else:
         raise AssertionError(f"no idea how to check {shlex.join(words)}; teach check_command")
 
 
 def example_script(words: list[str]) -> str | None:
-    """Return the Python script of ``examples/`` among the words of a command."""
+    """Return a command's Python script of ``examples/``."""
     return next((x for x in words if re.fullmatch(r"examples/\w+\.py", x)), None)
 
 
@@ -328,7 +327,7 @@ def check_benchmark(family: str, *flags: str) -> None:
 
 
 def check_python(text: str) -> None:
-    """Raise unless it is Python, and everything of ours that it imports is there."""
+    """Raise unless it is Python, and its imports from this package exist."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_dsa"):
             known = names_of(node.module)
@@ -337,7 +336,7 @@ def check_python(text: str) -> None:
 
 
 def names_of(module: str) -> set[str]:
-    """Names of one of our modules: defined ones only, where a package that it needs is missing."""
+    """Return the names of one of our modules; only defined ones if a package is missing."""
     try:
         return set(dir(importlib.import_module(module)))
     except ModuleNotFoundError as error:

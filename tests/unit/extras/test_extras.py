@@ -1,4 +1,4 @@
-"""Each folder of ``extras/`` can be deleted alone: all else works, and what needs it says so."""
+"""Each folder of ``extras/`` can be deleted: the rest works, and dependent commands name it."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ from tests.processes import python_path
 ROOT = Path(__file__).resolve().parents[3]
 EXTRAS = ROOT / "megatron_dsa/extras"
 FOLDERS = sorted(path.name for path in EXTRAS.iterdir() if (path / "__init__.py").is_file())
-#: Folder -> a module that its command or flag loads, and a command of it.
+#: Folder -> a module loaded by its command or flag, and a command of it.
 LOADED = {
     "doctor": ("doctor", ["doctor", "--device", "cpu"]),
     "generate": ("generate.generate", ["generate", "--load", ".", "--prompt", "a"]),
@@ -24,7 +24,7 @@ LOADED = {
     "prepare_data": ("prepare_data.command", ["prepare-data", "--output", "x"]),
     "report": ("report.command", ["report", "x"]),
 }
-#: Imported by scripts of users; no flag loads them.
+#: Imported by users' scripts only.
 IMPORTED = {"rl", "torch_library"}
 
 
@@ -36,7 +36,7 @@ def test_each_extra_has_a_short_readme_and_is_loaded_or_imported():
 
 
 def imported(path):
-    """Yield the modules that a file imports by name."""
+    """Yield the modules imported by a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
@@ -46,14 +46,13 @@ def imported(path):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_extra_imports_another(folder):
-    """``config/extras.load_extra`` loads what a function of another one needs."""
     for path in (EXTRAS / folder).rglob("*.py"):
         for name in imported(path):
             module = name.removeprefix("megatron_dsa.extras.")
             assert module == name or module.split(".")[0] == folder, f"{path}: {name}"
 
 
-#: Hides one extra after the other from a process that has imported the core.
+#: Hides each extra in turn, after importing the core.
 PROGRAM = """
 import contextlib, io, sys
 import megatron_dsa.specs, megatron_dsa.pretrain

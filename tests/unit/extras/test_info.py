@@ -1,4 +1,4 @@
-"""``info``: it lists the calls of Megatron's configurations; its verdict."""
+"""``info``: the calls of Megatron's configurations, and the verdict."""
 
 from unittest import mock
 
@@ -10,7 +10,7 @@ from tests.host import start
 
 
 def megatron_config(name, options):
-    """The configuration that a training builds."""
+    """Return a training's configuration."""
     from megatron_dsa.config.presets import model_preset, preset
 
     return (model_preset if name.startswith("v4") else preset)(

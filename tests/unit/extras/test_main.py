@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa`` in a Python that lacks what it needs, and before another command."""
+"""``python -m megatron_dsa`` with missing packages, and before another command."""
 
 import json
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_without(module, *arguments):
-    """Run a command in a process in which a module cannot be imported."""
+    """Run a command in a process without a module."""
     program = (
         "import runpy, sys\n"
         "class Hidden:\n"
@@ -53,14 +53,13 @@ def test_missing_package_is_named_with_what_to_do(module, command, package):
     "module", ["megatron_dsa.training.data", "megatron.core.datasets.indexed_dataset"]
 )
 def test_what_else_is_missing_keeps_its_traceback(module, tmp_path):
-    """A part of this package, or of one that is there: installing it again would not help."""
+    """Reinstalling would not help with a missing part of an installed package."""
     done = run_without(module, "prepare-data", "--output", str(tmp_path / "data"))
     assert done.returncode == 1 and "Traceback" in done.stderr and module in done.stderr
     assert "does not have" not in done.stderr
 
 
 def test_who_reads_the_output_may_stop():
-    """As ``head`` does."""
     command = [sys.executable, "-m", "megatron_dsa", "info"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         run.stdout.close()
@@ -68,7 +67,7 @@ def test_who_reads_the_output_may_stop():
     assert run.returncode == 1 and "BrokenPipeError" not in errors, errors
 
 
-#: Command -> modules that it does without, exit code, a part of its output.
+#: Command -> modules that it does not import, exit code, part of its output.
 LIGHT = {
     "megatron_dsa --version": ("torch", 0, "megatron_dsa "),
     "megatron_dsa --help": ("torch", 0, "prepare-data"),

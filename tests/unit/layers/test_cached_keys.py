@@ -1,4 +1,4 @@
-"""Keys rounded to what the fp8 caches of inference engines hold."""
+"""Keys rounded like the fp8 caches of inference engines."""
 
 import re
 
@@ -17,7 +17,7 @@ FORMS = {"MLA": (MLA_CACHE, 128, False), "CSA": (CSA_CACHE, 64, True)}
 
 
 def by_reference(x, block, power_of_two, rope_dims=0):
-    """What the cache holds of ``x``, by numpy; the gradient is that of ``x``."""
+    """Round ``x`` like the cache, by numpy; pass the gradient through."""
     dims = x.shape[-1] - rope_dims
     held = reference.as_cached(x[..., :dims].detach().double().cpu().numpy(), block, power_of_two)
     held = torch.cat([torch.from_numpy(held).to(x), x[..., dims:].detach()], -1)
@@ -38,7 +38,6 @@ class Straight(torch.autograd.Function):
 @pytest.mark.parametrize("rope_dims", [0, 64])
 @pytest.mark.parametrize("workspace", [1, 2**26])
 def test_as_cached(name, rope_dims, workspace):
-    """Blocks of very different size, zeros, what rounds to the next power of two."""
     form, *rule = FORMS[name]
     x = leaf(60, 2, 256 + rope_dims, seed=3).detach()
     x *= 10.0 ** torch.linspace(-12, 8, 60)[:, None, None]
@@ -89,7 +88,6 @@ LAYERS = {
 @pytest.mark.parametrize("batch", ["unpacked", "packed"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_attends_to_what_the_cache_holds(name, batch):
-    """Outputs and gradients are those of a layer whose keys the reference rounds."""
     make, settings = LAYERS[name]
     results = []
     for rounding in ("fp8-cache", "none", "plain"):
@@ -109,7 +107,7 @@ def test_a_layer_attends_to_what_the_cache_holds(name, batch):
 
 
 def _round_by_reference(module, is_v4):
-    """Round what the norms of keys return; rope leaves the rounded dims of V4's keys alone."""
+    """Round the outputs of key norms; rope skips the rounded dims of V4's keys."""
     rule = (64, True, 8) if is_v4 else (128, False)
     module.kv_layernorm.register_forward_hook(lambda _, __, out: by_reference(out, *rule))
     if is_v4 and module.core_attention.compressor is not None:

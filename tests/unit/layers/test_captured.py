@@ -1,4 +1,4 @@
-"""CUDA graphs on a GPU: captured attentions, layers and steps do what uncaptured ones do."""
+"""CUDA graphs on a GPU: captured attentions, layers and steps equal uncaptured ones."""
 
 import contextlib
 import dataclasses
@@ -20,13 +20,14 @@ from tests.host import attention_module, small_config, small_csa_config, start, 
 pytestmark = pytest.mark.gpu
 TOKENS, STEPS, RATE = 64, 50, 0.05
 MASKED = DSAOptions(selected_attention="masked")
-#: Cumulative lengths of documents: as many in every batch, of other lengths, with padding or not.
+#: Cumulative lengths of equally many documents per batch, with other lengths, with or without
+#: padding.
 DOCUMENTS = ([0, 5, 40, 64], [0, 1, 1, 60], [0, 20, 30, 31])
 
 
 @pytest.fixture(autouse=True)
 def log():
-    """A log of two layers, and nothing of a capture left behind."""
+    """A log of two layers, reset after a capture."""
     start()
     empty_log(2, torch.device("cuda"))
     yield
@@ -45,14 +46,14 @@ def packed_of(lengths, tokens=TOKENS):
 
 
 class Captured:
-    """A function of tensors as one CUDA graph; static tensors are written over in every replay."""
+    """A function of tensors as one CUDA graph; every replay overwrites static tensors."""
 
     def __init__(self, function, inputs):
         self.inputs = [x.clone() for x in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):  # kernels are compiled, tables are made
+            for _ in range(3):  # compile kernels, build tables
                 function(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
@@ -89,9 +90,9 @@ def drawn(seed, module, tokens):
 
 
 def check_captured(module, packed, tokens, tolerance, replays):
-    """Compare replays with the same steps uncaptured: results, log, and a loss scale that moves.
+    """Compare replays with uncaptured steps: results, log, and a changing loss scale.
 
-    Both draw the same query tokens for the indexer's loss, from the same state of the generator.
+    Both draw the indexer loss's tokens from the same generator state.
     """
     step = attention_step(module, packed)
     scale = module.config.experimental_attention_variant_loss_scale_func
@@ -136,7 +137,7 @@ SMALL = {
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", SMALL)
 def test_a_captured_attention(name, packed):
-    """In fp64, by torch: gradients that are added up in any order differ in the last bits."""
+    """In fp64 by torch, because gradients accumulated in any order differ in the last bits."""
     module = attention_module(SMALL[name]()).train()
     figures = check_captured(module, packed, TOKENS, 1e-10, STEPS)
     assert bool(figures) == (module.core_attention.indexer is not None)
@@ -154,7 +155,6 @@ def test_a_captured_attention(name, packed):
     ],
 )
 def test_a_captured_attention_of_v3_2(stage, attention, heads, packed):
-    """In bf16, by the kernels that this GPU has."""
     options = DSAOptions(
         stage=stage, selected_attention=attention, freeze_main=False, health_tokens=0,
         sequence_length=4096,
@@ -186,7 +186,6 @@ POSITIONS = torch.arange(TOKENS)[None]
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
 def test_a_captured_training_step(stage, packed):
-    """Forward, backward and update of a whole model in one graph: 50 losses are the same."""
     losses = []
     for captured in (False, True):
         options = DSAOptions(stage=stage, health_tokens=0)
@@ -224,7 +223,7 @@ def test_a_captured_training_step(stage, packed):
 
 @contextlib.contextmanager
 def megatron_graphs():
-    """Megatron's state of graphs, of its own for every test."""
+    """Isolate Megatron's state of graphs."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
@@ -240,9 +239,9 @@ def megatron_graphs():
 
 
 def training(config, packed, microbatches, steps, wrap=lambda schedule: schedule):
-    """Train as Megatron's loop does: its schedule, its buffers; return losses, log, parameters.
+    """Train with Megatron's schedule and buffers; return losses, log, parameters.
 
-    A step with ``forward_only`` (evaluation) is in between.
+    A ``forward_only`` step (evaluation) is in between.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -256,8 +255,8 @@ def training(config, packed, microbatches, steps, wrap=lambda schedule: schedule
     config.finalize_model_grads_func = finalize_model_grads
     empty_log(config.num_layers, torch.device("cuda"))
     model = model_of(config)
-    # On a stream of its own, as Megatron does: a capture cannot wait for the legacy stream, where
-    # gradients would be added up.
+    # On its own stream like Megatron: a capture cannot wait for the legacy stream, where gradients
+    # accumulate.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -317,7 +316,7 @@ def check_graphs(make, graphs, packed=False):
         start()
         with megatron_graphs():
             config = make(dtype=torch.float32, **changes)
-            if not changes:  # figures that graphs of layers leave out
+            if not changes:  # omitted by graphs of layers
                 config.dsa = dataclasses.replace(config.dsa, health_tokens=0)
             results.append(training(config, packed, 2, STEPS))
     check_training(*results, rel=1e-4)
@@ -374,7 +373,7 @@ def test_megatrons_graphs_of_v4_layers(ratio):
     ],
 )
 def test_megatrons_graph_of_an_iteration(stage, changes):
-    """Figures of the selection included: the graph holds the first microbatch's as well."""
+    """The graph also holds the first microbatch's figures of the selection."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
     settings = {

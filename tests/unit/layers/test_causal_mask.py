@@ -1,4 +1,4 @@
-"""An attention mask that says something else than causal attention is refused."""
+"""Attention masks other than the causal one are rejected."""
 
 import pytest
 import torch
@@ -61,13 +61,13 @@ def test_causal_masks_are_taken_and_read_once(leading, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(from_megatron, "_is_causal", None)
         require_causal_mask(mask, ROWS, Sharding(), packed=False)
-    mask[..., 3, 1] = True  # in place: read again
+    mask[..., 3, 1] = True  # changed in place: read again
     with pytest.raises(ConfigError, match="attention_mask"):
         require_causal_mask(mask, ROWS, Sharding(), packed=False)
 
 
 def test_masks_in_inference_mode():
-    """Their tensors do not count versions."""
+    """Their tensors have no version counters."""
     with torch.inference_mode():
         mask = causal(1, 1)
         require_causal_mask(mask, ROWS, Sharding(), packed=False)
@@ -78,7 +78,7 @@ def test_masks_in_inference_mode():
 
 @pytest.mark.parametrize("state", ["warmup", "capture"])
 def test_masks_of_a_capture_are_not_read(state):
-    """Megatron passes buffers without content, or on every rank the mask of the first tokens."""
+    """Megatron passes buffers without content, or the first tokens' mask on every rank."""
     module = attention_module(small_config())
     x, mask = hidden_like(module, ROWS), WRONG["full"]
     getattr(cuda_graphs, f"_set_{state}_start")()

@@ -1,7 +1,7 @@
 """No logit depends on a later token, in models that mix all kinds of layers.
 
-Each kind of layer is compared with a reference elsewhere; a leak through what several have in
-common (compressed keys that close too early, a shared list) would make a loss that is too good.
+Layers are compared with references elsewhere; a leak through shared parts (compressed keys that
+close too early, a shared list) would improve the loss.
 """
 
 import pytest
@@ -11,9 +11,9 @@ from tests.helpers import relative_error
 from tests.host import small_config, small_csa_config, start
 
 VOCABULARY = 64
-#: At most so many adjacent queries share the keys that a kernel reads.
+#: Most adjacent queries whose keys a kernel reads together.
 TOGETHER = 4
-#: What our kernels, FlashMLA and cuDNN take, with several blocks of keys to select from.
+#: Supported by our kernels, FlashMLA and cuDNN, with several blocks of keys to select from.
 WIDE = {
     "hidden_size": 256, "num_attention_heads": 16, "q_lora_rank": 128, "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64, "kv_lora_rank": 512, "v_head_dim": 128,
@@ -56,12 +56,12 @@ def test_no_logit_depends_on_later_tokens(hybrid, stage, wide):
             return model(tokens, torch.arange(length, device=device)[None], None)[0]
 
     before = logits(tokens)
-    # At every distance from the first of the queries that a kernel takes together.
+    # All offsets within the queries that a kernel processes together.
     for place in range(1, length, length // 12 // TOGETHER * TOGETHER + 1):
         changed = torch.cat([tokens[:, :place], others[:, place:]], dim=1)
         after = logits(changed)
-        # Products of other rows do not enter a row's: nothing is rounded differently, but where a
-        # kernel reads the keys of adjacent queries together, whose order depends on all of them.
+        # Other tokens do not affect a token's rounding, except where a kernel reads adjacent
+        # queries' keys together, in an order that depends on all of them.
         alone = place // TOGETHER * TOGETHER if wide else place
         assert torch.equal(after[:alone], before[:alone])
         assert relative_error(after[alone:place], before[alone:place]) < 5e-2

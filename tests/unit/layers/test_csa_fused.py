@@ -1,4 +1,4 @@
-"""Hybrid attention on a GPU in bf16: fused against float64, no host synchronisation, what ran."""
+"""Hybrid attention on a GPU in bf16: fused against float64, synchronisation, implementations."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ V4 = {
 
 
 def run(config, params, rows=ROWS, weights=None):
-    """Forward and backward with fixed inputs; return output and every gradient by name."""
+    """Run forward and backward with fixed inputs; return output and gradients by name."""
     module = attention_module(config).train()
     if weights is not None:
         with torch.no_grad():
@@ -38,7 +38,7 @@ def run(config, params, rows=ROWS, weights=None):
 @pytest.mark.parametrize("lengths", [None, [3, 300, 0, 129, 268]])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_fused_equals_float64(ratio, lengths):
-    """Everything is selected here: a rounded score must not choose other keys."""
+    """All keys are selected, so rounded scores cannot change the selection."""
     params = None if lengths is None else packed(*lengths)
     settings = V4 | {"dsa_indexer_topk": 256}
     reset_report()
@@ -55,14 +55,13 @@ def test_fused_equals_float64(ratio, lengths):
     )  # fmt: skip
     for name, expected in exact.items():
         if expected is not None and expected.norm() > 0:
-            # Gradients of the indexer are differences of probabilities: more of them is rounding.
+            # Gradients of the indexer are differences of probabilities, with more rounding.
             tolerance = 6e-2 if ".indexer." in name else 2e-2
             assert relative_error(fused[name], expected) < tolerance, name
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_no_host_synchronisation(ratio):
-    """For packed and unpacked batches, after the first call has compiled everything."""
     config = small_csa_config(ratio, dtype=torch.bfloat16, **V4, **{"dsa_indexer_topk": 64})
     module = attention_module(config).train()
     x = torch.randn(ROWS, 1, 256, device=start(), dtype=torch.bfloat16, requires_grad=True)

@@ -1,7 +1,5 @@
-"""Hybrid attention against an independent float64 reference: outputs, loss, all gradients.
-
-The reference (``tests/reference/csa_float64.py``) is written from the formulas in plain loops and
-shares no code with the package.
+"""Hybrid attention against an independent float64 reference: outputs, loss, all gradients
+(``tests/reference/csa_float64.py``).
 """
 
 import pytest
@@ -22,8 +20,6 @@ YARN = {
 
 
 def compare(config, *, loss=None, batch=1, seq_lengths=None, rows=SEQUENCE, tolerance=1e-9):
-    """Compare a layer with the reference."""
-
     def reference(weights, x):
         return csa_float64.attention_layer(
             weights, x, csa_shape(config), loss=loss, seq_lengths=seq_lengths,
@@ -44,7 +40,6 @@ WARMUP = DSAOptions(stage="warmup", freeze_main=False)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("ratio", [0, 4, 128, 6])
 def test_layer(ratio, batch):
-    """QueryRange, CSA with the sparse loss, HCA with one or (ratio 6) many compressed keys."""
     rows = 160 if ratio == 128 else SEQUENCE
     module, _ = compare(
         small_csa_config(ratio), loss="sparse" if ratio == 4 else None, batch=batch, rows=rows
@@ -86,7 +81,6 @@ def test_csa(case):
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("ratio", [0, 4, 9])
 def test_packed_sequences_do_not_see_each_other(ratio, stage):
-    """Segments that are empty, shorter than the ratio, and shorter than the window."""
     options = WARMUP if stage == "warmup" else None
     changes = {"dsa_indexer_use_sparse_loss": stage == "sparse"}
     lengths = [3, 60, 0, 6, 1, 45]
@@ -110,7 +104,7 @@ def test_fp32(ratio):
 
 
 def test_a_configuration_that_was_changed_is_refused_by_name():
-    """The rules are checked before anything is read from the list of ratios."""
+    """The rules must be checked before the ratios are read."""
     from megatron_dsa.errors import ConfigError
 
     config = small_csa_config(4)

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: what a capture would freeze, and Megatron's graphs of layers."""
+"""CUDA graphs without a GPU: values frozen by a capture, and Megatron's graphs of layers."""
 
 import contextlib
 from unittest import mock
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU, which captures graphs"
 )
 TOKENS = 96
-#: Lengths of documents, as many in each batch; the last tokens of the second are padding.
+#: Equally many documents per batch; the second ends in padding.
 DOCUMENTS = ([0, 5, 65, 96], [0, 33, 33, 90], [0, 1, 2, 3])
 MASKED = DSAOptions(selected_attention="masked", health_tokens=0)
 #: Name -> configuration of an attention.
@@ -55,7 +55,7 @@ ATTENTIONS = {
     for ratio in (0, 4, 6)
     for stage in ("sparse", "warmup", "dense")
 }
-#: Operations that wait for the device or copy from the host.
+#: Operations that synchronise with the device or copy from the host.
 FORBIDDEN = {
     "_local_scalar_dense", "item", "nonzero", "masked_select", "unique_dim", "_unique2",
     "is_nonzero", "lift_fresh", "lift_fresh_copy", "equal", "repeat_interleave.Tensor",
@@ -71,7 +71,7 @@ def packed_of(lengths):
 
 
 def inputs(seed, module, batch=1):
-    """Draw what :func:`step_of` takes."""
+    """Draw inputs of :func:`step_of`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (TOKENS, batch, module.config.hidden_size)
     x, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -82,7 +82,7 @@ def inputs(seed, module, batch=1):
 
 
 class Recorder(TorchDispatchMode):
-    """Operations as they come: names, and shapes and numbers that they are given."""
+    """Operations in order: names, shapes and numbers."""
 
     def __init__(self):
         super().__init__()
@@ -97,14 +97,14 @@ class Recorder(TorchDispatchMode):
         if name.startswith("index"):
             masks = [x for x in leaves if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
             assert not masks, f"{name} by a mask"
-        # As text: NaN is not equal to itself.
+        # As text, because NaN is not equal to itself.
         given = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
         self.seen.append((name, given))
         return func(*args, **(kwargs or {}))
 
 
 def check_replay(step, module, batch=1):
-    """Check that the operations of one step on the inputs of another are the other."""
+    """Check that a step's operations on another step's inputs give the other step."""
     run = traced(step, inputs(0, module, batch))
     for seed in (1, 2):
         given = inputs(seed, module, batch)
@@ -120,7 +120,6 @@ def check_replay(step, module, batch=1):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_replay_depends_on_its_inputs_alone(name, packed):
-    """Hidden states, gradient, loss scale, log and lengths of documents: nothing is frozen."""
     module = attention_module(ATTENTIONS[name]()).train()
     step = step_of(module, packed_of if packed else lambda _lengths: None)
     wanted = check_replay(step, module)
@@ -135,7 +134,7 @@ def test_a_replay_of_two_sequences():
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_what_a_capture_freezes_is_found(stage):
-    """The check above fails for a number of the host that changes, or is read off a tensor."""
+    """The check must fail for a changing host number, and for a number read from a tensor."""
     module = attention_module(small_config(options=options(stage, freeze_main=False))).train()
     right = step_of(module)
 
@@ -156,7 +155,7 @@ def test_what_a_capture_freezes_is_found(stage):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_rehearsal_on_zeros(name, packed):
-    """Megatron runs a layer on zeros before it captures it: no tokens are in any document then."""
+    """Megatron runs a layer on zeros before capture: no token is in any document then."""
     module = attention_module(ATTENTIONS[name]()).train()
     zeros = torch.zeros(TOKENS, 1, 32, dtype=torch.float64, requires_grad=True)
     params = packed_of(torch.zeros(4, dtype=torch.int32)) if packed else None
@@ -169,7 +168,7 @@ def test_a_rehearsal_on_zeros(name, packed):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["sparse", "masked", "warmup", "dense", "ratio 4, sparse"])
 def test_steps_run_the_same_operations(name, packed):
-    """Nothing is computed in the first microbatch alone, and nothing waits for the device."""
+    """Nothing may run only in the first microbatch, or synchronise."""
     config = ATTENTIONS[name]()
     config.cuda_graph_impl = "local"
     config.dsa = DSAOptions(**config.dsa.__dict__ | {"health_tokens": 4})
@@ -189,7 +188,7 @@ def test_steps_run_the_same_operations(name, packed):
 
 
 def test_figures_of_the_selection_are_part_of_a_whole_iteration():
-    """Graphs of layers leave them out: they are measured once per iteration, between layers."""
+    """Graphs of layers omit them: they are measured once per iteration, between layers."""
     for impl in ("none", "full_iteration", "local"):
         empty_log(2, start())
         config = small_config(cuda_graph_impl=impl)
@@ -202,7 +201,6 @@ def test_figures_of_the_selection_are_part_of_a_whole_iteration():
 
 
 def test_the_log_counts_no_rehearsal_of_a_capture():
-    """Megatron runs layers on zeros before it captures them."""
     empty_log(2, start())
     loss = {"indexer loss": torch.tensor(2.0)}
     for begin, end in (
@@ -218,7 +216,7 @@ def test_the_log_counts_no_rehearsal_of_a_capture():
     megatron_graphs._set_capture_start()
     try:
         with mock.patch("megatron_dsa.metrics.log.capturing", lambda: True):
-            IndexerLog.record(0, loss)  # as it is captured
+            IndexerLog.record(0, loss)  # as captured
     finally:
         megatron_graphs._set_capture_end()
     assert logged() == {("indexer loss", 0): 2.0}
@@ -254,7 +252,7 @@ def test_selections_of_graphs_cannot_be_handed_in_or_out(what):
 
 
 class Manager(torch.nn.Module):
-    """Stands in for Megatron's ``CudaGraphManager``: wraps as it does and captures nothing."""
+    """Replaces Megatron's ``CudaGraphManager``: wraps like it and captures nothing."""
 
     def __init__(self, config, base_module=None, function_name=None):
         super().__init__()
@@ -279,7 +277,7 @@ def managers():
     with (
         mock.patch.object(megatron_graphs, "CudaGraphManager", Manager),
         mock.patch.object(cuda_graphs, "CudaGraphManager", Manager),
-        # Models of graphs of layers make one for inference as well.
+        # Models with graphs of layers also make one for inference.
         mock.patch(
             "megatron.core.models.common.language_module.language_module.CudaGraphManager", Manager
         ),
@@ -318,7 +316,7 @@ def test_whole_layers_are_captured_in_training_only():
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_frozen_model_learns_the_same_where_attention_is_captured(experts):
-    """The loss hangs onto the output of the graph that has it, and no gradient passes the MLP."""
+    """The loss is attached to the output of its graph, and no gradient passes the MLP."""
     changes = {"options": DSAOptions(stage="warmup"), "dsa_indexer_use_sparse_loss": False}
     if experts:
         changes |= {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}

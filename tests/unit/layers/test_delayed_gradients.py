@@ -1,4 +1,4 @@
-"""Delayed weight gradients: ``backward_dw`` makes what autograd makes, data parallelism sums it."""
+"""Delayed weight gradients: ``backward_dw`` equals autograd, and data parallelism sums it."""
 
 import functools
 
@@ -11,7 +11,7 @@ from tests.host import attention_module, hidden_like, small_config, small_csa_co
 
 
 class DelayedWeight(torch.autograd.Function):
-    """The weight, whose gradient is put into a list instead of returned."""
+    """A weight whose gradient is put into a list instead of returned."""
 
     @staticmethod
     def forward(ctx, weight, store):
@@ -25,10 +25,10 @@ class DelayedWeight(torch.autograd.Function):
 
 
 def delay(linear):
-    """Let a linear delay its weight gradient as transformer-engine's do.
+    """Delay a linear's weight gradient like transformer-engine.
 
-    All of its parameters are marked, hooks run after ``backward_dw``, which raises where there is
-    nothing to compute, and a second gradient before the first one is taken replaces nothing.
+    Parameters are marked, hooks run after ``backward_dw``, which raises if there is nothing to
+    compute; a second gradient replaces nothing.
     """
     store, hooks, forward, weight = [], [], linear.forward, linear.weight
 
@@ -54,10 +54,9 @@ def delay(linear):
 
 
 def built(config, delayed, monkeypatch):
-    """Return a self-attention whose linears delay their weight gradients, and their lists by name.
+    """Return a self-attention with delaying linears, and their lists by name.
 
-    They do from the moment they are built, as transformer-engine's. No spec gives V4's compressors
-    and output groups such linears.
+    No spec gives V4's compressors and output groups such linears.
     """
     stores = {}
     if delayed:
@@ -85,7 +84,7 @@ def built(config, delayed, monkeypatch):
 
 
 def gradients(config, delayed, monkeypatch, microbatches=2):
-    """Return all gradients that Megatron's data parallelism has summed, and what is left over."""
+    """Return the gradients summed by Megatron's data parallelism, and leftovers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     module, stores = built(config, delayed, monkeypatch)
@@ -121,7 +120,6 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_are_those_of_autograd(name, monkeypatch):
-    """With data parallelism that reduces as gradients get ready, over two microbatches."""
     start()
     expected, _ = gradients(CONFIGS[name](), False, monkeypatch)
     got, left = gradients(CONFIGS[name](), True, monkeypatch)

@@ -1,8 +1,7 @@
 """The attention module against an independent float64 reference: outputs, loss, all gradients.
 
-The reference (``tests/reference``) is written from the formulas and shares no code with the
-package; it does not absorb weights, so the two take different ways to the same numbers. Rope angles
-are fp32 in Megatron, which sets the tolerance.
+The reference (``tests/reference``) does not absorb weights. Megatron's rope angles are fp32, which
+sets the tolerance.
 """
 
 import pytest
@@ -20,7 +19,7 @@ from tests.reference import dsa_float64
 from tests.reference.shapes import dsa_shape
 
 TOLERANCE = 3e-6
-SEQUENCE = 64  # more than 4 x topk: rope mistakes in the indexer hide while everything is selected
+SEQUENCE = 64  # more than 4 x topk: with all keys selected, rope mistakes in the indexer are hidden
 
 YARN = {
     "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
@@ -29,8 +28,6 @@ YARN = {
 
 
 def compare(config, *, mode, loss, batch=1, seq_lengths=None, rows=SEQUENCE):
-    """Compare a layer with the reference."""
-
     def reference(weights, x):
         return dsa_float64.attention_layer(
             weights, x, dsa_shape(config), mode=mode, loss=loss, seq_lengths=seq_lengths
@@ -134,10 +131,7 @@ def test_dense_stage_has_no_indexer():
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_packed_sequences_do_not_see_each_other(stage, size):
-    """A packed batch equals each sequence alone, one of them shorter than the top-k.
-
-    With pools, sequences of 1 to 3 tokens fill none.
-    """
+    """One sequence is shorter than the top-k; with pools, sequences of 1 to 3 tokens fill none."""
     options = DSAOptions(stage=stage, freeze_main=False, indexer_pool_size=size)
     config = small_config(options=options, **(POOLED if size > 1 else {}))
     lengths = [5, 60, 17] if size == 1 else [5, 1, 57, 3, 2, 17]
@@ -151,7 +145,6 @@ def test_packed_sequences_do_not_see_each_other(stage, size):
 
 
 def test_padding_between_packed_sequences_changes_nothing():
-    """Padded rows output 0 after the core, get no gradient and do not enter the loss."""
     config = small_config()
     module = attention_module(config).train()
     lengths, padded_lengths = [5, 50, 17], [8, 56, 24]
@@ -200,7 +193,6 @@ def test_everything_selected_equals_dense_attention():
 
 
 def test_equals_megatrons_own_mla():
-    """The dense stage is Megatron's MLA: same weights, same output and gradients."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from tests.megatron_mla import megatron_mla
@@ -239,7 +231,6 @@ def test_evaluation_computes_no_loss():
 @pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, evaluates):
-    """Start-up chooses the operations that a step calls."""
     from megatron_dsa.layers.required_ops import called_ops
 
     def without_teacher(original):

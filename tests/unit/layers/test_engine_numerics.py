@@ -19,7 +19,7 @@ ENGINE = DSAOptions(indexer_numerics="deepgemm-fp8")
 
 @pytest.fixture(autouse=True)
 def log():
-    """Models make room in the log for their own layers."""
+    """Let models allocate the log for their layers."""
     from megatron_dsa.metrics.log import IndexerLog
 
     IndexerLog._state.sums = None
@@ -37,7 +37,6 @@ def model_of(kind, options, dtype=torch.float32, **settings):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layer_selects_what_the_reference_does(kind, monkeypatch):
-    """From its own bf16 projections, with weights whose constants are multiplied in fp32."""
     calls, original = [], CoreAttention.topk
 
     def recorded(core, inputs, *arguments):
@@ -71,7 +70,7 @@ def test_a_layer_selects_what_the_reference_does(kind, monkeypatch):
 @pytest.mark.parametrize("recompute", [{}, full(1), CORE], ids=["", "full", "core"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_and_gradients_are_those_of_exact_scores(kind, recompute):
-    """A model with exact scores that is given the same keys: the scores do nothing but select."""
+    """A model with exact scores gets the same keys: scores only select."""
     model, exact = (model_of(kind, x, **recompute) for x in (ENGINE, DSAOptions()))
     capture, own = IndexCapture(), IndexCapture()
     with capture.on(model):

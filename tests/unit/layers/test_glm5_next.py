@@ -1,6 +1,6 @@
-"""Attention of GLM-5.3 against transformers' own module, in fp64: outputs and gradients.
+"""Attention of GLM-5.3 against transformers' module, in fp64: outputs and gradients.
 
-Its softmax and norms are in fp32, which sets the tolerance; another selection is off by 0.1.
+Its softmax and norms are fp32, which sets the tolerance; another selection changes 0.1.
 """
 
 import pytest
@@ -34,7 +34,7 @@ NAMES = {
 
 
 def peer_of(module, config):
-    """transformers' layer with the weights of ours."""
+    """Return transformers' layer with our weights."""
     settings = modeling.Glm5NextTextConfig(
         hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_attention_heads, num_hidden_layers=1,
@@ -57,7 +57,6 @@ def peer_of(module, config):
 @pytest.mark.parametrize("attention", ["sparse", "masked"])
 @pytest.mark.parametrize("lengths", [[50], [3, 21, 1, 40, 2]], ids=["one", "packed"])
 def test_layer(lengths, attention):
-    """Lengths that no pool divides; documents of 1 to 3 tokens attend to all they see."""
     options = DSAOptions(indexer_pool_size=4, selected_attention=attention)
     config = small_config(
         options=options, qk_pos_emb_head_dim=0, dsa_indexer_rotate_activation=False,

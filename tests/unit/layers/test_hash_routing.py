@@ -1,4 +1,4 @@
-"""Hash layers against plain formulas and transformers; which ids they see; what is refused."""
+"""Hash layers against plain formulas and transformers; token ids; rejected tables."""
 
 import functools
 
@@ -47,7 +47,6 @@ def hidden(config, seed=2):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_layer_equals_the_formulas(recomputed):
-    """Output and all gradients, against float64 (Megatron computes scores in fp32)."""
     mlp = experts_of(model_of(config_of(**(RECOMPUTE["experts"] if recomputed else {}))))
     x, ids = hidden(mlp.config), ids_of().T
     mlp.token_ids = ids
@@ -117,7 +116,7 @@ def test_router_equals_transformers():
     router.token_ids = ids.T
     probs, chosen = router(x)
     _, weights, indices = theirs(y.transpose(0, 1), ids)
-    # Theirs goes through [b, s], ours through [s, b].
+    # Theirs uses [b, s], ours [s, b].
     order = torch.arange(TOKENS * BATCH, device=ids.device).view(BATCH, TOKENS).T.flatten()
     weights, indices = weights[order], indices[order]
     assert torch.equal(indices.sort(1).values, chosen.nonzero()[:, 1].view(-1, 3))
@@ -132,7 +131,7 @@ def test_router_equals_transformers():
 @pytest.mark.parametrize("kind", ["dsa", "csa", "streams"])
 @pytest.mark.parametrize("name", RECOMPUTE)
 def test_recompute_with_two_microbatches_in_flight(kind, name):
-    """A layer that is computed again takes the ids of its own microbatch."""
+    """A recomputed layer must use its own microbatch's ids."""
     changes = {"num_moe_experts": 5, "moe_hash_layers": 2}
     if kind == "streams":
         changes |= {"hc_mult": 2, "normalization": "RMSNorm"}
@@ -165,7 +164,7 @@ def test_evaluation_routes_alike():
         assert torch.equal(run(model, ids), want)
     with torch.inference_mode():
         assert torch.equal(run(model, ids), want)
-    # What is routed is the token, not what the embedding makes of it.
+    # The token is routed, not its embedding.
     position = torch.arange(TOKENS, device=ids.device)[None]
     embedded = model.embedding(ids, position).detach()
     with torch.no_grad():
@@ -174,7 +173,6 @@ def test_evaluation_routes_alike():
 
 
 def test_packed_batches_and_samples():
-    """A packed row equals its sequences alone, also where Megatron arranges it by sample."""
     model, ids = model_of(config_of()), ids_of()
     want = torch.cat([run(model, row[None]) for row in ids], 1)
     labels = ids.roll(-1, 1).flatten()[None]
@@ -197,7 +195,7 @@ def test_table_is_a_buffer_that_no_cast_touches():
     assert not any("tid2eid" in name for name, _ in model.named_parameters())
     name = "decoder.layers.0.mlp.router.tid2eid"
     assert name in model.state_dict() and model.sharded_state_dict()[name].key == name
-    # Megatron updates biases of all layers at once: this one has none, the next one does.
+    # Megatron updates biases of all layers at once: this layer has none, the next one does.
     assert not hasattr(router, "expert_bias")
     other = [key for key in model.state_dict() if key.endswith("expert_bias")]
     assert other == ["decoder.layers.1.mlp.router.expert_bias"]
@@ -222,7 +220,7 @@ def test_megatron_updates_the_other_layers_alone():
 
 
 def test_load_balancing_leaves_hash_layers_alone():
-    """No loss could change what the table says; the z-loss is about logits and stays."""
+    """No loss can change a table; the z-loss concerns logits and stays."""
     ids = ids_of()
 
     def gate_gradients(**changes):
@@ -241,7 +239,6 @@ def test_load_balancing_leaves_hash_layers_alone():
 
 
 def test_capacity_drops_tokens():
-    """Megatron's capacity works on what the table chose."""
     config = config_of(moe_expert_capacity_factor=0.5, moe_token_drop_policy="probs")
     router = experts_of(model_of(config)).router
     router.token_ids = ids_of().T
@@ -272,7 +269,7 @@ def test_set_table():
 
 @pytest.mark.parametrize("value", [-1, 5, "twice"])
 def test_wrong_tables_are_found_before_the_first_step(value):
-    """Also one that was put in by hand, or that a checkpoint has: never a random routing."""
+    """Tables put in by hand or loaded must never route at random."""
     model, ids = model_of(config_of()), ids_of()
     run(model, ids)
     router = experts_of(model).router
@@ -319,7 +316,7 @@ def test_ids_that_do_not_arrive_are_an_error():
     assert mlp.token_ids is None and mlp.router.token_ids is None
     assert not model.decoder._forward_pre_hooks
     with pytest.raises(ConfigError, match="token ids must reach"):
-        mlp(x)  # those of the last microbatch are gone
+        mlp(x)  # the last microbatch's are gone
     embedded = model.embedding(ids, None)
     with pytest.raises(ConfigError, match="input_ids must be given with --moe-hash-layers"):
         model(None, None, None, decoder_input=embedded)

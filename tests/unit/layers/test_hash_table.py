@@ -1,4 +1,4 @@
-"""Tables of hash routing: balanced, of different experts per token, and refused if wrong."""
+"""Tables of hash routing: balanced, different experts per token, rejected if wrong."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_experts_stand_equally_often(shape):
     for seed in range(5):
         table = balanced_table(vocabulary, topk, experts, seed)
         assert table.shape == (vocabulary, topk) and table.dtype == torch.int32
-        check_table(table, topk, experts, "table")  # experts of a token differ
+        check_table(table, topk, experts, "table")  # different experts per token
         counts = table.flatten().bincount(minlength=experts)
         assert counts.max() - counts.min() <= 1 and counts.sum() == vocabulary * topk
 
@@ -24,7 +24,7 @@ def test_seeds_tell_tables_apart():
     one, again, other = (balanced_table(500, 6, 64, seed) for seed in (1, 1, 2))
     assert one.equal(again) and not one.equal(other)
     rows = one.long().sort(1).values @ (64 ** torch.arange(6))
-    assert len(rows.unique()) > 490  # no row is made from another one
+    assert len(rows.unique()) > 490  # entries are independent
 
 
 def test_default_device_is_not_taken():

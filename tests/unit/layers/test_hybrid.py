@@ -35,7 +35,6 @@ def loss_of(model):
 
 
 def test_callable_and_object():
-    """``--spec`` and Megatron's configuration take both; the object needs no configuration."""
     specs()
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
@@ -84,7 +83,7 @@ def test_layers_that_reuse_have_no_indexer():
     }  # fmt: skip
     assert all(core.selecting_layers == (1, 5) for core in cores.values())
     loss_of(model)
-    # Nothing of this microbatch waits for the next one.
+    # Nothing of this microbatch remains for the next one.
     assert type(model.decoder.layers[0])._waiting is None
 
 

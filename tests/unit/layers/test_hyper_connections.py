@@ -1,4 +1,4 @@
-"""Hyper-connections around a transformer layer: dtypes, what is called and kept, recompute."""
+"""Hyper-connections of a transformer layer: dtypes, operations, saved tensors, recompute."""
 
 import pytest
 import torch
@@ -38,7 +38,6 @@ def streams_like(config, width=None, seed=2):
 
 @pytest.mark.parametrize("kind", ["dsa", "csa"])
 def test_first_layer_makes_the_streams(kind):
-    """Its input is one stream; equal streams go on as the copies that another layer is given."""
     config = config_of(kind)
     first, other = layer_of(config, 1), layer_of(config, 2)
     other.load_state_dict(first.state_dict())
@@ -71,7 +70,7 @@ def test_connections_stay_fp32_in_a_16_bit_model():
 
 
 def test_parameters_are_replicated_over_tensor_parallel_ranks():
-    """Marked, so that Megatron sums their gradients; with sequence parallelism only."""
+    """Megatron must sum their gradients, with sequence parallelism only."""
     for parallel in (False, True):
         config = config_of()
         config.sequence_parallel = parallel
@@ -109,7 +108,6 @@ def test_calls_are_those_declared():
 
 
 def test_kept_are_the_streams_and_few_numbers():
-    """Per sublayer the streams once, its output and its weights; a GPU's kernels keep 30 more."""
     config = config_of()
     layer = layer_of(config)
     x = streams_like(config)
@@ -132,7 +130,6 @@ def test_kept_are_the_streams_and_few_numbers():
 
 
 def test_operations_are_counted():
-    """Two projections of all streams per layer, one at the end; a weight counts three times."""
     from megatron_dsa.metrics.flops import flops_by_part, model_work
 
     config = config_of()
@@ -146,7 +143,6 @@ def test_operations_are_counted():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_is_on_the_output(dropout):
-    """Streams are mixed whole; in evaluation nothing is dropped."""
     config = config_of(hidden_dropout=dropout)
     layer = layer_of(config)
     x = streams_like(config).detach()
@@ -199,7 +195,6 @@ def test_norms_have_one_epsilon():
     ],
 )
 def test_refusals(changes, message):
-    """By name, with the rule and the fix."""
     with pytest.raises(ConfigError, match=message):
         config_of(**changes)
 

@@ -1,4 +1,4 @@
-"""Selections on their way from layer to layer, with and without Megatron's ``context``."""
+"""Selections passed from layer to layer, with and without Megatron's ``context``."""
 
 import contextlib
 from unittest import mock
@@ -25,7 +25,7 @@ SPARSE = DSAOptions(health_tokens=0)
 
 
 def gradients(model, seeds):
-    """Return the losses and all gradients of microbatches whose forwards all run first."""
+    """Return losses and all gradients of microbatches whose forwards all run first."""
     model.zero_grad()
     losses = [forward(model, seed) for seed in seeds]
     for loss in losses:
@@ -67,10 +67,9 @@ def capturing():
 
 
 class Graph:
-    """Stands in for a layer's graph in transformer-engine's ``make_graphed_callables``.
+    """Replaces a layer's graph of transformer-engine's ``make_graphed_callables``.
 
-    A replay runs the layer again. It reads the selection in the memory where the capture found it,
-    and writes another one to the memory where the capture left it.
+    A replay runs the layer again, reading and writing selections in the capture's memory.
     """
 
     def __init__(self, layer, hidden_states):
@@ -92,7 +91,7 @@ class Graph:
 
 
 def graphed(model, microbatches):
-    """Capture all layers, microbatch by microbatch, as Megatron does for transformer-engine."""
+    """Capture all layers, microbatch by microbatch, like Megatron for transformer-engine."""
     layers = model.decoder.layers
     model.config.cuda_graph_impl = "transformer_engine"
     for module in (model, model.decoder, *layers):
@@ -111,7 +110,6 @@ def graphed(model, microbatches):
 @pytest.mark.parametrize("modules", [[], [CudaGraphModule.attn]], ids=["layers", "attention"])
 @pytest.mark.parametrize("options", [SPARSE, MASKED], ids=["sparse", "masked"])
 def test_graphs_of_transformer_engine(options, modules):
-    """Two microbatches in flight, each with graphs of its own, for two steps."""
     model = gpt(small_config(options=options, **SHARING))
     steps = [gradients(model, (seed, seed + 1)) for seed in (5, 7)]
     model.config.cuda_graph_modules = modules
@@ -123,7 +121,7 @@ def test_graphs_of_transformer_engine(options, modules):
 
     model.register_forward_pre_hook(next_microbatch)
     with mock.patch.object(
-        # Megatron's own needs the package.
+        # Megatron's requires the package.
         TransformerLayer, "_get_te_cuda_graph_replay_args",
         GraphableMegatronModule._get_te_cuda_graph_replay_args,
     ):  # fmt: skip

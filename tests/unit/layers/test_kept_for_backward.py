@@ -1,4 +1,4 @@
-"""``docs/design/kept_for_backward.md`` lists what autograd saves in the attention of one layer.
+"""``docs/design/kept_for_backward.md``: tensors that autograd saves in one layer's attention.
 
 Its CSVs are parsed. Their shapes, in the sizes of a small layer, are compared with what
 autograd saves there; their figures with the same shapes in the sizes of the released models.
@@ -28,22 +28,22 @@ MODES = {
     "up": ("mla_up_proj",),
     "both": ("core_attn", "mla_up_proj"),
 }
-#: Stages of DSA; "masked" is stage sparse by masked dense attention, "visible" stage dense by it.
+#: Stages of DSA; "masked" is stage sparse, "visible" stage dense, by masked dense attention.
 STAGES = ("dense", "warmup", "frozen", "sparse", "masked", "visible")
 RATIOS = (0, 4, 128)
 
 
 def has_mode(kind: str, mode: str) -> bool:
-    """Whether a mode is meant for a stage or ratio."""
+    """Return whether a stage or ratio has a mode."""
     if mode == "out":
         return kind == "sparse"
-    # Selective recompute is not for a frozen model, see layers/freezing.py.
+    # A frozen model has no selective recompute, see layers/freezing.py.
     return kind != "frozen" or mode == "none"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: ``count`` tensors, where they are kept, and bytes per token by model."""
+    """A line of a table: ``count`` tensors, device, and bytes per token by model."""
 
     tensor: str
     count: int
@@ -51,11 +51,11 @@ class Row:
     dtype: torch.dtype
     kinds: tuple[str, ...]  # stages or compression ratios
     modes: tuple[str, ...]
-    device: str  # "" is both
+    device: str  # "": both
     figures: dict[str, str]
 
     def elements(self, sizes: dict[str, int]) -> float:
-        """Return the number of elements of one tensor, where the symbols have these ``sizes``."""
+        """Return the number of elements of one tensor for these ``sizes``."""
         count = 1
         for size in self.shape.strip("[]").split(","):
             assert re.fullmatch(r"[\w+*/ ]+", size), size
@@ -63,7 +63,7 @@ class Row:
         return count
 
     def bytes_per_token(self, sizes: dict[str, int]) -> float:
-        """Return the bytes that one more token adds."""
+        """Return the bytes per additional token."""
         one, two = (self.elements(sizes | {"s": tokens}) for tokens in (1, 2))
         return self.count * (two - one) * self.dtype.itemsize
 
@@ -121,7 +121,7 @@ def csa_rows() -> list[Row]:
 def saved(module, tokens: int, call=None) -> Counter:
     """Return ``(elements, dtype)`` of each storage that autograd keeps after a forward pass.
 
-    Parameters and the layer's input are left out, and storages that were discarded meanwhile.
+    Without parameters, the layer's input, and discarded storages.
     """
     x = hidden_like(module, tokens).detach().requires_grad_()
     kept = []
@@ -155,7 +155,7 @@ def recomputing(mode: str) -> dict:
 
 
 def small_dsa(stage: str, mode: str = "none"):
-    """A DSA layer whose sizes have few common products, and its sizes by symbol."""
+    """Return a DSA layer with few common products of sizes, and its sizes by symbol."""
     frozen, attention = stage == "frozen", "masked" if stage == "masked" else "auto"
     length = 61 if stage == "visible" else None
     stage = {"frozen": "warmup", "masked": "sparse", "visible": "dense"}.get(stage, stage)
@@ -185,7 +185,7 @@ def small_dsa(stage: str, mode: str = "none"):
 
 
 def small_csa(ratio: int, mode: str = "none"):
-    """A CSA layer whose sizes have few common products, and its sizes by symbol."""
+    """Return a CSA layer with few common products of sizes, and its sizes by symbol."""
     config = small_csa_config(
         ratio,
         dtype=torch.bfloat16,
@@ -215,7 +215,7 @@ def small_csa(ratio: int, mode: str = "none"):
     ],
 )
 def test_dsa(stage, mode, add):
-    if stage == "visible":  # where kernels run
+    if stage == "visible":  # with kernels
         for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
             add(operation.name, lambda torchs: torchs)
     module, sizes = small_dsa(stage, mode)
@@ -224,7 +224,6 @@ def test_dsa(stage, mode, add):
 
 
 def test_dsa_with_a_frozen_main_model():
-    """As ``layers/freezing.py`` runs it: no gradient reaches the layer but the indexer's."""
     module, sizes = small_dsa("frozen")
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_indexer_parameter("." + name))
@@ -259,7 +258,7 @@ def test_full_recompute_keeps_the_input_only(build):
 
 
 def real_sizes(preset: str) -> dict[str, int]:
-    """The sizes of a released model by symbol; ``m`` is left to the row."""
+    """Return the sizes of a released model by symbol, except ``m``."""
     p = PRESETS[preset]
     sizes = {
         "H": p["num_attention_heads"],
@@ -281,7 +280,7 @@ MODELS = {"V3.2": "v3.2", "Flash": "v4-flash", "Pro": "v4-pro"}
 def test_figures_of_every_tensor():
     for row in dsa_rows() + csa_rows():
         for model, text in row.figures.items():
-            # A row with m has one ratio, or a column per ratio would be needed.
+            # Lines with m have one ratio.
             ratio = int(row.kinds[0]) if row.kinds[0].isdigit() else 0
             assert "m" not in row.shape or len(row.kinds) == 1, row
             figure = row.bytes_per_token(real_sizes(MODELS[model]) | {"m": ratio})
@@ -289,7 +288,6 @@ def test_figures_of_every_tensor():
 
 
 def test_totals():
-    """Bytes per token on a GPU by stage or ratio, and by recompute mode."""
     dsa, csa = dsa_rows(), csa_rows()
     table = totals()
     expected = [("V3.2", stage) for stage in STAGES]

@@ -1,4 +1,4 @@
-"""Linears that every tensor-parallel rank holds in full, and where their weights come from."""
+"""Linears replicated over tensor-parallel ranks, and the source of their weights."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def drawn(config):
 
 @pytest.mark.gpu
 def test_weights_come_from_the_replicated_state():
-    """Transformer-engine's linears draw from it: one seed gives both the same weights."""
+    """transformer-engine's linears draw from it: one seed gives both the same weights."""
     start()
     from megatron.core.tensor_parallel import random
 
@@ -35,7 +35,6 @@ def test_weights_come_from_the_replicated_state():
 
 @pytest.mark.gpu
 def test_the_usual_state_is_left_alone():
-    """Modules that draw from it start alike, whichever linears stand before them."""
     start()
     config = small_config()
     device = drawn(config).device
@@ -49,7 +48,7 @@ def test_the_usual_state_is_left_alone():
 @pytest.mark.parametrize("batch", ["packed", "unpacked"])
 @pytest.mark.parametrize("kind", ["dsa", "csa"])
 def test_no_tensor_becomes_text(kind, batch, monkeypatch):
-    """A message made before it is needed would wait for the GPU in every step, or end a capture."""
+    """A message built in advance would synchronise every step, or end a capture."""
     config = host.small_config() if kind == "dsa" else host.small_csa_config(4)
     module = host.attention_module(config)
     x = host.hidden_like(module, 40)

@@ -13,7 +13,6 @@ TOKENS = 200
 
 
 def layer(kind, **options):
-    """Return a layer in training mode, and its input."""
     start()
     fields = {"dsa_indexer_use_sparse_loss": "dense" not in kind}
     if "warm-up" in kind:
@@ -49,7 +48,7 @@ def recorded_samples(step):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_layers_take_the_same_tokens_and_others_in_the_next_step(kind):
-    """Megatron gives the second pass the state of the generator that the first one began with."""
+    """Megatron restores the generator's state for the second pass."""
     from megatron.core.tensor_parallel import checkpoint
 
     module, x = layer(kind, indexer_loss_queries=0.4)

@@ -1,7 +1,5 @@
-"""Masked dense attention in a layer equals the way it replaces: outputs, losses, all gradients.
-
-It stands in for sparse attention to selected keys, and in dense stages for attention to all visible
-keys, where its operations are fused.
+"""Masked dense attention in a layer equals the attention it replaces: outputs, losses, all
+gradients.
 """
 
 import contextlib
@@ -24,7 +22,7 @@ from tests.cases.steps import RECOMPUTED, STEPS, TOKENS, Step, check_same, selec
 from tests.helpers import relative_error
 from tests.host import attention_module, hidden_like, packed, small_config, start
 
-#: Those of stages that attend to all visible keys.
+#: Operations of stages that attend to all visible keys.
 OPERATIONS = (VISIBLE_BITS, FORWARD, BACKWARD)
 DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
 
@@ -39,7 +37,7 @@ def log():
 
 @pytest.fixture
 def layer(request):
-    """Function that builds a layer which attends masked, or the other way, in a stage."""
+    """Return a function that builds a layer, with masked or other attention, in a stage."""
 
     fuse = functools.cache(lambda: request.getfixturevalue("fused")())
 
@@ -63,7 +61,7 @@ def layer(request):
 
 @pytest.fixture
 def steps(layer):
-    """Function that returns what :func:`train` does, and what ran, masked and the other way."""
+    """Return a function that returns results of :func:`train` and implementations, for both."""
 
     def run(stage, case=Step(), **changes):
         for masked in (True, False):
@@ -141,16 +139,12 @@ def test_evaluation_equals_that_of_the_other_way(stage, changes, layer):
     ("masked", "stage"), [(True, "sparse"), (False, "sparse"), (True, "dense")]
 )
 def test_delayed_weight_gradients_are_those_of_the_up_projection(masked, stage, layer):
-    """The up projection of keys runs as a linear here, and enters sparse attention as a weight."""
+    """The up projection of keys is a linear here, and a weight in sparse attention."""
     called = delayed_linears(layer(masked, stage))
     assert ("linear_kv_up_proj" in called) == masked
 
 
-# Dense stages
-
-
 def test_a_frozen_model_has_no_backward(layer):
-    """Only the indexer is trained, by a loss whose gradients are formed in the forward."""
     module = layer(True, "warmup", freeze=True)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("indexer" in name)
@@ -163,7 +157,6 @@ def test_a_frozen_model_has_no_backward(layer):
 
 
 def test_layers_share_the_bits(layer):
-    """Two layers form them once per batch."""
     modules = [layer(True, "dense") for _ in range(2)]
     packing = packed(30, 34)
     reset_report()
@@ -179,11 +172,8 @@ def test_long_batches_stay_with_dense_attention(fused):
     assert not attention_module(small_config(options=options)).choice.masked
 
 
-# Selected keys
-
-
 def model_step(attention, replayed=None, **changes):
-    """Return the gradients of a small GPT model whose layers share selections, and its keys."""
+    """Return gradients of a small GPT model with shared selections, and its keys."""
     options = DSAOptions(selected_attention=attention)
     config = small_config(
         options=options, num_layers=4, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1,
@@ -201,7 +191,6 @@ def model_step(attention, replayed=None, **changes):
 
 @pytest.mark.parametrize("recompute", [{}, selective(RECOMPUTED[-1])], ids=["", "recomputed"])
 def test_layers_that_share_selections(recompute):
-    """Layers 2 and 4 attend to the keys of the layer before."""
     (got, keys), (want, expected) = (model_step(x, **recompute) for x in ("masked", "sparse"))
     check_same(got, want)
     assert sorted(keys[0]) == [1, 3]
@@ -209,7 +198,6 @@ def test_layers_that_share_selections(recompute):
 
 
 def test_replayed_keys():
-    """In any order and fewer than the indexer selects."""
     _, captured = model_step("sparse")
     given = [{layer: shuffled(x)[:, :9] for layer, x in one.items()} for one in captured]
     for one in given:

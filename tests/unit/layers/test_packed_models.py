@@ -21,7 +21,7 @@ MAKE = {
 
 
 def gradients_beside_the_loss(model, batch, params=None):
-    """Return the gradients of the losses that Megatron adds to the language model's."""
+    """Return the gradients of losses that Megatron adds to the language model's."""
     model.zero_grad()
     losses = model(
         batch["tokens"],
@@ -40,7 +40,6 @@ def gradients_beside_the_loss(model, batch, params=None):
 
 
 def batch_of(rows, masks=None):
-    """A batch of token ids ``[b, s + 1]``."""
     tokens, labels = rows[:, :-1].clone(), rows[:, 1:].clone()
     mask = torch.ones(tokens.shape) if masks is None else masks
     position = torch.arange(tokens.shape[1]).expand_as(tokens).clone()
@@ -48,8 +47,8 @@ def batch_of(rows, masks=None):
     return {name: value.to(start()) for name, value in batch.items()}
 
 
-#: Lengths, lengths with padding, tokens of the batch, and layers of prediction. The gradients of
-#: several layers, each a mean over its own targets, add up like this for documents of one length.
+#: Lengths, padded lengths, tokens of the batch, prediction layers. Means over targets of several
+#: layers add up only for documents of one length.
 DOCUMENTS = {
     "padding behind each": ([5, 9, 12], [8, 12, 16], 36, 1),
     "padding behind the last": ([5, 9, 12], [8, 12, 16], 44, 1),
@@ -60,7 +59,7 @@ DOCUMENTS = {
 
 
 def padded_batch(documents, padded, tokens):
-    """The batch of documents at their padded offsets, with arbitrary tokens between."""
+    """Return the documents at padded offsets, with arbitrary tokens between."""
     batch = batch_of(torch.arange(tokens + 1)[None] % VOCABULARY, torch.zeros(1, tokens))
     first = 0
     for document, length in zip(documents, padded, strict=True):
@@ -74,7 +73,6 @@ def padded_batch(documents, padded, tokens):
 @pytest.mark.parametrize("case", DOCUMENTS)
 @pytest.mark.parametrize("kind", MAKE)
 def test_predictions_of_documents(kind, case):
-    """The gradient of multi-token prediction is the mean over the targets of all documents."""
     lengths, padded, tokens, layers = DOCUMENTS[case]
     ratios = {"csa_compress_ratios": [4, 0, 16, 4][: 2 + layers]} if kind == "v4" else {}
     model = gpt(MAKE[kind](mtp_num_layers=layers, **ratios))
@@ -97,7 +95,6 @@ def test_predictions_of_documents(kind, case):
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize("kind", MAKE)
 def test_experts_are_balanced_by_sample(kind, samples):
-    """``seq_aux_loss``: the mean over the samples of a packed microbatch."""
     from megatron_dsa.training.data import _pack
 
     model = gpt(

@@ -1,4 +1,4 @@
-"""Linears that FP8 leaves in bf16, and quantised weights that are read as plain tensors."""
+"""Linears that FP8 leaves in bf16, and quantised weights read as plain tensors."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ QUANTISED = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Megatron's module of transformer-engine's layers, with a record of the contexts it opens."""
+    """Megatron's module of transformer-engine's layers, with a record of opened contexts."""
     start()
     from megatron.core.extensions import transformer_engine
 
@@ -28,7 +28,7 @@ def engine(monkeypatch):
         return open_context
 
     class State:
-        """Inside of an FP8 run."""
+        """The state inside of an FP8 run."""
 
         is_fp8_enabled = staticmethod(lambda: True)
 
@@ -41,7 +41,7 @@ def engine(monkeypatch):
 
 
 def linear_class(engine):
-    """Return what of Megatron's TELinear concerns precision; its base needs a GPU."""
+    """Return the precision part of Megatron's TELinear, whose base needs a GPU."""
 
     class Linear(torch.nn.Module):
         def __init__(self, quantization_config=None):
@@ -83,7 +83,6 @@ def test_one_class_per_linear(engine):
 
 
 def test_a_file_that_names_a_layer_goes_first(engine):
-    """``--te-precision-config-file``."""
     recipe = engine.TEQuantizationRecipe(override_quantized_autocast=False)
     given = engine.TEQuantizationParams(recipe, evaluation_recipe=None)
     assert bf16_linear(linear_class(engine))(given).te_quant_params is given
@@ -91,7 +90,7 @@ def test_a_file_that_names_a_layer_goes_first(engine):
 
 @pytest.fixture
 def backend(monkeypatch):
-    """The layers of transformer-engine in specs, by name; its own classes need it installed."""
+    """transformer-engine's layers in specs, by name; the classes require the package."""
     start()
     from megatron_dsa import specs
     from megatron_dsa.layers import backends
@@ -127,7 +126,6 @@ def test_what_specs_quantise(fp8, backend):
 
 
 def test_specs_take_the_classes_of_transformer_engine(monkeypatch):
-    """Megatron has them by name, installed or not."""
     start()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear
 
@@ -141,14 +139,14 @@ def test_specs_take_the_classes_of_transformer_engine(monkeypatch):
 
 
 class Eighths(torch.Tensor):
-    """A weight that is kept in eighths; like some of transformer-engine's it gives no gradient."""
+    """A weight stored in eighths, without gradient, like some of transformer-engine's."""
 
     def dequantize(self):
         return self.detach().as_subclass(torch.Tensor) / 8
 
 
 def test_a_quantised_weight_is_read_dequantised(monkeypatch):
-    """The gradient is that of the weight that was read, and reaches the parameter."""
+    """The gradient must reach the parameter."""
     start()
     from megatron.core import fp8_utils
 
@@ -169,7 +167,6 @@ def test_a_quantised_weight_is_read_dequantised(monkeypatch):
     ids=["dsa", "csa"],
 )
 def test_an_attention_reads_quantised_weights(config, reads, monkeypatch):
-    """Absorption, index queries and output groups get the values, whatever keeps them."""
     from megatron_dsa.layers import linears
 
     module = attention_module(config(dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""What FP8 quantises in real layers: products of linears, and weights under --fp8-param-gather."""
+"""FP8 in real layers: products of linears, and weights under --fp8-param-gather."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.host import small_config, small_csa_config, start
 WHY_NOT = why_not_transformer_engine(torch.cuda.is_available())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 RECIPES = ["tensorwise", "delayed", "blockwise"]
-#: Multiples of 16, as FP8 products need.
+#: Multiples of 16, required by FP8 products.
 SIZES = {
     "dtype": torch.bfloat16, "bf16": True, "transformer_impl": "transformer_engine",
     "hidden_size": 128, "ffn_hidden_size": 256, "q_lora_rank": 128, "qk_head_dim": 32,
@@ -29,7 +29,7 @@ def csa(**changes):
 
 
 def built(config):
-    """Return the self-attention of a layer as Megatron builds it, weights random."""
+    """Return a layer's self-attention built by Megatron, with random weights."""
     device = start()
     from megatron.core.fp8_utils import get_fp8_context
     from megatron.core.transformer.spec_utils import build_module
@@ -43,9 +43,9 @@ def built(config):
 
 
 def quantised(module):
-    """Run four steps; return what of the module's linears is quantised: products, weights.
+    """Run four steps; return the quantised products and weights of linears.
 
-    With delayed scaling the first ones find the scales, from the output on.
+    With delayed scaling the first steps find the scales, from the output on.
     """
     from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
     from transformer_engine.pytorch import Linear
@@ -69,7 +69,6 @@ def quantised(module):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("config", [dsa, csa])
 def test_what_is_quantised(config, recipe, parameters, fp8_indexer):
-    """The table of docs/guide/fp8.md."""
     options = DSAOptions(fp8_indexer=fp8_indexer)
     module = built(config(fp8_recipe=recipe, fp8_param=parameters, options=options))
     products, weights = quantised(module)
@@ -86,10 +85,7 @@ def test_what_is_quantised(config, recipe, parameters, fp8_indexer):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_quantised_weight_is_read_in_bf16(recipe):
-    """A spec may quantise the absorbed weight as well: it is dequantised, and gets its gradient.
-
-    Reading it once more gives the same values: nothing is converted back.
-    """
+    """A second read must give the same values: nothing is converted back."""
     config = dsa(fp8_recipe=recipe, fp8_param=True)
     start()
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear

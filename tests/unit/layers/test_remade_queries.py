@@ -1,4 +1,4 @@
-"""Index queries that the backward of a layer makes again: when, and that nothing else changes."""
+"""Index queries recomputed by a layer's backward: conditions, and unchanged results."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,6 @@ def layer(attention="sparse", recompute="none", options=None, **changes):
 
 
 def step(module, rows=64):
-    """Output and all gradients of a step."""
     x = hidden_like(module, rows).detach().requires_grad_()
     out = module(x, None)[0]
     (
@@ -42,7 +41,7 @@ def step(module, rows=64):
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """What indexers return, one after the other."""
+    """Return the kinds of indexers' results, in order."""
     found, forward = [], DSAIndexer.forward
 
     def recorded(self, *args, **kwargs):
@@ -98,7 +97,6 @@ def test_a_linear_with_a_hook_is_called(kinds):
 
 
 def test_a_linear_of_another_class_is_called(kinds):
-    """An adapter, for instance."""
     module = layer()
     indexer = module.core_attention.indexer
 
@@ -112,7 +110,7 @@ def test_a_linear_of_another_class_is_called(kinds):
 
 
 def test_what_waits_for_the_weight_runs_before_it_is_read(kinds):
-    """``--overlap-param-gather`` hangs a wait onto the call of the module."""
+    """``--overlap-param-gather`` attaches a wait to the module's call."""
     module, waited = layer(), []
     linear = module.core_attention.indexer.linear_wq_b
     expected = step(layer())
@@ -131,7 +129,7 @@ def test_what_waits_for_the_weight_runs_before_it_is_read(kinds):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_the_weight_takes_one_gradient_per_step(recompute):
-    """Data parallelism counts it: a hook on the accumulated gradient runs once."""
+    """Data parallelism counts it: a hook on the accumulated gradient must run once."""
     module, taken = layer(recompute=recompute), []
     weight = module.core_attention.indexer.linear_wq_b.weight
     weight.register_post_accumulate_grad_hook(lambda p: taken.append(p.grad.clone()))
@@ -143,7 +141,7 @@ def test_the_weight_takes_one_gradient_per_step(recompute):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_all_queries_exist_once_per_pass(recompute, monkeypatch):
-    """Those that were checked are selected with; the selection that is run again makes its own."""
+    """Checked queries are used for selection; a recomputed selection makes its own."""
     made, compute = [], LatentQueries.compute
 
     def recorded(self, tokens=slice(None)):
@@ -201,10 +199,9 @@ def test_a_quantised_linear_is_called(fp8, params, plain):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sparse", "masked"])
 def test_steps_of_v3_2_are_those_of_queries_that_are_kept(attention, kinds, monkeypatch):
-    """In bf16, by the kernels that this GPU has: sums of blocks are in another order."""
     options = DSAOptions(selected_attention=attention, health_tokens=0, sequence_length=4096)
     config = v32_config(options)
-    torch.cuda.manual_seed(1)  # draws the query tokens of the loss
+    torch.cuda.manual_seed(1)  # draws the loss's query tokens
     found = step(attention_module(config).train(), 4096)
     monkeypatch.setattr(dsa_indexer, "can_read_weight", lambda *_: False)
     torch.cuda.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The declaration of a layer's operations against the calls of real steps."""
+"""Declared operations of a layer against the calls of real steps."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_dsa.ops.masked_attention.spec import BACKWARD, FORWARD, VISIBLE_BI
 from tests.cases.calls import of_any_batch, recorded_calls
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
-#: Fields of the small configurations that are no part of a model's structure.
+#: Fields of the small configurations outside of a model's structure.
 OWN = {
     "num_layers", "mtp_num_layers", "hidden_size", "num_attention_heads", "q_lora_rank",
     "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "o_groups", "o_lora_rank",
@@ -108,7 +108,7 @@ SETTINGS = {
 
 
 def layers_of(name: str, setting: str):
-    """Yield a small attention module per kind of layer that a preset has."""
+    """Yield a small attention module per kind of layer of a preset."""
     start()
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.config.presets import PRESETS
@@ -143,7 +143,7 @@ def test_what_runs_is_what_is_declared(name, setting, add):
             pytest.skip("V4's layers attend to lists of keys")
         for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
             add(operation.name, lambda torchs: torchs)
-    forget_layouts()  # a layout keeps the bits that were formed for it
+    forget_layouts()  # a layout keeps its bits
     for module in layers_of(name, setting):
         core = module.core_attention
 

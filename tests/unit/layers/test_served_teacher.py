@@ -29,7 +29,7 @@ from tests.ranks import build_two, check_parts, spawn, summed_gradients
 from tests.reference import dsa_float64 as reference
 from tests.reference.shapes import dsa_shape
 
-TOLERANCE = 3e-6  # rope angles are fp32 in Megatron
+TOLERANCE = 3e-6  # Megatron's rope angles are fp32
 TOKENS, NUMBER, SHARE = 96, 70, 0.5
 #: Layer 1 selects for all.
 SHARING = {"num_layers": 3, "dsa_indexer_topk_freq": 3, "dsa_indexer_skip_topk_offset": 1}
@@ -45,7 +45,7 @@ FROZEN = {"dsa_indexer_loss_coeff": 0.0}
 
 
 def run_layers(modules, x, packing=None):
-    """Run attentions, one after the other; return their inputs and the last output."""
+    """Run attentions in order; return their inputs and the last output."""
     modules[0].hands_on_selection = True
     inputs, context = [], None
     for module in modules:
@@ -73,9 +73,9 @@ def attention_probabilities(weights, x, shape, selected):
 
 
 def expected_training(config, modules, inputs, sequences, tokens, factor, given=None):
-    """Return the loss of ``tokens`` and its gradients of the indexer, in float64.
+    """Return the loss of ``tokens`` and its indexer gradients in float64.
 
-    ``given``: bool mask of the selected keys of one sequence, by default the indexer's.
+    ``given``: bool mask of one sequence's selected keys, by default the indexer's.
     """
     shape = dsa_shape(config)
     weights = [
@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_of_the_mean_teacher(name, rows, share, monkeypat
     modules = layers_of(config)
     x = hidden_like(modules[0], TOKENS)
     sequences, packing = [torch.arange(TOKENS)], None
-    if rows == "packed":  # with padding after each document, and behind the last one
+    if rows == "packed":  # with padding after each document, and after the last one
         lengths, padded = (30, 3, 33), (32, 8, 40)
         packing = packed(*lengths, padded_lengths=padded)
         begins = (0, 32, 40)
@@ -155,7 +155,6 @@ def test_loss_and_gradients_are_of_the_mean_teacher(name, rows, share, monkeypat
 @pytest.mark.parametrize("share", [1.0, 0.25])
 @pytest.mark.parametrize("attention", ["sparse", "masked"])
 def test_kernels_of_v3_2(attention, share, monkeypatch, log):
-    """In bf16: much nearer to the mean teacher than to the teacher of one layer."""
     count = 512
     number = torch.tensor(NUMBER, device=start())
     monkeypatch.setattr(dsa_core, "draw_number", lambda *_: number)
@@ -182,7 +181,7 @@ def test_kernels_of_v3_2(attention, share, monkeypatch, log):
             config, modules[:layers], inputs[:layers], sequence, tokens, factor, selected
         )
         errors[layers] = {name: relative_error(found[name], x) for name, x in gradients.items()}
-    # In torch on the CPU at most 0.05; another teacher changes the linears by 0.26 to 0.32.
+    # At most 0.05 in torch on the CPU; another teacher changes the linears by 0.26 to 0.32.
     assert all(error < 0.1 for error in errors[3].values()), errors
     linears = [name for name in errors[1] if ".linear_" in name]
     assert len(linears) == 3 and all(errors[3][x] < errors[1][x] / 4 for x in linears), errors
@@ -234,14 +233,14 @@ def test_recomputed_layers_learn_the_same(recompute, options, share, monkeypatch
 def test_microbatches_in_flight_are_kept_apart(options, order, monkeypatch):
     monkeypatch.setattr(sample, "TILE", 16)
     options = dataclasses.replace(options, indexer_loss_queries=0.5)
-    model = model_of(options, num_layers=3)  # which all draw in the forward pass
+    model = model_of(options, num_layers=3)  # all draw in the forward pass
     parts = [{name: x.clone() for name, x in step(model, (seed,))[1].items()} for seed in (5, 6)]
     _, both = step(model, (5, 6), order)
     check_gradients(both, {name: x + parts[1][name] for name, x in parts[0].items()})
 
 
 def test_layers_that_serve_none_learn_their_own_teacher():
-    """So do layers of multi-token prediction; attention's own gradients are the same."""
+    """So must layers of multi-token prediction; attention's gradients stay the same."""
     found = []
     for teacher in ("own", "served"):
         options = dataclasses.replace(SERVED, indexer_teacher=teacher)
@@ -276,7 +275,7 @@ def test_a_frozen_indexer_has_no_loss(options):
 
 
 def test_only_the_indexers_are_trained_of_a_frozen_model():
-    """The loss runs in the attention's backward, also where nothing else has a gradient."""
+    """The loss runs in the attention's backward, even without other gradients."""
     wanted = step(model_of(SERVED))[1]
     model = model_of(SERVED)
     for name, parameter in model.named_parameters():
@@ -314,8 +313,6 @@ def test_a_packed_selection():
         assert SharedSelection.unpack(empty).indices.shape == (0, 7)
 
 
-# Several ranks.
-
 PAIR = SHARING | {"num_layers": 2}
 #: Layout of tokens, then fields of the case.
 CASES = {
@@ -323,7 +320,7 @@ CASES = {
     "contiguous, two sequences": ("contiguous", {"batch": 2}),
     "packed": ("zigzag", PACKED),
     "recomputed": ("zigzag", {"changes": RECOMPUTED}),
-    # Of ranks with the same query tokens, which the first one draws.
+    # Of ranks with the same query tokens, drawn by the first one.
     "half of the queries": ("zigzag", {}),
 }
 GRIDS = [
@@ -356,14 +353,14 @@ def _run_layers(case, tp, cp):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """``results(attention, tp, cp, mode)``: what every rank found."""
+    """``results(attention, tp, cp, mode)``: results of every rank."""
 
     @functools.cache
     def found(attention, tp, cp, mode):
         cases = {}
         for name, (cp_layout, fields) in CASES.items():
             if "half" in name and (cp, mode) != (1, "heads"):
-                continue  # ranks draw query tokens of their own
+                continue  # ranks draw different query tokens
             options = DSAOptions(
                 indexer_teacher="served", selected_attention=attention, cp_layout=cp_layout,
                 tp_mode=mode, health_tokens=0, indexer_loss_queries=0.5 if "half" in name else 1.0,

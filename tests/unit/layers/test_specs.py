@@ -1,4 +1,4 @@
-"""Specs: the ways in for training scripts, and the models they build."""
+"""Specs for training scripts, and their models."""
 
 import importlib
 
@@ -20,7 +20,6 @@ def attention_of(layer_spec):
 
 
 def test_spec_flag_resolves_names():
-    """``--spec megatron_dsa.specs <name>`` takes a callable and a ModuleSpec object."""
     specs()
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
@@ -59,7 +58,6 @@ def test_transformer_engine_is_asked_for_by_name():
 
 
 def test_object_form_trains_a_gpt_model():
-    """A stock MLA configuration and Megatron's GPTModel with nothing but our ModuleSpec."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.metrics.log import LossScale

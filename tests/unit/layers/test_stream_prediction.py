@@ -14,7 +14,7 @@ RATIOS = [0, 4, 16]
 
 
 def config_of(layers=1, **changes):
-    """Three layers of V4's kinds, and prediction layers of CSA and of the window alone."""
+    """Return three layers of V4's kinds, and prediction layers of CSA and window only."""
     settings = {
         "num_layers": 3,
         "mtp_num_layers": layers,
@@ -31,7 +31,7 @@ def config_of(layers=1, **changes):
 
 
 def model_of(config, seed=3):
-    """The model, with random values where the initial ones are constant."""
+    """Return the model, with random values instead of constant initial ones."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
@@ -54,7 +54,7 @@ def model_of(config, seed=3):
 
 
 def cross_entropy(labels, logits):
-    """Megatron's, which computes in fp32, in the dtype of the logits: ``[b, s]``."""
+    """Compute Megatron's loss, which is fp32, in the logits' dtype: ``[b, s]``."""
     return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
 
 
@@ -81,7 +81,7 @@ def shape_of(config, ratio):
 
 
 def expected(model, ids, labels, masks):
-    """Losses of the reference, and the gradient of every parameter; rows are sequences."""
+    """Return the reference's losses, and every parameter's gradient."""
     config = model.config
     reference = streams_float64.Model(
         attention=tuple(shape_of(config, ratio) for ratio in config.csa_compress_ratios),
@@ -100,7 +100,7 @@ def expected(model, ids, labels, masks):
 
 
 def step(model, ids, labels, mask, packing=None):
-    """Losses and gradients of one step of the model, and the tracked losses of prediction."""
+    """Return losses and gradients of one step, and the tracked prediction losses."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.tracker.clear()
@@ -111,7 +111,7 @@ def step(model, ids, labels, mask, packing=None):
     )  # fmt: skip
     ((loss * mask).sum() / loss.numel()).backward()
     tracked = MTPLossLoggingHelper.tracker.get("loss_values")
-    MTPLossLoggingHelper.tracker.clear()  # it has room for as many layers as the first model
+    MTPLossLoggingHelper.tracker.clear()  # sized for the first model
     return loss.detach(), tracked, {n: p.grad for n, p in model.named_parameters()}
 
 
@@ -141,7 +141,6 @@ RECOMPUTE = {
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("recomputed", RECOMPUTE)
 def test_model_against_the_reference(layers, recomputed):
-    """Losses and every gradient; the second layer takes the streams of the first."""
     model = model_of(config_of(layers, **RECOMPUTE[recomputed]))
     ids, labels, mask = batch_of()
     want = expected(model, list(ids), list(labels), list(mask))
@@ -149,7 +148,6 @@ def test_model_against_the_reference(layers, recomputed):
 
 
 def test_packed_sequences_are_predicted_apart():
-    """One shorter than a group, and one shorter than the window."""
     lengths = [25, 3, 40, 12]
     model = model_of(config_of(2))
     ids, labels, mask = (row.reshape(1, -1) for row in batch_of())
@@ -158,7 +156,7 @@ def test_packed_sequences_are_predicted_apart():
 
 
 def test_repeated_layer():
-    """One layer, twice: as two layers with the same weights, whose gradients it sums."""
+    """It must equal two layers with shared weights and summed gradients."""
     ratios = {"csa_compress_ratios": [*RATIOS, 4, 4]}
     two = model_of(config_of(2, **ratios))
     one = model_of(config_of(2, mtp_use_repeated_layer=True, **ratios))
@@ -177,7 +175,7 @@ def test_repeated_layer():
 
 
 def test_detached_prediction_trains_itself_alone():
-    """``--mtp-detach-heads``: the main model learns as without, its own losses stay."""
+    """``--mtp-detach-heads``: the main model must learn as without prediction."""
     alone = model_of(config_of(None, csa_compress_ratios=RATIOS))
     model = model_of(config_of(2, mtp_detach_heads=True))
     model.load_state_dict(alone.state_dict(), strict=False)
@@ -192,7 +190,7 @@ def test_detached_prediction_trains_itself_alone():
 
 
 def test_names_dtypes_and_marks():
-    """In a 16-bit model connections alone are fp32; what is replicated sums its gradients."""
+    """In a 16-bit model only connections are fp32; replicated parameters sum their gradients."""
     from megatron.core.transformer.module import Float16Module
 
     config = config_of(dtype=torch.bfloat16, bf16=True)
@@ -214,7 +212,6 @@ def test_names_dtypes_and_marks():
 
 
 def test_calls_are_those_declared():
-    """Of every layer for its streams, and of a head before every use of the output layer."""
     from megatron_dsa.layers.required_ops import stream_ops
 
     model = model_of(config_of(2))
@@ -228,7 +225,6 @@ def test_calls_are_those_declared():
 
 
 def test_evaluation_is_the_forward_of_training():
-    """Without gradients, with recompute in training alone."""
     model = model_of(config_of(2, **RECOMPUTE["full"]))
     ids, labels, mask = batch_of()
     trained = step(model, ids, labels, mask)[0]
@@ -239,7 +235,6 @@ def test_evaluation_is_the_forward_of_training():
 
 
 def test_what_the_main_head_hands_on():
-    """Its output and the streams, whole and in a tensor that Megatron may free."""
     from megatron_dsa.layers.v4.hyper_connections import StreamsHead
     from megatron_dsa.layers.v4.stream_prediction import HeadBeforePrediction
 
@@ -257,7 +252,7 @@ def test_what_the_main_head_hands_on():
 
 
 def test_blocks_of_other_models_are_megatrons():
-    """The patch of the class of blocks changes models with streams alone."""
+    """The patch must change models with streams only."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
     from megatron_dsa.layers.v4.stream_prediction import StreamPredictionBlock
@@ -272,7 +267,6 @@ def test_blocks_of_other_models_are_megatrons():
     [("Ettt|mL", True), ("Ett|tmL", False), ("Et|tt|m|L", True), ("Et|ttm|L", False)],
 )
 def test_stages_that_predict_apart(layout, apart):
-    """Their input is wider than that of other stages, so shapes are sent, too."""
     from megatron_dsa.config.rules.hyper_connections import predicts_apart
 
     config = config_of(

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks divide: the choice, what is refused, and who reads it."""
+"""Division of work over tensor-parallel ranks: choice, rejected settings, consumers."""
 
 import pytest
 
@@ -87,8 +87,7 @@ def test_operations_have_the_heads_of_a_rank(mode):
 
 
 def test_plans_tell_and_count_it():
-    """A rank that selects for its own tokens keeps fewer lists and index queries."""
-    stop()  # plans have process groups of their own
+    stop()  # plans need their own process groups
     flags = BF16 | {
         "--dsa-selected-attention": "masked", "--tensor-model-parallel-size": 2,
         "--sequence-parallel": True,

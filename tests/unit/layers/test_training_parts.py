@@ -31,7 +31,7 @@ def indexer_gradients(module, x):
 
 
 def test_loss_scale_reaches_only_the_indexer():
-    """Megatron's factor (loss scale / microbatches) multiplies the indexer's gradient."""
+    """Megatron's factor (loss scale / microbatches) must multiply only the indexer's gradient."""
     config = small_config()
     module = attention_module(config).train()
     x = hidden_like(module, 64)
@@ -44,7 +44,6 @@ def test_loss_scale_reaches_only_the_indexer():
 
 
 def test_loss_scales_are_kept_apart_between_models():
-    """A scale set for one model does not leak into another one in the same process."""
     first, second = (attention_module(small_config()).train() for _ in range(2))
     first.config.experimental_attention_variant_loss_scale_func(torch.tensor(0.0))
     x = hidden_like(first, 64)
@@ -64,7 +63,7 @@ def test_per_token_loss_is_the_sum():
 
 
 def test_delayed_weight_gradients_include_the_indexer():
-    """``backward_dw`` reaches every linear that ran, and no other."""
+    """``backward_dw`` must reach every linear that ran, and no other."""
     called = delayed_linears(attention_module(small_config()).train())
     indexer = "core_attention.indexer."
     assert set(called) == {
@@ -79,7 +78,7 @@ def test_warmup_freezes_everything_but_the_indexers(freeze):
     options = DSAOptions(stage="warmup", freeze_main=freeze)
     model = gpt(small_config(dtype=torch.float32, options=options))
     router = torch.nn.Module()
-    router.frozen_expert_bias = False  # as Megatron's routers have it
+    router.frozen_expert_bias = False  # like Megatron's routers
     model.router = router
     freeze_for_stage([model])
     assert router.frozen_expert_bias == freeze
@@ -95,7 +94,7 @@ def test_warmup_freezes_everything_but_the_indexers(freeze):
 
 @pytest.mark.parametrize("mtp", [None, 1])
 def test_a_frozen_model_has_no_gradient_of_its_logits(mtp):
-    """Nothing as wide as the vocabulary is formed in its backward; the losses are as before."""
+    """Its backward must compute nothing of vocabulary width."""
     found = {}
     for freeze in (True, False):
         options = DSAOptions(stage="warmup", freeze_main=freeze)
@@ -111,7 +110,7 @@ def test_a_frozen_model_has_no_gradient_of_its_logits(mtp):
 
 
 class Sizes(TorchDispatchMode):
-    """Sizes of the storages that operations return, in elements."""
+    """Sizes of operations' result storages, in elements."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +140,6 @@ MODELS = {
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", MODELS)
 def test_indexers_learn_the_same_in_a_frozen_model(name, recompute):
-    """Of decoder and prediction, also where layers run again; evaluation leaves nothing."""
     make, fields = MODELS[name]
     gradients = []
     for freeze in (True, False):
@@ -175,7 +173,7 @@ def test_hadamard_is_the_reference_transform():
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_projections_match_the_reference(interleaved):
-    """The rotation cancels in the scores, so the projections are compared themselves."""
+    """The rotation cancels in the scores, so projections are compared directly."""
     from megatron_dsa.layers.parallel.groups import Ranks
     from megatron_dsa.layers.rope import TokenRope
     from megatron_dsa.ops.layout.layout import bshd_layout
@@ -221,7 +219,7 @@ def test_health_figures_against_the_full_computation():
     chosen.scatter_(1, torch.where(indices < 0, rows, indices).long(), True)
     chosen = chosen[:, :rows]
     captured = (p * chosen).sum(-1).mean()
-    # Mass that is attended to besides (window and sink of hybrid attention) counts as captured.
+    # Other attended mass (window and sink of hybrid attention) counts as captured.
     other = torch.linspace(-2, 2, rows, dtype=torch.float64, device=device)[:, None].expand(-1, 3)
     logits = torch.einsum("qhd,kd->qhk", q, kv) * 0.4
     mass = logits.exp() * visible[:, None]
@@ -236,7 +234,6 @@ def test_health_figures_against_the_full_computation():
     ("stage", "sparse_loss"), [("sparse", True), ("sparse", False), ("warmup", False)]
 )
 def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sparse_loss, capsys):
-    """The same value three ways: from the backward, and from a pass without gradients."""
     from megatron_dsa.metrics.log import EVALUATION, IndexerLog
 
     def recorded():
@@ -257,7 +254,7 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
         x = hidden_like(module, 64)
         out, _ = module(x, None)
         before = recorded()
-        # The sparse loss exists in the backward only, the dense one has its value in the forward.
+        # The sparse loss exists only in the backward, the dense one already in the forward.
         assert bool(before) != sparse_loss
         out.sum().backward()
         trained = recorded() if sparse_loss else before
@@ -281,7 +278,6 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
 @pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_no_host_synchronisation_in_a_layer(stage, is_packed):
-    """Forward and backward of the attention, indexer, loss and figures included."""
     options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
     module = attention_module(small_config(dtype=torch.bfloat16, options=options)).train()
     x = hidden_like(module, 96).bfloat16()
@@ -291,7 +287,7 @@ def test_no_host_synchronisation_in_a_layer(stage, is_packed):
 
 
 def test_key_norm_in_fp32_with_bf16_weights():
-    """The norm alone runs in fp32; torch's would refuse the mixture."""
+    """Only the norm runs in fp32; torch's would reject mixed dtypes."""
     outputs = []
     for fp32 in (False, True):
         config = small_config(dtype=torch.bfloat16, dsa_indexer_k_norm_fp32=fp32)
@@ -303,7 +299,7 @@ def test_key_norm_in_fp32_with_bf16_weights():
 
 
 def test_fp16_gradients_of_the_loss_do_not_underflow():
-    """They exist before the loss scale is applied: tiny ones must survive in fp16 inputs."""
+    """They exist before loss scaling: tiny ones must survive in fp16."""
     from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
     from megatron_dsa.ops.layout.layout import bshd_layout
 
@@ -328,7 +324,7 @@ def test_fp16_gradients_of_the_loss_do_not_underflow():
 
 
 def test_checkpoint_names_of_fused_norms():
-    """Both ways: transformer-engine keeps the norm inside the linear that follows it."""
+    """Both ways: transformer-engine fuses the norm into the following linear."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron_dsa.training.checkpoint_names import same_under_another_name

@@ -1,4 +1,4 @@
-"""Counts of operations, against products that are carried out one by one on tiny shapes."""
+"""Counts of operations, against products executed one by one on tiny shapes."""
 
 import importlib
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ STAGES = {
     "sparse, no loss": (DSAOptions("sparse", health_tokens=0), {"dsa_indexer_loss_coeff": 0.0}),
 }  # fmt: skip
 RATIOS = [0, 4, 7]
-# Rotations of index queries and keys are products with a constant matrix, which do not count.
+# Rotations of index queries and keys multiply a constant matrix, and do not count.
 MODEL = {"num_layers": 3, "dsa_indexer_rotate_activation": False}
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20,
@@ -66,14 +66,14 @@ def test_pairs_are_those_of_a_loop(ratio, limit):
 
 
 class Products:
-    """Carries out the products of one head count and counts them, one query after the other."""
+    """Executes and counts one head's products, query by query."""
 
     def __init__(self, heads, dim):
         self.heads, self.dim = heads, dim
         self.count = 0
 
     def run(self, keys: int, v_dim: int, *, forward: bool, backward: bool):
-        """Scores of ``keys`` keys, and values of ``v_dim`` dims if there are any."""
+        """Compute scores of ``keys`` keys, and values of ``v_dim`` dims if any."""
         q = torch.ones(self.heads, self.dim, requires_grad=True)
         k = torch.ones(keys, self.dim, requires_grad=True)
         v = torch.ones(keys, v_dim, requires_grad=True)
@@ -87,7 +87,7 @@ class Products:
 
 
 def pairs_one_by_one(config, number, stage):
-    """Operations on pairs of queries and keys in one layer, from the definitions of its kind."""
+    """Count operations on pairs in one layer, from the definition of its kind."""
     hybrid = hasattr(config, "csa_compress_ratios")
     ratio = config.csa_compress_ratios[number - 1] if hybrid else 1
     masked = "masked" in stage
@@ -98,7 +98,7 @@ def pairs_one_by_one(config, number, stage):
         qk = (config.kv_lora_rank if latent else config.qk_head_dim) + rope
     indexer = stage != "dense" and ratio == (4 if hybrid else 1)
     if config.dsa_indexer_topk_freq > 1 and stage.startswith("sparse") and number == 2:
-        indexer = False  # it reuses the selection of the layer before
+        indexer = False  # it reuses the previous selection
     selects = stage.startswith("sparse") and ratio == (4 if hybrid else 1)
     trains_main, dense_loss = stage != "warmup, frozen", stage.endswith("dense loss")
     attention = Products(config.num_attention_heads, qk)
@@ -149,7 +149,7 @@ def test_a_kda_layer():
 
 @pytest.mark.parametrize("stage", ["warmup, frozen", "sparse", "sparse, dense loss"])
 def test_pairs_with_index_sharing(stage):
-    """Layer 2 reuses the selection of layer 1, but only if there is a selection."""
+    """Layer 2 reuses layer 1's selection only if there is one."""
     config = configuration(stage, False, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1)
     for number in range(1, 4):
         work = [w for w in layer_work(config, number) if w.keys != TOKEN]
@@ -158,7 +158,7 @@ def test_pairs_with_index_sharing(stage):
 
 
 class QueriesMadeAgain(torch.autograd.Function):
-    """A product that is not carried out; the one of its backward is."""
+    """A product that is skipped, unlike its backward's."""
 
     @staticmethod
     def forward(ctx, weight, latent):
@@ -172,13 +172,13 @@ class QueriesMadeAgain(torch.autograd.Function):
 
 @pytest.fixture
 def no_pairs(monkeypatch):
-    """Attention, selection and losses without a product: what is left are those with weights."""
+    """Run attention, selection and losses without products: only those with weights remain."""
 
     def touch(out, *tensors):
         return out + sum(0 * x.sum() for x in tensors)
 
     def learning(indexer):
-        """The indexer's tensors, whose queries were counted where they were selected with."""
+        """Return the indexer's tensors; its queries were counted in the selection."""
         if indexer is None:
             return ()
         if isinstance(indexer.inputs, LatentIndexerInputs):
@@ -230,7 +230,7 @@ def no_pairs(monkeypatch):
 
 
 def step(config):
-    """FLOP of the forward and of the backward pass of a GPT model."""
+    """Return FLOP of a GPT model's forward and backward pass."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.layers.freezing import freeze_for_stage
@@ -253,7 +253,6 @@ def step(config):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
 def test_products_with_weights(stage, hybrid, mtp, no_pairs):
-    """Forward and backward of a whole model, its attention left out."""
     changes = EXPERTS | ({"mtp_num_layers": 1} if mtp else {})
     if mtp and hybrid:
         changes["csa_compress_ratios"] = [*RATIOS, 4]
@@ -263,7 +262,7 @@ def test_products_with_weights(stage, hybrid, mtp, no_pairs):
     once = [w._replace(backward=0) for w in work]
     assert flops(once, lambda _: SEQUENCE) == forward
     if stage == "warmup, frozen":
-        # The gradient of the projection before an MTP layer, which nothing needs.
+        # The gradient of the projection before an MTP layer is unused.
         hidden = config.hidden_size
         backward -= 2 * SEQUENCE * hidden * mtp * 2 * hidden
         assert backward > 0
@@ -282,7 +281,6 @@ def no_sums_of_streams(monkeypatch):
 
 
 def test_products_of_a_whole_v4(no_pairs, no_sums_of_streams):
-    """Streams, experts looked up by token and prediction on streams: forward of a model."""
     changes = EXPERTS | {
         "mtp_num_layers": 1, "csa_compress_ratios": [*RATIOS, 0], "hc_mult": 4,
         "normalization": "RMSNorm", "moe_layer_freq": 1, "moe_hash_layers": 1,
@@ -293,7 +291,7 @@ def test_products_of_a_whole_v4(no_pairs, no_sums_of_streams):
     work = [w for w in model_work(config, VOCABULARY) if w.keys == TOKEN]
     once = [w._replace(backward=0) for w in work]
     assert flops(once, lambda _: SEQUENCE) == forward
-    # The backward projects the streams again, which does not count.
+    # The backward's second projection of the streams does not count.
     again = flops_by_part(once, lambda _: SEQUENCE)["hyper-connections"]
     assert flops(work, lambda _: SEQUENCE) == forward + backward - again
     learned = configuration("sparse", True, **changes | {"moe_hash_layers": 0})
@@ -301,7 +299,6 @@ def test_products_of_a_whole_v4(no_pairs, no_sums_of_streams):
 
 
 def test_products_of_prediction_on_streams():
-    """Every stream has a projection, every prediction layer a head."""
     fields = {"mtp_num_layers": 2, "normalization": "RMSNorm"}
     config, plain = (configuration("sparse", False, **fields, hc_mult=n) for n in (4, 1))
     count, single = (flops_by_part(model_work(c, VOCABULARY), lambda _: 1) for c in (config, plain))
@@ -321,7 +318,6 @@ def test_parts_sum_up_to_the_whole():
 
 @pytest.mark.parametrize("stage", ["sparse", "dense", "warmup"])
 def test_frozen_weights_have_the_gradient_of_their_input_alone(stage):
-    """Under LoRA; products of two tensors are counted as without it."""
     options = DSAOptions(stage, lora_rank=2, lora_targets=("all-linear",))
     plain, lora = (
         {(w.part, w.keys): w for w in layer_work(small_config(options=each), 1)}

@@ -1,4 +1,4 @@
-"""Figures of the selection against plain Python, on any layout; what a log line averages."""
+"""Figures of the selection against plain Python, on any layout; averages in a log line."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from tests.host import start
 
 @pytest.fixture(autouse=True)
 def log():
-    """Models make room in the log for their own layers."""
+    """Let models allocate the log for their layers."""
     from megatron_dsa.metrics.log import IndexerLog
 
     IndexerLog._state.sums = None
@@ -34,7 +34,7 @@ def log():
 
 
 def random_lists(rows, keys, width, seed):
-    """Lists in no order, none twice, some entries negative."""
+    """Return unordered distinct lists, with negative entries."""
     generator = torch.Generator().manual_seed(seed)
     lists = torch.stack([torch.randperm(keys, generator=generator)[:width] for _ in range(rows)])
     none = torch.rand(lists.shape, generator=generator) < 0.2
@@ -85,7 +85,7 @@ def test_recall_refuses_what_is_no_list(selected, reference, match):
 @pytest.mark.parametrize("sharding", SPREADS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_are_compared_with_the_row_before_of_their_sequence(name, sharding):
-    """First rows, padding, and rows whose neighbour another rank holds, have no figure."""
+    """First tokens, padding, and tokens whose neighbour is on another rank have no figure."""
     compared = 0
     for layout in layouts(name, sharding):
         lists = random_lists(layout.num_queries, layout.num_keys, 9, 3)
@@ -154,7 +154,7 @@ def test_captured_mass_in_any_budget(workspace_bytes):
 
 
 def test_the_log_weighs_by_what_a_mean_is_over(log):
-    """A rank or microbatch with more rows weighs more; one without any does not count."""
+    """A rank or microbatch with more tokens must weigh more; without tokens it must not count."""
     log.create(1, start())
     values = torch.tensor([0.5, math.nan, 1.0], device=start())
     log.record(0, {"dsa query overlap": Mean.of(values)})
@@ -167,7 +167,7 @@ def test_the_log_weighs_by_what_a_mean_is_over(log):
 
 
 def test_an_attention_that_is_nan_is_not_left_out():
-    """NaN says that a query has no figure only where it sees no key."""
+    """NaN means "no figure" only for queries without keys."""
     (layout,) = layouts("packed", "alone")
     tokens, count = layout.num_queries, 12
 
@@ -194,7 +194,6 @@ def test_an_attention_that_is_nan_is_not_left_out():
 @pytest.mark.parametrize("recompute", [{}, full(1), CORE], ids=["", "1", "core"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_figures_of_layers(kind, recompute, log):
-    """The figures of every selecting layer, of the first microbatch of an iteration."""
     from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.extras.rl.replay import IndexCapture
 
@@ -232,7 +231,6 @@ def test_a_selection_is_judged_once_per_iteration(log):
 
 
 def test_nothing_is_judged_outside_of_the_training_loop(log):
-    """Without a log that takes the figures, a layer does not compute them."""
     assert not log.is_on() and not log.samples_selection(0)
     log.create(2, "cpu")
     assert log.is_on() and log.samples_selection(0)

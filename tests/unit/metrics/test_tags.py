@@ -1,4 +1,4 @@
-"""What is written to TensorBoard and W&B, under which tags, and the time of operations."""
+"""TensorBoard and W&B values, their tags, and times of operations."""
 
 import math
 import threading
@@ -17,7 +17,6 @@ from tests.writers import Board, Wandb
 
 @pytest.fixture
 def log():
-    """The log of a model of two layers."""
     from megatron_dsa.metrics.log import IndexerLog
 
     before, IndexerLog._state.sums = IndexerLog._state.sums, None
@@ -48,12 +47,12 @@ def test_both_writers_get_means_and_every_layer(log):
         "dsa query overlap": 0.75,
     }
     log.log(6, total, False, board, wandb)
-    assert len(wandb.logged) == 1  # nothing was recorded since
+    assert len(wandb.logged) == 1  # nothing new was recorded
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_layer_that_is_not_finite_is_not_left_out(wrong, log, capsys):
-    """It makes the mean what it is itself; Megatron's log line hides NaN, a line names it."""
+    """The mean must become NaN, which Megatron's log line omits, and a line names the layer."""
     device = start()
     for layer, value in enumerate((1.0, wrong)):
         log.record(layer, {"indexer loss": torch.tensor(value, device=device)})
@@ -83,7 +82,7 @@ def test_every_tag_is_documented():
 
 
 def measured(times, cuda, work):
-    """Time of an outer operation with one inside, of which the inner does three times the work."""
+    """Return times of an outer operation and an inner one with three times the work."""
     with times.measure("outer", cuda):
         work(1)
         with times.measure("inner", cuda):
@@ -124,7 +123,7 @@ def test_backward_threads_do_not_nest_in_the_forward():
 
 @pytest.mark.gpu
 def test_gpu_time_is_that_of_the_stream():
-    """Launches return at once: what counts is when the work is done."""
+    """Launches return at once, so GPU events are timed."""
     times = OperationTimes()
     times.on = True
     a = torch.randn(4096, 4096, device="cuda")

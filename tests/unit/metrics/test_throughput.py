@@ -1,4 +1,4 @@
-"""What Megatron's training loop logs about models with layers of this package."""
+"""Megatron's log of models with layers of this package."""
 
 import ast
 import importlib
@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def writers(monkeypatch):
-    """Megatron's arguments and its writers, which only collect."""
+    """Megatron's arguments and collecting writers."""
     start()
     megatron, dispatched = importlib.import_module("megatron.training"), Counter()
     monkeypatch.setattr(dispatch.operation, "_calls", dispatched)
@@ -44,7 +44,7 @@ def writers(monkeypatch):
 
 @pytest.fixture
 def training():
-    """Stands in for Megatron's module of the training loop."""
+    """Replaces Megatron's module of the training loop."""
     lines, tracked = [], []
 
     def track(*throughputs):
@@ -80,7 +80,7 @@ def test_full_sequences_and_packed_documents(kind, training):
     tokens, squares = training.consume_seqlen_stats_in_iteration()
     assert (tokens, squares) == (80, 5**2 + 20**2 + 15**2 + 39**2 + 1)
     expected = of_sequences(config, [n for lengths in microbatches for n in lengths])
-    for _ in range(2):  # in every iteration, and once more when it is logged
+    for _ in range(2):  # in every iteration, and again when logged
         counted = count(
             ARGS, 2, seqlen_squared_sum_in_batch=squares, total_real_tokens_in_batch=tokens
         )
@@ -92,7 +92,7 @@ def test_full_sequences_and_packed_documents(kind, training):
 
 
 class Model:
-    """Runs nothing; evaluation and the chunks of an interleaved pipeline see every batch, too."""
+    """Runs nothing; evaluation and interleaved chunks also get every batch."""
 
     def __init__(self, training, vp_stage):
         self.training, self.vp_stage = training, vp_stage
@@ -180,7 +180,6 @@ def test_mfu_only_where_the_peak_is_known(device, dtype, peak, training, writers
 
 
 def test_what_ran_is_written_with_its_time(training, writers, monkeypatch):
-    """Calls as counted so far, seconds per iteration since the last log line."""
     times = OperationTimes()
     times.on = True
     monkeypatch.setattr(throughput, "TIMES", times)
@@ -202,7 +201,7 @@ def test_what_ran_is_written_with_its_time(training, writers, monkeypatch):
 
 
 def test_a_second_model_takes_the_first_ones_place(training):
-    """Stages of one model share a configuration; Megatron's own functions stay the last resort."""
+    """Stages of one model share a configuration; Megatron's functions remain the fallback."""
     config = KINDS["dsa"]()
     throughput.install_throughput(config, training)
     first = throughput.installed(training)
@@ -216,14 +215,13 @@ def test_a_second_model_takes_the_first_ones_place(training):
 
 
 def parameters(module, name):
-    """Names of a function's parameters in a module's source, whatever stands in its place now."""
+    """Return names of a function's parameters in a module's source, even if patched."""
     tree = ast.parse(inspect.getsource(module))
     found = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name]
     return [argument.arg for argument in found[0].args.args]
 
 
 def test_specs_install_it_in_megatrons_training_loop():
-    """Under the names, and with the arguments, that the installed Megatron uses."""
     start()
     training = importlib.import_module("megatron.training.training")
     config = KINDS["dsa"]()

@@ -1,4 +1,4 @@
-"""Figures in Megatron's log: divided by the iterations they are of, and there without a loss."""
+"""Figures in Megatron's log: averaged over their iterations, also without a loss."""
 
 import sys
 from unittest import mock
@@ -15,10 +15,10 @@ MASS, OVERLAP = "dsa attention mass captured", "dsa query overlap"
 
 @pytest.fixture
 def training_log(monkeypatch):
-    """Function that makes Megatron's ``training_log``, with our log, for a configuration.
+    """Return a function that makes Megatron's ``training_log`` with our log for a configuration.
 
-    ``step(iteration, skipped)`` logs an iteration and returns what its line holds, ``None`` between
-    lines; ``step.board`` is the TensorBoard writer.
+    ``step(iteration, skipped)`` logs an iteration and returns its line, ``None`` between lines;
+    ``step.board`` is the TensorBoard writer.
     """
     from megatron.training import training
 
@@ -42,7 +42,7 @@ def training_log(monkeypatch):
             "print_rank_last": lines.append,
             "num_floating_point_operations": lambda *_args, **_kwargs: 1,
             "one_logger_utils": mock.MagicMock(),
-            "training_log": training.training_log,  # put back in the end
+            "training_log": training.training_log,  # restored at the end
         }
         for name, value in replaced.items():
             monkeypatch.setattr(training, name, value)
@@ -72,7 +72,6 @@ def training_log(monkeypatch):
 
 
 def test_means_are_over_the_iterations_that_have_a_figure(training_log):
-    """Not over all that were summed, nor over those that Megatron counts."""
     from megatron_dsa.metrics.log import IndexerLog
 
     step = training_log(small_config(), interval=4)
@@ -86,7 +85,7 @@ def test_means_are_over_the_iterations_that_have_a_figure(training_log):
     assert step(1, skipped=True) is None
     record(0.6, overlap=0.5)
     assert step(2) is None
-    record(0.8)  # no row sees more keys than it selects
+    record(0.8)  # no query sees more keys than it selects
     assert step(3) is None
     record(0.9)
     line = step(4, skipped=True)
@@ -114,11 +113,10 @@ def test_means_are_over_the_iterations_that_have_a_figure(training_log):
         (1, 1, {1: 1, 2: 2, 3: 3}),
         (1, 6, {6: 6, 7: 7}),  # resumed
         (2, 6, {6: 6, 8: 7.5}),
-        (2, 1, {1: 1, 2: 1.5, 4: 3.5}),  # the first interval begins with the step that is shown
+        (2, 1, {1: 1, 2: 1.5, 4: 3.5}),  # the first interval starts with the displayed step
     ],
 )
 def test_the_first_step_is_in_one_line_only(config, interval, start, lines, training_log):
-    """Megatron's own log prints 1.5 as the second step, as if a run resumed wrongly."""
     step = training_log(config, interval)
     steps = range(start, max(lines) + 1)
     logged = {n: line["lm loss"] for n in steps if (line := step(n, first=n == start))}
@@ -133,13 +131,12 @@ def test_means_over_layers_and_microbatches(training_log):
         IndexerLog.record(0, {"indexer loss": torch.tensor(value)})
     IndexerLog.record(2, {"indexer loss": torch.tensor(6.0)})
     assert step(1)["indexer loss"] == 4.0  # layers 1 (2.0) and 3 (6.0); layer 2 has none
-    assert "indexer loss" not in step(2)  # cleared: nothing is counted twice
+    assert "indexer loss" not in step(2)  # cleared: nothing counts twice
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "core recomputed"])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
 def test_the_selection_of_a_frozen_indexer_is_logged(hybrid, recompute, training_log):
-    """Coefficient 0: what is measured does not depend on whether the indexer learns."""
     changes = {"dsa_indexer_use_sparse_loss": False}
     if recompute:
         changes |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}

@@ -1,4 +1,4 @@
-"""Costs of attention to selected keys, and the lengths at which they cross."""
+"""Costs of attention to selected keys, and their crossover lengths."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from megatron_dsa.ops.attention_costs import (
 )
 
 MEASURED = Path(__file__).resolve().parents[3] / "benchmarks"
-#: Operations of masked dense attention whose time the costs are.
+#: Operations of masked dense attention whose time enters the costs.
 PARTS = ("forward", "backward", "probabilities")
 
 
@@ -76,7 +76,7 @@ def test_costs_are_those_of_pairs_one_by_one():
 
 @pytest.mark.parametrize("expansion", [0.0, 2.9, 3.1, 10.6, 11.6, 11.65, 11.7, 20.0])
 def test_expansion_counts_once_per_token(expansion):
-    """The longest length is found also where short sequences are dearer, or all of them."""
+    """The longest length must be found even if short sequences, or all, are dearer."""
     costs = AttentionCosts(masked=2.0, sparse=5.0, expansion=expansion)
     cheaper = []
     for length in range(1, 200):
@@ -97,7 +97,7 @@ def test_expansion_of_v3_2():
     crossovers = [attention_costs(128, expansion=n * one).crossover(2048) for n in (0, 1, 3, 7)]
     assert crossovers == sorted(crossovers, reverse=True)
     assert 8500 < crossovers[3] < crossovers[1] < crossovers[0] < 13000
-    # From 13 other ranks on, their keys cost more than masked dense attention saves at its best.
+    # From 13 other ranks on, their keys cost more than masked dense attention saves at best.
     best = [attention_costs(128, expansion=n * one).crossover(2048) for n in (12, 13)]
     assert best[0] > 2048 and best[1] == 0
 
@@ -110,7 +110,6 @@ def test_heads_between_two_measurements():
 
 
 def test_wider_heads_cost_more():
-    """GLM-5's, whose latents are those of V3.2."""
     wide = attention_costs(64, dims=PairDims(256 + 256, 576 + 512))
     assert wide.masked == pytest.approx((MASKED_PS + TEACHER_PS) * 1.6)
     assert wide.sparse == SPARSE_PS[64]
@@ -127,7 +126,7 @@ def test_wider_heads_cost_more():
     ],
 )
 def test_cost_of_a_visible_pair_is_that_of_a_measured_layer(heads, tokens, way):
-    """Not shorter sequences: there the choice is clear, and a pair costs more."""
+    """Shorter sequences have a clear choice, and a dearer pair."""
     rows = {
         row["part"]: row["value"]
         for row in latest(read_csv(MEASURED / "layer.csv"))
@@ -142,7 +141,6 @@ def test_cost_of_a_visible_pair_is_that_of_a_measured_layer(heads, tokens, way):
 
 @pytest.mark.parametrize(("nope", "v", "teacher_ms"), [(128, 128, 1.68), (192, 256, 0.0)])
 def test_cost_of_a_visible_pair_is_that_of_measured_kernels(nope, v, teacher_ms):
-    """64 heads, 8192 tokens. V3.2's teacher is of the layer, without a row."""
     case = {"heads": 64, "nope": nope, "v": v, "tokens": 8192, "distribution": "random"}
     calls = {
         row["part"]: row["value"]

@@ -1,4 +1,4 @@
-"""Which roundings the sparse backward's kernels may have, emulated: P of dS is not one in bf16."""
+"""Permitted roundings of the sparse backward's kernels, emulated: P of dS must not be bf16."""
 
 import functools
 
@@ -9,13 +9,13 @@ QUERIES, HEADS, DIM, V_DIM, KEYS, TOPK, SCALE = 8, 16, 576, 512, 2048, 512, 192*
 
 
 def rounded(x):
-    """To bf16, in float64."""
+    """Round to bf16, in float64."""
     return x.bfloat16().double()
 
 
 @functools.cache
 def problem():
-    """Inputs and what no rounding changes: ``q, k, do, P, dP`` and delta of a rounded output."""
+    """Return inputs and unrounded values: ``q, k, do, P, dP`` and delta of a rounded output."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((QUERIES, HEADS, DIM), (KEYS, DIM), (QUERIES, HEADS, V_DIM))
     q, kv, do = (rounded(torch.randn(shape, generator=generator)) for shape in shapes)
@@ -28,7 +28,7 @@ def problem():
 
 
 def gradients(p_of_ds, exact=False):
-    """``dq`` and every query's share of dKV as the kernels form them."""
+    """Compute ``dq`` and every query's share of dKV like the kernels."""
     q, k, do, p, dp, delta = problem()
     keep = (lambda x: x) if exact else rounded
     if exact:
@@ -53,14 +53,14 @@ def in_fp16(p):
 
 
 def test_p_in_fp16_is_as_good_as_fp32():
-    """And bf16 is an eighth to a fifth worse, as measured on a GPU: 2.8e-3 beside 2.3e-3."""
+    """bf16 is an eighth to a fifth worse, as measured on a GPU: 2.8e-3 compared with 2.3e-3."""
     best, ours, twice = (errors(p) for p in (lambda p: p, in_fp16, rounded))
     for one, other, worse in zip(best, ours, twice, strict=True):
         assert other < 1.01 * one and worse > 1.12 * one
 
 
 def test_p_fits_in_fp16():
-    """It is at most 2 (where an entry is no key), and as exact as 11 bits down to 4e-9."""
+    """P is at most 2 (for entries without a key), and as exact as 11 bits down to 4e-9."""
     largest = in_fp16(torch.tensor([2.0, 1.0], dtype=torch.float64))
     assert largest.tolist() == [2.0, 1.0]
     small = torch.logspace(-8.4, 0, 1000, dtype=torch.float64)

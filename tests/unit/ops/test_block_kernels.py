@@ -1,7 +1,7 @@
-"""Attention to one block: what each implementation hands its kernel, and which one is chosen.
+"""Attention to one block: arguments of each implementation's kernel, and the choice.
 
-Ranks are threads of one process here. Without a GPU, kernels are stood in for by torch ones with
-the signatures, shapes and habits of the real ones.
+Ranks are threads of one process. Without a GPU, torch functions with the real signatures, shapes
+and habits replace kernels.
 """
 
 import queue
@@ -27,7 +27,7 @@ from tests.helpers import no_synchronisation, relative_error
 
 DECLARED = {candidate.name: candidate for candidate in DENSE_ATTENTION.candidates}
 FUSED = [name for name, candidate in DECLARED.items() if candidate.fused]
-#: Those that take values narrower than keys as they are.
+#: Kernels with values narrower than keys.
 NARROW = ("torch-cudnn", "flash4")
 BATCHES = {
     "sbhd": {},
@@ -57,7 +57,7 @@ LARGE = {
 
 
 class Mail:
-    """An exchange between threads; fails if what is sent is written before it is waited for."""
+    """An exchange between threads; fails if a sent buffer is written before the wait."""
 
     def __init__(self, boxes, rank, kind, checked):
         self._checked = checked
@@ -79,7 +79,7 @@ class Mail:
 def emulate(case, cp, kernel, device="cpu", checked=True):
     """Return a function that runs all ranks forward and backward, and returns their results.
 
-    It can be called twice, each time with rows that nothing was derived from yet.
+    It can be called twice, each time with new layouts.
     """
     inputs = {name: x.to(device) for name, x in case.inputs().items()}
     mine = [case.local_rows(cp, rank).to(device) for rank in range(cp)]
@@ -124,7 +124,7 @@ def _sequences(q, cu_q, cu_k, max_q, max_k):
     if cu_q is None:
         return Dense(q.shape[0])
     for cu, longest in ((cu_q, max_q), (cu_k, max_k)):
-        # Real kernels leave rows past the longest length, and rows in no sequence, alone.
+        # Real kernels skip tokens past the longest length, and outside of sequences.
         lengths = cu.diff()
         assert cu.dtype == torch.int32 and cu[0] == 0
         assert lengths.min() >= 0 and lengths.max() <= longest
@@ -140,7 +140,9 @@ def _batched(x, cu, like):
 
 
 def kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, nothing=float("inf")):
-    """``[b, s, H, D]`` or packed rows; lse heads first; ``nothing`` is the lse without keys."""
+    """Compute ``[b, s, H, D]`` or packed tokens; lse heads first; ``nothing`` is the lse without
+    keys.
+    """
     sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
     out, lse = torch_block.forward(*(_flat(x, cu_q) for x in (q, k, v)), causal, scale, sequences)
     if cu_q is not None:
@@ -161,7 +163,7 @@ def kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, s
 
 
 def fake_kernel(name, patch, seen):
-    """Replace the kernels of a kernel; ``seen`` collects the dims that they are given."""
+    """Replace the kernels of a kernel; ``seen`` collects their dims."""
 
     def torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, debug, *, scale):
         seen.add((q.shape[-1], v.shape[-1]))
@@ -265,7 +267,7 @@ def fake_kernel(name, patch, seen):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", FUSED)
 def test_kernels_are_called_right(name, batch, cp, monkeypatch):
-    """Also pins who pads values: that is for a kernel to do, and only for one that must."""
+    """Only a kernel that must pads values."""
     case, seen, kernel = Case(**BATCHES[batch]), set(), BLOCK_KERNELS[name]
     if name == "torch-cudnn" and case.real is not None:
         pytest.skip("unpacked batches only")
@@ -279,7 +281,6 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
 @pytest.mark.parametrize("name", ["torch-cudnn", "torch-flash"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_arguments_fit_torch(name, batch):
-    """Torch checks the arguments of its operators also where nothing is computed."""
     kernel = BLOCK_KERNELS[name]
     meta = {"device": "meta", "dtype": torch.bfloat16}
     q, v = torch.empty(64, 4, 192, **meta), torch.empty(64, 4, 128, **meta)
@@ -299,7 +300,7 @@ def _hopper(**changes):
 
 
 def test_dims_are_compared_before_anything_is_padded():
-    """Padding values first makes 192/192 of 192/128, which native kernels do not take."""
+    """Padding values first would turn 192/128 into 192/192, which native kernels reject."""
     order = list(DECLARED)
     assert order.index("torch-cudnn") < order.index("flash2") < order.index("torch-flash")
     assert order[-1] == "torch"
@@ -331,7 +332,6 @@ def test_reasons_say_what_is_missing():
 @pytest.mark.parametrize("dims", [(4, 192, 128, 64, 512), (4, 128, 128, 64, 512)], ids=str)
 @pytest.mark.gpu
 def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
-    """bf16 on the real kernels against float64; the second run must not wait for the device."""
     case = Case(mode=mode, dtype=torch.bfloat16, dims=dims, **LARGE[batch])
     shape = {"heads": dims[0], "qk_dim": dims[1], "v_dim": dims[2]}
     packed = case.real is not None

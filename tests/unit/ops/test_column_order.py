@@ -1,4 +1,4 @@
-"""Orders of columns of summed gradients: the kernel against torch."""
+"""Column orders of summed gradients: the kernel against torch."""
 
 import pytest
 import torch

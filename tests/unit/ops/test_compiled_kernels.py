@@ -1,4 +1,6 @@
-"""Our TileLang kernels compiled without a GPU: instructions, registers, shared memory, refusals."""
+"""Our TileLang kernels compiled without a GPU: instructions, registers, shared memory, rejected
+arguments.
+"""
 
 import importlib
 import re
@@ -22,7 +24,7 @@ SELECTION = "indexer_topk.tilelang.selection"
 #: Dims of a key without rope, of its rope, and of a value.
 V3_2, GLM_5, NO_ROPE = (128, 64, 128), (192, 64, 256), (256, 0, 256)
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
-#: Bytes of shared memory that a thread block can have; of an SM; the system's part of a block.
+#: Bytes of shared memory of a thread block; of an SM; the system's part of a block.
 SHARED, PER_SM, RESERVED = 227 * 1024, 228 * 1024, 1024
 REGISTERS = 65536
 #: Bytes that sparse attention may spill.
@@ -39,8 +41,8 @@ class Kernel:
     """A kernel for sm_90a: ``compiled(*arguments)`` of a module below ``ops``.
 
     Attributes:
-        wgmma: products in its source, of which ``from_registers`` read P or dS from registers.
-        spilled: bytes that may be stored and loaded for want of registers.
+        wgmma: products in its source; ``from_registers`` of them read P or dS from registers.
+        spilled: bytes that may be stored and loaded.
         threads: of each of two thread blocks that share an SM; ``None``: it has one.
     """
 
@@ -54,7 +56,7 @@ class Kernel:
 
 KERNELS = {
     # heads, dim, v_dim, group, with_sink. S in halves, before the loop and in it, P0 V0 and P1 V1;
-    # S in halves, and those. Each warpgroup's own P comes from its registers.
+    # S in halves, and those. Each warpgroup's P comes from its registers.
     "forward of 64 heads": Kernel(f"{SPARSE}.forward", (64, 576, 512, 1, False), 10, 2, FEW),
     "forward of 4 x 16 heads": Kernel(f"{SPARSE}.forward", (16, 576, 512, 4, False), 10, 2, FEW),
     "forward of 2 x 32 heads, sink": Kernel(
@@ -69,7 +71,7 @@ KERNELS = {
     "queries' half of 96 heads, with sums": Kernel(
         f"{SPARSE}.query_gradient", (96, 512, 512, True), 12, 0, FEW
     ),
-    # Of both consumers: P dO and dS Q of two accumulators (and dS Q of a tail) per tile.
+    # In both consumers: P dO and dS Q of two accumulators (and dS Q of a tail) per tile.
     "keys' half of 128 heads": Kernel(f"{SPARSE}.key_gradient", (128, 576, 512), 20, 0, FEW),
     "keys' half of 64 heads, in fixed point": Kernel(
         f"{SPARSE}.key_gradient", (64, 512, 512, True), 8, 0, FEW
@@ -119,8 +121,7 @@ KERNELS = {
 def sizes(compiled, source, target="sm_90a"):
     """Return the most bytes stored and loaded by spills, registers, and bytes of shared memory.
 
-    Where registers do not suffice for products under way, ptxas says that it serialized them and
-    goes on.
+    If registers are short for concurrent products, ptxas only reports that it serialized them.
     """
     said = ptxas(source, target)
     serialized = re.search(r".*(serialized|Potential Performance Loss).*", said)
@@ -136,7 +137,7 @@ def sizes(compiled, source, target="sm_90a"):
 @needs_compiler
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_for_hopper(name):
-    """Products are wgmma and wait for none before; registers and shared memory suffice."""
+    """Products must be wgmma without waits; registers and shared memory must suffice."""
     kernel = KERNELS[name]
     compiled = module_of(kernel.module).compiled(*kernel.arguments)
     source = compiled.get_kernel_source()
@@ -162,7 +163,7 @@ def test_as_many_thread_blocks_of_a_selection_fit_as_declared(name):
     assert (4 * tiling.words + RESERVED) * tiling.blocks <= PER_SM
 
 
-#: Module and arguments: heads, dim, group in tiles of 64 and of 32 rows, with_sink.
+#: Module and arguments: heads, dim, group in tiles of 64 and of 32, with_sink.
 PORTABLE_KERNELS = {
     "forward of 16 heads in groups": ("forward", 16, 576, (4, 2), False),
     "forward of 64 heads and a sink": ("forward", 64, 512, (1, 1), True),
@@ -175,7 +176,7 @@ PORTABLE_KERNELS = {
 @pytest.mark.parametrize("target", TARGETS.values())
 @pytest.mark.parametrize("name", PORTABLE_KERNELS)
 def test_compiles_for_every_target(name, target):
-    """Without an instruction that only Hopper has, without spills, in the shared memory there."""
+    """No Hopper-only instruction, no spills, within the shared memory there."""
     module, heads, dim, groups, *rest = PORTABLE_KERNELS[name]
     tiles = module_of(f"{PORTABLE}.tiles")
     group = groups[getattr(tiles, module.upper())[target].rows == 32]
@@ -195,7 +196,7 @@ def test_unions_compile_for_every_target(target):
 
 WHOLE_DIMS = r"must be \(576, 512\) or \(512, 512\), got"
 GROUPS = ((16, 5, 4), (24, 3, 2), (64, 2, 1), (128, 2, 1), (4, 9, 8))
-#: Module, arguments of its ``build``, message: the argument, the rule and what to do instead.
+#: Module, arguments of its ``build``, message: argument, rule and fix.
 REFUSED = [
     *(
         (f"{folder}.{module}", (64, 320, 256), rf"{WHOLE_DIMS} \(320, 256")
@@ -251,7 +252,6 @@ def test_what_a_target_does_not_fit_is_refused(module):
 
 @pytest.mark.parametrize("tile", ["FORWARD", "BACKWARD"])
 def test_tilings(tile):
-    """What the copies and the matrix instructions divide."""
     tiles = module_of(f"{PORTABLE}.tiles")
     tilings = getattr(tiles, tile)
     assert list(tilings) == list(TARGETS.values()) == list(tiles.SHARED)
@@ -261,7 +261,6 @@ def test_tilings(tile):
 
 
 def test_every_number_of_keys_has_a_tiling():
-    """What is kept and a whole chunk of scores always have room."""
     selection = module_of(SELECTION)
     for width in (1, 8192, 131_072):
         for topk in (1, 64, 2048, 2049, 2560, 4096):
@@ -279,7 +278,6 @@ def test_every_number_of_keys_has_a_tiling():
     [(1, 8), (2, 8), (8, 8), (9, 7), (16, 4), (24, 2), (32, 2), (33, 1), (64, 1), (128, 1)],
 )
 def test_queries_of_a_tile(heads, queries):
-    """Their heads fit in 64 rows, and their bits in a byte."""
     assert module_of("hopper.tiles").queries_per_tile(heads) == queries
 
 
@@ -293,7 +291,7 @@ def test_heads_whose_backward_is_two_kernels(fixed, heads):
 
 
 def test_column_order():
-    """Thread t of a row holds columns 2t, 2t+1, 8+2t, 9+2t of 16 and adds them side by side."""
+    """Thread t holds columns 2t, 2t+1, 8+2t, 9+2t of 16 and sums them pairwise."""
     held = [column for t in range(4) for column in (2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t)]
     order = torch.tensor(held + [16 + column for column in held])
     columns = torch.arange(32.0).expand(3, 32) + 100 * torch.arange(3.0)[:, None]
@@ -302,7 +300,7 @@ def test_column_order():
 
 @pytest.mark.parametrize("dim", [576, 512])
 def test_column_order_transposed(dim):
-    """A thread holds columns w 16 + line + {0, 8}, of both fragments of 128, and adds four."""
+    """A thread holds columns w 16 + line + {0, 8}, of both fragments of 128, and sums four."""
     held = []
     warps = [(warp, line) for warp in range(4) for line in range(8)]
     for first in range(0, 512, 128):

@@ -1,7 +1,7 @@
-"""Compressor pooling: unfused against the loops, Triton against both, and what Triton compiles to.
+"""Compressor pooling: torch against loops, Triton against both, and compiled Triton.
 
-Triton kernels run on the CPU by its interpreter, which has to be chosen before they are imported:
-this file starts itself again for that (see :func:`interpret`).
+The interpreter must be chosen before the kernels are imported, so this file starts itself again
+(see :func:`interpret`).
 """
 
 import re
@@ -47,7 +47,7 @@ def batch_groups(seq_length, batch, ratio):
 
 
 def covered(rows, groups, ratio):
-    """Bool ``[rows]``: rows that are in a group."""
+    """Return bool ``[tokens]``: tokens in a group."""
     inside = torch.zeros(rows, dtype=torch.bool)
     for first in groups.first_row.tolist():
         if first >= 0:
@@ -75,7 +75,7 @@ LAYOUTS = list(layouts(2))
 def make_inputs(
     rows, groups, ratio, overlap, dim, *, dtype=torch.float64, device="cpu", poison=True
 ):
-    """Inputs on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
+    """Draw inputs on both halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
     width = dim * (2 if overlap else 1)
     both = leaf(rows, 2 * width, seed=rows + ratio).detach()
     both[:, width:] *= 3
@@ -98,13 +98,13 @@ def in_double(inputs):
 
 
 def run(compress, arguments):
-    """``pooled, dvalues, dscores, dape`` for a fixed upstream gradient."""
+    """Return ``pooled, dvalues, dscores, dape`` for a fixed upstream gradient."""
     pooled = compress(arguments)
     weight = leaf(*pooled.shape, seed=9, device=pooled.device, dtype=torch.bfloat16).detach()
     weight = weight.to(pooled.dtype)
-    # Gradients of slots without a group are nobody's business.
+    # Gradients of slots without a group are undefined.
     weight[arguments.groups.first_row < 0] = float("nan")
-    if not pooled.requires_grad:  # the loops found no group, and so no path to the inputs
+    if not pooled.requires_grad:  # without groups there is no path to the inputs
         return [pooled] + [
             torch.zeros_like(x) for x in (arguments.values, arguments.scores, arguments.ape)
         ]
@@ -130,7 +130,7 @@ def check(compress, inputs, tolerance):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("ratio", "dim"), [(2, 5), (3, 8), (4, 16), (128, 3)])
 def test_unfused(layout, ratio, dim, overlap):
-    """Values and all gradients, and no value or score of a row outside all groups."""
+    """Values and scores of tokens outside all groups must not be read."""
     rows, groups = layouts(ratio)[layout]
     check(unfused.compress, make_inputs(rows, groups, ratio, overlap, dim), 1e-12)
 
@@ -147,7 +147,6 @@ def test_small_workspace(overlap):
 
 
 def test_channel_without_finite_score():
-    """All scores of a channel are -inf: it pools nothing and gives no gradient."""
     rows, groups = layouts(2)["one sequence"]
     inputs = in_double(make_inputs(rows, groups, 2, True, 4))
     with torch.no_grad():
@@ -204,7 +203,7 @@ def main():
     check(triton_kernels.compress, inputs, 1e-5)
 
 
-#: 8 or 16 bytes of a row per thread and instruction, into registers or shared memory.
+#: 8 or 16 bytes per thread and instruction, into registers or shared memory.
 WIDE_LOAD = r"ld\.global(\.L1::\w+)?\.cg\.v[24]\.b32|cp\.async\.(ca|cg)\.shared\.global.*, 0x(8|10)"
 NARROW_LOAD = r"ld\.global\S*\.[bu](8|16)\b"
 
@@ -226,7 +225,7 @@ def test_compiles_without_a_gpu(monkeypatch, ratio, overlap, dim):
             ptx = assembly(recorder.kernel, args, kwargs, capability).asm["ptx"]
             assert ".local" not in ptx
             if recorder is not finish:
-                # Two bf16 per load are enough where many loads are in flight.
+                # Two bf16 per load suffice with many loads in flight.
                 assert re.search(WIDE_LOAD, ptx) or not re.search(NARROW_LOAD, ptx)
             if recorder is forward and ratio == 4:
                 assert "shfl.sync" not in ptx and "bar.sync" not in ptx
@@ -236,7 +235,7 @@ GPU_CASES = [(4, True, 512, 4099), (4, True, 128, 70_001), (128, False, 512, 900
 
 
 def gpu_inputs(ratio, overlap, dim, rows, kind):
-    """bf16 on the GPU: packed sequences with tails and padding, or a batch of 3."""
+    """Draw bf16 inputs on the GPU: packed sequences with tails and padding, or a batch of 3."""
     if kind == "packed":
         lengths = [0, 1, ratio - 1, ratio, 3 * ratio + 2, rows // 3, 5, rows // 2]
         rows, groups = packed_groups(lengths, ratio, padding=rows - sum(lengths))
@@ -249,7 +248,6 @@ def gpu_inputs(ratio, overlap, dim, rows, kind):
 @pytest.mark.parametrize("kind", ["packed", "batch"])
 @pytest.mark.parametrize(("ratio", "overlap", "dim", "rows"), GPU_CASES)
 def test_triton_on_the_gpu(kind, ratio, overlap, dim, rows):
-    """Against float64, NaN in all rows outside groups, the same bits every time, no waiting."""
     kernels = pytest.importorskip(KERNELS)
     inputs = gpu_inputs(ratio, overlap, dim, rows, kind)
     got = run(kernels.compress, inputs)

@@ -1,7 +1,7 @@
 """cuDNN's backward and indexer operations through the contract, against float64 on a GPU.
 
-Every difference that the adapters bridge has its test: heads that are no multiple of 64, invalid
-ids, empty lists, widths.
+Every difference bridged by the adapters is tested: numbers of heads, invalid ids, empty lists,
+widths.
 """
 
 import dataclasses
@@ -112,7 +112,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("workspace", [2**17, 2**26])
 def test_selection(name, heads, workspace):
-    """Integers: scores are exact in every order of summation, so selections must be equal."""
     layout, inputs = LAYOUTS[name](), index_inputs(600, heads, integers=True)
     operations = ("indexer_scores",) if name == "packed" else ("indexer_scores", "indexer_topk")
     policy = named(*operations, workspace_bytes=workspace)
@@ -127,7 +126,6 @@ def test_selection(name, heads, workspace):
 @needs_cudnn
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.0])
 def test_selection_of_equal_scores(value):
-    """Ties to the smallest key, exactly K, 20 repeats bitwise equal."""
     rows = 3000
     inputs = IndexerInputs(
         torch.full((rows, 64, 128), abs(value), device="cuda", dtype=torch.bfloat16),
@@ -158,7 +156,6 @@ def test_selection_with_two_distinct_values():
 @pytest.mark.parametrize("k", [64, 100, 640])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sparse_loss(name, heads, k):
-    """Value and gradients against float64; packed has rows without any key."""
     layout, inputs = LAYOUTS[name](), index_inputs(600, heads)
     for x in (inputs.q, inputs.k, inputs.weights):
         x.requires_grad_()
@@ -184,7 +181,7 @@ def test_sparse_loss(name, heads, k):
 
 @needs_cudnn
 def test_sparse_loss_pulls_at_underflowed_students():
-    """Where the student is 0 in fp32 and the teacher is not, the gradient is the teacher."""
+    """If the student is 0 in fp32 and the teacher is not, the gradient is the teacher."""
     inputs = index_inputs(256)
     inputs.weights.mul_(64)  # scores hundreds apart
     for x in (inputs.q, inputs.k, inputs.weights):
@@ -204,7 +201,6 @@ def test_sparse_loss_pulls_at_underflowed_students():
 
 @needs_cudnn
 def test_no_host_synchronisation():
-    """After the first call, which compiles."""
     q, kv, indices, length, _ = ragged_case(16)
     inputs = index_inputs(600, 64)
     for x in (inputs.q, inputs.k, inputs.weights):
@@ -228,7 +224,6 @@ def test_no_host_synchronisation():
 
 @needs_cudnn
 def test_nothing_compiles_after_the_warm_up(monkeypatch):
-    """Other lengths, another K of the same bucket, a batch with lengths: no new kernel."""
     attention = dataclasses.replace(attention_call(64, 576), topk=640)
     index = describe_call("cuda", dtype=torch.bfloat16, heads=32, qk_dim=128, v_dim=0, topk=640)
     names = ("forward", "backward", "probabilities")

@@ -46,7 +46,6 @@ def test_lower_precision(device, dtype, tolerance):
 
 
 def test_empty_sequences_alone(device):
-    """Every row is padding, which sees nothing."""
     cu = torch.zeros(3, dtype=torch.int32, device=device)
     q, k, v = (leaf(8, 2, 16, seed=n, device=device, dtype=torch.float64) for n in (1, 2, 3))
     out, lse = dense_attention(q, k, v, packed_layout(cu, 8, 0), softmax_scale=0.3, policy=SMALL)
@@ -58,7 +57,9 @@ def test_empty_sequences_alone(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_fused_kernel_is_used_and_right(batch):
-    """Key dim 192, value dim 128: cuDNN takes them on Hopper and Blackwell, others pad values."""
+    """Key dim 192, value dim 128: cuDNN supports them on Hopper and Blackwell, others pad
+    values.
+    """
     reset_report()
     layout = bshd_layout(256 // batch, batch, torch.device("cuda"))
     error = run_case(

@@ -44,23 +44,23 @@ KERNELS = {
     "student": ("student_lse", "student_loss"),
     "gradients": ("query_gradient", "key_gradient", "finish_rows"),
 }
-#: Bytes of shared memory that a thread block can have.
+#: Bytes of shared memory of a thread block.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-#: 32 rows and 16 slots per tile in float64.
+#: Tiles of 32 queries and 16 slots in float64.
 BUDGET = 300_000
 #: Heads and dims of torch's cases: more heads than are handled at once.
 SMALL = Shape(9, 8, 10, 12, 8, 6, 5)
 
 
 def rank_of_two(layout, batch, rank):
-    """The layout of one of two zigzag ranks: two runs of rows, keys rank after rank."""
+    """Return the layout of one of two zigzag ranks: two runs of tokens, keys rank by rank."""
     sharding = Sharding(cp=2, cp_rank=rank)
     places = sharding.global_positions(layout.num_queries // batch, None, layout.start.device)
     return sharded_layout(layout, sharding, KeyOwnership(sharding, places, batch))
 
 
 def packed(device, real=(0, 3, 20, 20, 41, 73), apart=(0, 8, 32, 32, 56, 90), tokens=96):
-    """Sequences of uneven lengths with padding, and a padded tail: rows that see nothing."""
+    """Return uneven sequences with padding, and a padded tail: queries without keys."""
     real, apart = (torch.tensor(x, device=device, dtype=torch.int32) for x in (real, apart))
     return packed_layout(real, tokens, int(real.diff().max()), apart)
 
@@ -74,11 +74,11 @@ LAYOUTS = {
     "batch of 3": lambda device: bshd_layout(32, 3, device),
     "packed": packed,
     "a rank of two, batch of 2": lambda device: rank_of_two(bshd_layout(48, 2, device), 2, 1),
-    # The first rows see nothing, slots stand for 4 positions.
+    # The first queries see nothing, slots stand for 4 positions.
     "compressed": lambda device: compressed_keys(bshd_layout(96, 1, device), 4, True).layout,
     "compressed, packed": lambda device: compressed_keys(packed(device), 4, True).layout,
 }
-#: Of kernels: lengths that no tile divides.
+#: For kernels: lengths that no tile divides.
 LARGE = {
     "one sequence": lambda device: bshd_layout(333, 1, device),
     "batch of 3": lambda device: bshd_layout(150, 3, device),
@@ -107,7 +107,7 @@ FUSED = {
     "ours, GLM-5's latent": (GLM, "latent", "tilelang"),
     "ours, GLM-5's expanded": (GLM, "expanded", "tilelang"),
 }
-#: With which options and NaN are tried.
+#: Dims for options and NaN.
 SOME = ("latent", "absorbed", "ours, latent", "ours, expanded")
 OPTIONS = {"others": with_others, "lse": with_lse, "no relu": without_relu}
 
@@ -124,7 +124,6 @@ def same(got, want, tolerance):
 
 @pytest.fixture
 def ours():
-    """Skips where the kernels cannot run."""
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "teacher_dim": 192}
     for candidate in DENSE_LOSS.candidates:
         if candidate.name in ("tilelang", "triton"):
@@ -134,14 +133,10 @@ def ours():
     return CUDA
 
 
-# Values and gradients
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("keys", ["latent", "expanded", "one", "all"])
 @pytest.mark.parametrize("option", ["none", *OPTIONS])
 def test_torch(device, name, keys, option):
-    """Other mass differs by head, and leaves a row none; lse of rows without keys is anything."""
     inputs = small(device, name, keys=keys)
     if option == "lse":
         for anything in (float("nan"), float("inf")):
@@ -158,7 +153,7 @@ def test_torch(device, name, keys, option):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_lower_precision(device, dtype):
-    """Latent keys are rounded like those of the projection; many tiles cost no accuracy."""
+    """Latent keys are rounded like the projection's; many tiles cost no accuracy."""
     inputs = small(device, "one sequence", dtype)
     got = computed(inputs, name="torch")
     assert got[0].dtype == torch.float32
@@ -169,7 +164,6 @@ def test_lower_precision(device, dtype):
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("case", FUSED)
 def test_fused(ours, case, name):
-    """In one tile, and in the smallest tiles."""
     shape, keys, implementation = FUSED[case]
     inputs = make(LARGE[name](ours), shape, torch.bfloat16, keys)
     want = expected_dense_loss(inputs)
@@ -179,7 +173,7 @@ def test_fused(ours, case, name):
 
 
 def value_of(inputs, implementation):
-    """The value under no_grad."""
+    """Return the value under no_grad."""
     policy = Policy(
         workspace_bytes=inputs.workspace_bytes, named=(("dense_indexer_loss", implementation),)
     )
@@ -207,7 +201,6 @@ def test_options_of_fused(ours, case, name, change):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["triton", "tilelang"])
 def test_all_heads_of_the_model(ours, implementation):
-    """128 heads from latents, 64 index heads, several tiles each way."""
     shape = dataclasses.replace(V32, heads=128)
     inputs = make(bshd_layout(1100, 1, ours), shape, torch.bfloat16, "latent")
     inputs = dataclasses.replace(inputs, workspace_bytes=2**25)
@@ -216,12 +209,11 @@ def test_all_heads_of_the_model(ours, implementation):
 
 
 def test_triton_interpreted():
-    """All kernels in fp32, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter: tiles of 64 x 64 pairs, programs of 32 x 32."""
+    """Run in the interpreter: tiles of 64 x 64 pairs, programs of 32 x 32."""
     triton_dense = importlib.import_module(MODULE)
     prepare_interpreter()
     names = [name for names in KERNELS.values() for name in names]
@@ -252,20 +244,17 @@ def main():
 
 
 def _group_of_one():
-    """A process group whose sums change nothing, but need whole teachers."""
+    """A process group whose sums change nothing, but require whole teachers."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     return torch.distributed.group.WORLD
-
-
-# NaN, repeats, synchronisation
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["packed", "compressed, packed"])
 @pytest.mark.parametrize("case", SOME)
 def test_nan_that_nobody_sees(ours, case, name):
-    """The same bits as without it."""
+    """It must not change any bit."""
     shape, keys, implementation = FUSED[case]
     inputs = make(LARGE[name](ours), shape, torch.bfloat16, keys)
     both = (computed(x, name=implementation) for x in (with_nan(inputs), inputs))
@@ -276,7 +265,7 @@ def test_nan_that_nobody_sees(ours, case, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["triton", "tilelang"])
 def test_nan_that_somebody_sees(ours, implementation):
-    """It shows in the loss: in a query, a latent. Those of index scores are refused."""
+    """It must show in the loss: in a query, a latent. NaN in index scores is rejected."""
     inputs = make(bshd_layout(200, 1, ours), V32, torch.bfloat16, "latent")
     for tensor in (inputs.q, inputs.k.latents):
         before = tensor.detach()[100].clone()
@@ -316,7 +305,6 @@ def test_no_host_synchronisation(ours):
     ("rows", "index_heads", "heads", "dim"), [(2**18 + 5, 64, 1, 64), (70_000, 2, 128, 256)]
 )
 def test_many_rows(ours, rows, index_heads, heads, dim):
-    """Elements of queries beyond 2^31; the last sequences are as they are alone."""
     length = 100
     ends = torch.arange(0, rows, length, device=ours, dtype=torch.int32)
     last = int(ends[-6])
@@ -341,9 +329,6 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
     assert got[0].isfinite()
 
 
-# Tiles
-
-
 @pytest.mark.parametrize(
     ("name", "workspace", "shape"),
     [
@@ -353,7 +338,6 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
     ],
 )
 def test_size_of_tiles_changes_nothing(device, name, workspace, shape):
-    """From one pair per tile to one tile per window."""
     inputs, whole = (small(device, name, workspace=x) for x in (workspace, 2**30))
     assert dense_torch.tile_shape(inputs) == shape
     same(*(computed(x, name="torch") for x in (inputs, whole)), 1e-12)
@@ -383,7 +367,7 @@ def test_tiles_cover_what_is_visible_once(device, name, shape):
     [
         (bshd_layout(256, 1, CPU), 0.56),
         (bshd_layout(128, 2, CPU), 0.32),
-        # Rows see at most 32 of 256 slots, which the bounds know.
+        # Queries see at most 32 of 256 slots, which bounds exploit.
         (packed_layout(torch.arange(0, 257, 32, dtype=torch.int32), 256, 32), 0.25),
     ],
     ids=["causal", "batch of 2", "packed"],
@@ -412,19 +396,15 @@ def test_given_lse_is_not_computed_again(device, monkeypatch):
 
 
 def test_value_without_gradients(device):
-    """Under no_grad the value is the same; the loss trains the indexer only."""
     inputs = small(device, "packed", keys="one")
     inputs.q.requires_grad_(), inputs.k.requires_grad_()
     assert torch.equal(value_of(inputs, "torch"), computed(inputs, name="torch")[0])
     assert inputs.q.grad is None and inputs.k.grad is None
 
 
-# Memory
-
-
 def fits(inputs, run, wide):
-    """Check the peak: no more than the workspace above results and saved gradients."""
-    x, kept = inputs.indexer, []  # losses are kept alive, with what they save
+    """Check the peak: at most the workspace above results and saved gradients."""
+    x, kept = inputs.indexer, []  # losses are kept alive, with saved tensors
     peak = peak_bytes(x.q.device, lambda: kept.append(run(inputs)))
     accumulated = (x.k.numel() + x.k.shape[1] + x.weights.numel()) * wide
     saved = sum(t.numel() * t.element_size() for t in (x.q, x.k, x.weights))
@@ -442,7 +422,6 @@ def fits(inputs, run, wide):
     ],
 )
 def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
-    """For any length."""
     budget = 800_000
     for length in (320, 480):
         inputs = make(bshd_layout(length // batch, batch, device), SMALL, dtype, keys)
@@ -451,7 +430,7 @@ def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
         assert rows < length // batch  # several blocks
         wide = torch.promote_types(dtype, torch.float32).itemsize
         products = dense_torch.HEADS_AT_ONCE * wide  # per pair
-        # A tile's, or nothing was measured.
+        # A tile's at least, or nothing was measured.
         assert fits(inputs, dense_torch.dense, wide) > rows * width * products
         assert budget < length * length // batch * products  # all pairs' would not fit
 
@@ -470,8 +449,6 @@ def test_temporaries_of_fused_fit_the_workspace(ours, mib, module, keys, batch):
 
 
 def v32_inputs():
-    """V3.2's shapes without memory."""
-
     def empty(*shape):
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
@@ -487,7 +464,6 @@ def v32_inputs():
     + [(MODULE, mib, least) for mib, least in ((256, 2048), (64, 512), (8, 128))],
 )
 def test_many_rows_share_expanded_keys(module, mib, least):
-    """A key is expanded once for many query rows, if memory allows."""
     module = pytest.importorskip(module)
     inputs = dataclasses.replace(v32_inputs(), workspace_bytes=mib * 2**20)
     if module is dense_torch:
@@ -497,9 +473,6 @@ def test_many_rows_share_expanded_keys(module, mib, least):
         assert width >= least // 4
     assert rows >= least
     assert module.tile_bytes(inputs, *count)(rows, width) <= mib * 2**20
-
-
-# Heads of a group
 
 
 def _one_of_two_ranks(rank, store, folder):
@@ -521,7 +494,7 @@ GROUP_CASES = {
 
 
 def _of_group(name, group):
-    """Value and gradients, of this rank's half of the heads if there is a group."""
+    """Return value and gradients, of this rank's half of the heads if there is a group."""
     layout, given, has_other = GROUP_CASES[name]
     inputs = small(CPU, layout)
     heads = SMALL.heads
@@ -542,7 +515,7 @@ def _of_group(name, group):
 
 
 def test_heads_of_a_group(tmp_path):
-    """The teacher is summed over ranks, tile by tile, and normalised by the mass of all heads."""
+    """The teacher must be summed over ranks per tile, and normalised by all heads' mass."""
     run_ranks(_one_of_two_ranks, (str(tmp_path / "s"), str(tmp_path)), 2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name in GROUP_CASES:
@@ -551,11 +524,7 @@ def test_heads_of_a_group(tmp_path):
             same(rank[name], want, 1e-12)
 
 
-# Triton without a GPU, and the choice
-
-
 def recorded(monkeypatch, triton_dense):
-    """Replace all kernels by recorders."""
     found = {}
     for module, names in KERNELS.items():
         module = getattr(triton_dense, module)
@@ -568,7 +537,6 @@ def recorded(monkeypatch, triton_dense):
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("keys", ["latent", "one"])
 def test_compiles_without_a_gpu(monkeypatch, capability, keys):
-    """Warpgroup instructions on Hopper; operands by asynchronous copies; nothing too large."""
     triton_dense = pytest.importorskip(MODULE)
     shared = max(x for x in triton_dense.LAUNCHES if x <= SHARED[capability])
     monkeypatch.setattr(triton_dense, "launches", lambda device: triton_dense.LAUNCHES[shared])

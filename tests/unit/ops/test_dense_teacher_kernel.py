@@ -14,7 +14,7 @@ from megatron_dsa.ops.layout.layout import Seen, bshd_layout
 from tests.cases.dense_loss import HOPPER, SCALE, Shape, make
 from tests.helpers import relative_error
 
-#: Dims without and with rope, dims behind those without it, and whether these are its rope key.
+#: Dims without and with rope, dims after those without it, and whether these are its rope key.
 KERNELS = {
     "expanded": (128, 64, 128, False),
     "from latents": (128, 64, 0, False),
@@ -29,7 +29,6 @@ FORMS = tuple(KERNELS)
 
 
 def test_for_which_calls_it_is_chosen(monkeypatch):
-    """Teachers of plain MLA on Hopper, before Triton's."""
     call = OpCall(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, heads=64, qk_dim=128, v_dim=0,
         teacher_dim=192,
@@ -52,7 +51,7 @@ def test_for_which_calls_it_is_chosen(monkeypatch):
 
 @pytest.fixture
 def tiles():
-    """Makes the tile functions; skips where the kernel cannot run."""
+    """Return the tile functions; skip if the kernel cannot run."""
     (candidate,) = (c for c in DENSE_LOSS.candidates if c.name == "tilelang")
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "teacher_dim": 192}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +88,7 @@ class Call:
         return total
 
     def check(self, teacher):
-        """Whole blocks, 0 outside of what is seen, and right within."""
+        """Check whole blocks: 0 for invisible keys, right for visible ones."""
         expected = self.expected()
         rows, width = expected.shape
         assert teacher.dtype == torch.float32 and teacher.is_contiguous()
@@ -97,13 +96,13 @@ class Call:
         assert not teacher[rows:].any() and not teacher[:, width:].any()
         found = teacher[:rows, :width]
         assert (found[~self.seen.columns(width)] == 0).all()
-        # Keys that are made of latents may be rounded otherwise.
+        # Keys computed from latents may be rounded differently.
         tolerance = 2e-3 if isinstance(self.keys, LatentKeys) else 1e-4
         assert relative_error(found, expected) < tolerance
 
 
 def draw_call(form, rows, width, heads, seed=0):
-    """Random tensors; some rows see nothing, with an lse of -inf or NaN, and one sees all."""
+    """Draw tensors; some queries see nothing, with an lse of -inf or NaN, and one sees all."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def draw(*shape, scale=1.0):
@@ -130,7 +129,7 @@ def draw_call(form, rows, width, heads, seed=0):
 
 
 def poison():
-    """Leave NaN in the memory that is allocated next."""
+    """Leave NaN in memory that is allocated next."""
     spoilt = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(8)]
     del spoilt
 
@@ -140,7 +139,6 @@ def poison():
 @pytest.mark.parametrize("width", [1, 63, 64, 129, 777])
 @pytest.mark.parametrize("rows", [1, 63, 64, 129, 777])
 def test_sizes_that_no_tile_divides(tiles, rows, width, form):
-    """Also, what memory held before does not show."""
     call = draw_call(form, rows, width, 3)
     functions = tiles(3)
     poison()
@@ -151,7 +149,6 @@ def test_sizes_that_no_tile_divides(tiles, rows, width, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 16, 17, 64, 128])
 def test_heads(tiles, heads, form):
-    """Keys that are expanded from latents come 16 heads at a time where memory is short."""
     call = draw_call(form, 300, 200, heads)
     for workspace in (2**28, 1):
         functions = tiles(heads, workspace)
@@ -162,7 +159,6 @@ def test_heads(tiles, heads, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_see_nothing(tiles, form):
-    """All of them, and all of a block; queries and keys that are not seen hold NaN."""
     call = draw_call(form, 400, 500, 4)
     start, end = call.seen.start.clone(), call.seen.end.clone()
     start[128:256], end[128:256] = 77, 77
@@ -187,7 +183,6 @@ def test_rows_that_see_nothing(tiles, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_of_tensors(tiles, form):
-    """Every third query, and log-sum-exps and keys that are parts of larger tensors."""
     call = draw_call(form, 900, 400, 5)
     some, slots = slice(7, 900, 3), slice(40, 333)
     keys = call.keys
@@ -204,7 +199,6 @@ def test_parts_of_tensors(tiles, form):
 
 @pytest.mark.gpu
 def test_equals_triton_and_itself(tiles):
-    """Bitwise repeatable; where Triton's kernel runs, too, both agree."""
     call, functions = draw_call("expanded", 1500, 1500, 32), tiles(32)
     arguments = (call.q, call.keys, call.lse, call.seen)
     first = functions.teacher(*arguments)

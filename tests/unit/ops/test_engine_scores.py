@@ -30,7 +30,7 @@ def numbers(x):
 
 
 def draw(rows, keys, heads=64, dim=128, *, seed=0, device="cpu"):
-    """Random bf16 inputs, some keys large, some 0; weights of both signs, their constants fp32."""
+    """Draw bf16 inputs, some keys large, some 0; weights of both signs with fp32 constants."""
     q, k, weights = (
         leaf(*shape, seed=seed + i).detach().bfloat16()
         for i, shape in enumerate(((rows, heads, dim), (keys, dim), (rows, heads)))
@@ -45,7 +45,7 @@ def draw(rows, keys, heads=64, dim=128, *, seed=0, device="cpu"):
 
 
 def ties(rows, keys, heads=64, dim=128):
-    """Small integers and few different keys: most scores have equals."""
+    """Draw small integers and few different keys: most scores have equals."""
     inputs = draw(rows, keys, heads, dim)
     k = inputs.k[:9].clamp(-2, 2).round().repeat(-(-keys // 9), 1)[:keys]
     weights = torch.ones(rows, heads)
@@ -53,8 +53,9 @@ def ties(rows, keys, heads=64, dim=128):
 
 
 def trained(rows, keys):
-    """Queries and keys that resemble each other near a token, as an indexer's do after training:
-    a slowly turning direction that all heads share, noise, and head weights of one sign."""
+    """Draw queries and keys similar near a token, like a trained indexer's: a slowly turning
+    direction shared by heads, noise, and head weights of one sign.
+    """
     steps = torch.arange(keys, dtype=torch.float64)[:, None] * torch.logspace(-4, -1, 64).double()
     common = torch.cat([steps.cos(), steps.sin()], 1)
     k = common + 0.3 * leaf(keys, 128, seed=1).detach()
@@ -68,7 +69,7 @@ def trained(rows, keys):
 
 
 def last(rows, keys):
-    """A layout of ``rows`` queries, the last ones of one sequence of ``keys``."""
+    """Return a layout of ``rows`` queries, the last of one sequence of ``keys``."""
     whole, first = bshd_layout(keys, 1, CPU), keys - rows
     return dataclasses.replace(
         whole,
@@ -81,13 +82,13 @@ def last(rows, keys):
 
 
 def expected(inputs, layout, topk):
-    """The reference's selection, of layouts whose queries see the first keys."""
+    """Return the reference's selection, for layouts whose queries see the first keys."""
     made = reference.scores(numbers(inputs.q), numbers(inputs.k), inputs.fp32_weights.numpy())
     return reference.best(made, layout.end.tolist(), topk)
 
 
 def agreement(a, b):
-    """Share of the entries of lists ``a`` that are in those of ``b``, row by row."""
+    """Return the share of entries of lists ``a`` in those of ``b``, query by query."""
     common = sum(len(set(x) & set(y) - {-1}) for x, y in zip(a.tolist(), b.tolist(), strict=True))
     return common / int((a >= 0).sum())
 
@@ -103,7 +104,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_every_key_is_that_of_the_reference(name):
-    """Real shapes. bf16 selects other keys: the comparison could fail."""
+    """Real shapes; bf16 selects other keys, so the comparison can fail."""
     inputs, keys = REAL[name]()
     layout = last(len(inputs.q), keys)
     want = expected(inputs, layout, 2048)
@@ -116,20 +117,19 @@ def test_every_key_is_that_of_the_reference(name):
 
 
 def test_scores_equal_the_reference_to_the_bit():
-    """Also heads that are no multiple of eight: those that are missing add nothing."""
     for heads in (64, 32, 5):
         inputs = draw(7, 700, heads, 128, seed=heads)
         padded = [np.zeros((7, -(-heads // 8) * 8, *more)) for more in ((128,), ())]
         padded[0][:, :heads], padded[1][:, :heads] = numbers(inputs.q), inputs.fp32_weights
         want = reference.scores(padded[0], numbers(inputs.k), padded[1].astype(np.float32))
         assert np.array_equal(all_scores(inputs).numpy(), want)
-        # So does what the doctor and the benchmarks compare with.
+        # The reference of doctor and benchmarks must agree.
         in_float64 = engine_scores(inputs.q, inputs.k, inputs.fp32_weights)
         assert np.array_equal(in_float64.numpy(), want)
 
 
 def all_scores(inputs, run=engine.Scores()):
-    """Scores of all pairs by an implementation of ``indexer_engine_scores``."""
+    """Return scores of all pairs by an implementation of ``indexer_engine_scores``."""
     q, weights = engine.quantized_queries(inputs.q, inputs.fp32_weights)
     k, scales = engine.quantized(inputs.k)
     rows, keys = len(q), len(k)
@@ -143,7 +143,7 @@ def all_scores(inputs, run=engine.Scores()):
 
 
 def test_quantized():
-    """Scales are powers of two, the least that hold the largest element; nothing is clipped."""
+    """Scales must be the least powers of two for the largest element; nothing is clipped."""
     x = leaf(60, 128, seed=3).detach() * 10.0 ** torch.arange(-30, 30)[:, None]
     # 448 and 449 times a power of two: the scale of one is the other's half.
     edges = torch.tensor([448.0, 450.0, 7 * 2.0**-9, 7.03125 * 2.0**-9, 0.0])[:, None]
@@ -158,7 +158,6 @@ def test_quantized():
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
 def test_layouts_and_workspaces(name, workspace):
-    """Packed rows see their own document; blocks change nothing; equal runs."""
     layout, inputs = LAYOUTS[name](CPU), draw(60, 60, 8, 32)
     policy = dataclasses.replace(ENGINE, workspace_bytes=workspace)
     indices, length = indexer_topk(inputs, layout, 5, policy=policy)
@@ -175,7 +174,6 @@ def test_layouts_and_workspaces(name, workspace):
 
 
 def test_compressed_keys():
-    """V4: the same arithmetic over the groups that a query sees."""
     layout = compressed_keys(bshd_layout(800, 1, CPU), 4).layout
     inputs = draw(800, 200, 16, 64)
     some = torch.arange(700, 800, 7)
@@ -189,7 +187,6 @@ def test_compressed_keys():
 
 @pytest.mark.parametrize("mib", [32, 64])
 def test_memory_is_bounded(mib):
-    """The workspace, 8192 keys in fp64, keys in fp8 and what quantises them, and the result."""
     inputs, layout = draw(40, 20_000, 16), last(40, 20_000)
     policy = dataclasses.replace(ENGINE, workspace_bytes=mib * 2**20)
     peak = peak_bytes(CPU, lambda: indexer_topk(inputs, layout, 2048, policy=policy))
@@ -203,19 +200,19 @@ def test_weights_without_fp32_ones_are_taken_as_they_are():
     layout = last(20, 300)
     one, other = (indexer_topk(x, layout, 16, policy=ENGINE)[0] for x in (inputs, plain))
     assert torch.equal(one, other)
-    # The constant rounded to bf16 with the weight is another weight.
+    # A constant rounded to bf16 with the weight is another weight.
     assert not torch.equal(inputs.weights.float(), inputs.fp32_weights)
 
 
 def test_roundings_between_rope_and_transform():
-    """As engines do: rope rounded to bf16, then the transform rounded to bf16, both ways back."""
+    """Engines round rope to bf16, then the transform to bf16; also backwards."""
     x = leaf(40, 3, 64, seed=7).double().detach().requires_grad_()
     angles = leaf(40, 16, seed=8).detach()
     tables = angles.cos().float(), angles.sin().float()
     got = rotate_index(x.bfloat16(), *tables, neighbours=False, rounded=True)
     turned = rotate_index(x.bfloat16(), *tables, neighbours=False, transform=False)
     want = reference.hadamard(numbers(turned.detach()))
-    # The last bit may differ where fp32 products lie between two numbers of bf16.
+    # The last bit may differ if fp32 products are between two bf16 numbers.
     differs = numbers(got.detach()) != want
     assert differs.mean() < 2e-3
     plain = rotate_index(x.bfloat16(), *tables, neighbours=False)
@@ -232,7 +229,6 @@ def test_roundings_between_rope_and_transform():
 
 
 def test_the_operation_is_what_runs():
-    """The operation that runs is the one that start-up resolves."""
     inputs, layout = draw(30, 100, 8, 32), last(30, 100)
     reset_report()
     indexer_topk(inputs, layout, 8, policy=ENGINE)
@@ -259,7 +255,6 @@ def test_what_engines_do_not_have_is_refused():
 
 
 def test_support():
-    """Our kernel takes them on Hopper only, torch everywhere."""
     shape = {"device": "cuda", "heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048}
     for capability, reason in (((9, 0), None), ((10, 0), "wrong GPU"), ((8, 0), "wrong GPU")):
         call = OpCall(dtype=torch.float8_e4m3fn, capability=capability, **shape)
@@ -269,15 +264,12 @@ def test_support():
         )
 
 
-# On a GPU
-
 CUDA = torch.device("cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1001, 64, 128), (333, 5, 16), (7, 128)])
 def test_quantized_by_triton(shape):
-    """To the bit: quotients by powers of two are exact."""
     pytest.importorskip(KERNELS)
     x = (leaf(*shape, seed=2).detach() * 10.0 ** torch.linspace(-8, 8, shape[-1])).bfloat16()
     x[0] = 0.0
@@ -294,7 +286,7 @@ def ours():
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [5, 16, 32, 64])
 def test_the_kernel_adds_up_in_the_order_of_the_rule(ours, heads):
-    """To the bit where tensor cores form products exactly: of small integers."""
+    """Tensor cores compute products of small integers exactly, so bits must agree."""
     inputs = draw(70, 1000, heads, 128, seed=heads, device=CUDA)
     # Scales are 1: the largest element of each vector is above 224.
     q, k = inputs.q.clamp(-2, 2).round(), inputs.k.clamp(-2, 2).round()
@@ -310,7 +302,7 @@ def test_the_kernel_adds_up_in_the_order_of_the_rule(ours, heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_the_kernel_selects_what_the_reference_does(ours, name):
-    """But for products, of which Hopper's tensor cores keep fewer bits; as in the engine."""
+    """Hopper's tensor cores keep fewer bits of products, as in the engine."""
     inputs, keys = REAL[name]()
     layout = last(len(inputs.q), keys)
     want = torch.from_numpy(expected(inputs, layout, 2048))

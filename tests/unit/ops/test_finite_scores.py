@@ -1,4 +1,4 @@
-"""Index scores that are NaN or infinite are refused before anything is selected."""
+"""Non-finite index scores are rejected before the selection."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def padded(device):
-    """Packed sequences with padding inside and behind."""
+    """Return packed sequences with padding inside and after."""
     real = torch.tensor([0, 3, 20, 20, 41, 73], device=device, dtype=torch.int32)
     offsets = torch.tensor([0, 8, 32, 32, 56, 90], device=device, dtype=torch.int32)
     return packed_layout(real, TOKENS, 34, offsets)
@@ -57,7 +57,7 @@ def draw(layout, dtype=torch.float32):
 
 
 def seen(layout):
-    """Queries that see a key, and keys (of the buffer) that a query sees, by brute force."""
+    """Return queries that see a key, and keys that a query sees, by brute force."""
     queries = layout.end > layout.start
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     covers = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
@@ -70,7 +70,7 @@ def seen(layout):
 @pytest.mark.parametrize("name", ["q", "k", "weights"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_selection_is_refused(layout, name, value):
-    """One number that is not finite is enough, wherever somebody sees it."""
+    """One visible non-finite number must suffice."""
     layout = LAYOUTS[layout](torch.device("cpu"))
     queries, keys = seen(layout)
     for end in (0, -1):
@@ -88,7 +88,6 @@ def test_selection_is_refused(layout, name, value):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "packed" in name or "rank" in name])
 def test_padding_may_hold_anything(layout):
-    """Queries that see nothing, keys that nobody sees, keys of other ranks' queries."""
     layout = LAYOUTS[layout](torch.device("cpu"))
     queries, keys = seen(layout)
     inputs = draw(layout)
@@ -104,7 +103,6 @@ def test_padding_may_hold_anything(layout):
     [(1e30, 1e-3, True), (1e38, 1e-3, False), (1e20, 1e20, False), (1e-30, 1e36, True)],
 )
 def test_sums_that_overflow_are_refused(q, weights, fits):
-    """Finite inputs are not enough: sums of products have to fit fp32, and so weighted ones."""
     layout = bshd_layout(TOKENS, 1, torch.device("cpu"))
     inputs = draw(layout)
     inputs.q[:], inputs.weights[7] = q, weights
@@ -120,7 +118,6 @@ def test_sums_that_overflow_are_refused(q, weights, fits):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_of_a_type_is_no_error(dtype):
-    """fp16: sums are in fp32; fp64: and not there."""
     layout = bshd_layout(TOKENS, 1, torch.device("cpu"))
     inputs = draw(layout, dtype)
     large = {torch.float16: 65504.0, torch.float64: 1e100}
@@ -129,7 +126,7 @@ def test_the_largest_of_a_type_is_no_error(dtype):
 
 
 def test_the_dense_loss_is_refused_and_the_sparse_one_is_nan():
-    """A key that nobody selects has no part in the sparse loss: its value tells."""
+    """An unselected key has no part in the sparse loss."""
     layout = bshd_layout(TOKENS, 1, torch.device("cpu"))
     attention = [leaf(TOKENS, n, 8, seed=n, device="cpu").detach() for n in (2, 1)]
     indices, length = indexer_topk(draw(layout), layout, TOPK)
@@ -147,7 +144,7 @@ def test_the_dense_loss_is_refused_and_the_sparse_one_is_nan():
 
 
 class Calls(TorchDispatchMode):
-    """Operations that form a tensor, with its number of elements."""
+    """Operations that create a tensor, with its number of elements."""
 
     def __init__(self):
         super().__init__()
@@ -162,10 +159,10 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize(("layout", "limit"), [("one sequence", 6), ("packed", 12)])
 def test_a_check_is_a_few_small_kernels(layout, limit):
-    """Besides the assertion; no result is larger than a number per token."""
+    """No result may be larger than a number per token."""
     layout = LAYOUTS[layout](torch.device("cpu"))
     inputs = draw(layout)
-    require_finite_scores(inputs, layout, "here")  # what the layers of a microbatch share
+    require_finite_scores(inputs, layout, "here")  # shared by a microbatch's layers
     with Calls() as mode:
         checked = require_finite_scores(inputs, layout, "here")
     assert 4 < len(mode.calls) <= limit, mode.calls
@@ -174,8 +171,6 @@ def test_a_check_is_a_few_small_kernels(layout, limit):
         assert require_finite_scores(checked, layout, "here") is checked
     assert mode.calls == []
 
-
-# Layers
 
 MODULES = {
     "DSA, sparse": lambda **options: small_config(options=DSAOptions(**options)),
@@ -196,14 +191,14 @@ MODULES = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_layer_is_named(name, training, is_packed):
-    """A NaN in one head's weight would leave all its queries without keys."""
+    """NaN in one head's weight would leave its queries without keys."""
     module = attention_module(MODULES[name](evaluate_indexer=True), layer_number=2).train(training)
     x = hidden_like(module, TOKENS)
     params = packed(40, 31, 25) if is_packed else None
     module(x, None, packed_seq_params=params)
     with torch.no_grad():
         module.core_attention.indexer.linear_weights_proj.weight[1, 0] = NAN
-    # The first queries of a sequence see no compressed key.
+    # A sequence's first queries see no compressed key.
     wrong = TOKENS - 3 * 3 if is_packed and name.startswith("CSA") else TOKENS
     told = rf"layer 2: .*queries of 0 and weights of {wrong} of {TOKENS} query tokens"
     with pytest.raises(ConfigError, match=told):
@@ -212,7 +207,6 @@ def test_a_layer_is_named(name, training, is_packed):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_layer_looks_once(name, monkeypatch):
-    """Selection and losses of a layer share the check."""
     module = attention_module(MODULES[name]()).train()
     x, norms = hidden_like(module, TOKENS), []
     vector_norm = torch.linalg.vector_norm
@@ -227,7 +221,6 @@ def test_a_layer_looks_once(name, monkeypatch):
 
 
 def test_a_replayed_selection_does_not_hide_it():
-    """The indexer is trained on given keys: it scores them all the same."""
     from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 
     module = attention_module(MODULES["DSA, sparse"]()).train()
@@ -243,14 +236,10 @@ def test_a_replayed_selection_does_not_hide_it():
         module(x, None)
 
 
-# GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_waits_for_the_gpu(layout, dtype):
-    """Finite inputs pass, with padding that is not finite."""
     layout = LAYOUTS[layout](torch.device("cuda"))
     queries, keys = seen(layout)
     inputs = draw(layout, dtype)
@@ -263,7 +252,6 @@ def test_nothing_waits_for_the_gpu(layout, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["q", "k", "weights"])
 def test_the_gpu_asserts(name):
-    """The process ends."""
     program = f"""
         import torch
         from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk

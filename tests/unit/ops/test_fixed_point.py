@@ -1,4 +1,4 @@
-"""Key gradients in fixed point: no overflow, no wrong finite number, and on a GPU the same bits."""
+"""Key gradients in fixed point: no overflow, no wrong finite number, and on a GPU equal bits."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.helpers import deterministic, relative_error
 
 
 def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
-    """A inputs with a sharp softmax, its forward, and the gradient of its output."""
+    """Return inputs with a sharp softmax, their forward, and an output gradient."""
     q, kv, indices = make_case(rows, keys, heads, dim, k, device=device, dtype=torch.bfloat16)
     q = (q.detach() * spread).contiguous()
     inputs = SparseAttentionInputs(q, kv.detach(), indices, 512, 0.05, None, None, 2**28)
@@ -33,7 +33,7 @@ def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
 def test_no_sum_overflows_and_little_range_is_wasted(spread):
-    """What all rows contribute to one element, all with the same sign, stays below 2^62."""
+    """All contributions to one element, with one sign, must stay below 2^62."""
     inputs, out, lse, dout = case(spread=spread)
     units = units_per_one(inputs, out, dout)
     assert math.log2(units.item()).is_integer()
@@ -109,7 +109,7 @@ def test_calls_that_share_a_sum_add_to_one_accumulator(fixed, monkeypatch):
     assert torch.equal(alone, torch.ones_like(alone)) and not asked
     assert torch.equal(run([out] * 3), 3 * torch.ones_like(alone))
     assert len(asked) == fixed  # once, for the first call
-    if fixed:  # units are settled before: what comes later may not be hidden
+    if fixed:  # units are fixed before; later values must not be hidden
         bad = out.clone()
         bad[3, 2, 1] = float("nan")
         assert run([out, bad, out]).isnan().all()
@@ -123,12 +123,12 @@ def test_units_of_a_shared_sum_leave_room_for_all_calls():
     for calls in (1, 8):
         total = KeyGradientAccumulator(calls * rows, lambda: (queries, gradient))
         units = units_per_one(replace(inputs, key_sum=total), out, dout)
-        # Outputs are taken to be as large as values, which halves them at most.
+        # Outputs are assumed to be as large as values, which loses at most a factor of two.
         assert alone / calls / 2 <= units <= alone / calls
 
 
 def test_column_order():
-    """Thread t of a row holds 2t, 2t+1, 8+2t, 9+2t of 16 columns; four threads come together."""
+    """Thread t holds columns 2t, 2t+1, 8+2t, 9+2t of 16; four threads exchange."""
     stored = [half * 8 + 2 * t + e for half in range(2) for e in range(2) for t in range(4)]
     columns = torch.arange(32.0).expand(3, 32) + 100 * torch.arange(3.0)[:, None]
     fixed = columns[:, stored + [16 + c for c in stored]].long() * 8
@@ -136,7 +136,6 @@ def test_column_order():
 
 
 def test_no_queries_and_no_keys():
-    """Nothing is added; the result is zeros, not an error."""
     for rows, keys in ((0, 5), (3, 0)):
         q = torch.zeros(rows, 16, 576, dtype=torch.bfloat16)
         kv = torch.zeros(keys, 576, dtype=torch.bfloat16)
@@ -147,7 +146,7 @@ def test_no_queries_and_no_keys():
 
 
 def gradients(inputs, out, lse, dout):
-    """dq and dkv in deterministic mode, by what dispatch chooses then."""
+    """Return dq and dkv in deterministic mode, by dispatch."""
     shape = describe_call(
         "cuda", dtype=torch.bfloat16, heads=inputs.q.shape[1], qk_dim=inputs.q.shape[2],
         v_dim=512, topk=inputs.indices.shape[1], deterministic=True,
@@ -163,7 +162,6 @@ def gradients(inputs, out, lse, dout):
     [(16, 576, 128), (33, 576, 300), (64, 576, 128), (64, 512, 300), (128, 512, 128)],
 )
 def test_twenty_repeats_give_the_same_bits(hopper, heads, dim, k):
-    """Many queries add to every key."""
     inputs = case(600, 300, heads, dim, k, device="cuda")
     first = gradients(*inputs)
     for _ in range(19):

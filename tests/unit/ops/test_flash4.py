@@ -1,6 +1,6 @@
-"""FlashAttention 4: what is refused and why, and on a GPU its results against float64.
+"""FlashAttention 4: rejected calls with reasons, and on a GPU results against float64.
 
-On the CPU a stand-in is installed: metadata of the distribution, and the functions that are called.
+On the CPU a made-up package is installed: metadata and the called functions.
 """
 
 import importlib
@@ -39,7 +39,7 @@ BACKWARD = (
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Return a function that installs a stand-in with that version and that source."""
+    """Return a function that installs a made-up package with that version and source."""
 
     def forget():
         importlib.invalidate_caches()
@@ -55,7 +55,7 @@ def install(tmp_path, monkeypatch):
                 (folder / "METADATA").write_text(text)
         package = tmp_path / "flash_attn" / "cute"
         package.mkdir(parents=True)
-        # Imports are counted: to look for the package must not import what is above it.
+        # Imports are counted: looking for the package must not import its parent.
         (package.parent / "__init__.py").write_text("import sys\nsys.flash_attn_imported = True\n")
         (package / "__init__.py").write_text("")
         (package / "interface.py").write_text(source)
@@ -88,7 +88,7 @@ def test_new_versions_are_taken(install, version):
 
 @pytest.mark.parametrize("version", ["4.0.0b9", "4.0.0b35", "4.0.0a40", "3.9.9"])
 def test_old_versions_are_refused(install, version):
-    """Trap: as text b9 comes after b36, and as numeric releases all betas are equal."""
+    """As text b9 comes after b36, and as numeric releases all betas are equal."""
     install(version)
     assert FLASH4.reason(hopper()) == (
         f"too old: flash-attn-4 {version} found, >= 4.0.0b36 needed; {INSTALL}"
@@ -147,7 +147,7 @@ def test_a_package_that_does_not_work_is_not_called(install, source):
         DENSE_ATTENTION.choose(hopper(heads=15), NAMED)
     reason = FLASH4.reason(hopper())
     assert re.search(BROKEN[source], reason), reason
-    # It is behind the others, and what runs without a name does not import it.
+    # It comes last, and other implementations do not import it.
     automatic = DENSE_ATTENTION.choose(hopper(packed=True, heads=14), Policy()).candidate.name
     assert automatic != "flash4"
 
@@ -169,7 +169,6 @@ def test_info_says_why_an_installed_package_is_not_used(install, capsys, version
 
 
 def test_it_is_never_the_first_choice(install):
-    """Not before our own benchmark shows it to be the fastest."""
     install()
     names = [c.name for c in DENSE_ATTENTION.candidates]
     assert names[-2:] == ["flash4", "torch"] and not DENSE_ATTENTION.first
@@ -181,9 +180,7 @@ def test_it_is_never_the_first_choice(install):
         assert DENSE_ATTENTION.choose(call, NAMED).candidate.name == "flash4"
 
 
-# On a GPU
-
-#: Lengths that no tile divides, empty and one-token documents, rows after the last document.
+#: Lengths that no tile divides, empty and one-token documents, tokens after the last document.
 BATCHES = {
     "one sequence": {"length": 1000},
     "two sequences": {"length": 333, "batch": 2},
@@ -194,7 +191,7 @@ DIMS = [(4, 192, 128, 64, 512), (3, 256, 256, 64, 512), (2, 128, 128, 64, 512)]
 
 
 def run(case):
-    """The operation with the kernel named: out, lse and gradients, as float64 gives them."""
+    """Run the operation with the named kernel: out, lse and gradients."""
     given = {name: x.cuda() for name, x in case.inputs().items()}
     dout = given.pop("dout")
     leaves = {name: x.requires_grad_() for name, x in given.items()}

@@ -1,6 +1,6 @@
-"""What is particular about FlashMLA: what its adapter bridges, its probe, its messages.
+"""FlashMLA: differences bridged by its adapter, its probe, its messages.
 
-Its values against float64 are in ``test_sparse_attention.py``.
+Values against float64: ``test_sparse_attention.py``.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def op_call(**changes):
 
 
 def strict_upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
-    """FlashMLA in torch: what it takes, and what it answers for rows without keys."""
+    """FlashMLA in torch: its accepted inputs, and its results without keys."""
     width = indices.shape[2]
     assert q.shape[1] in (64, 128) and kv.shape[1] == 1 and width % 128 == 0
     assert all(x.is_contiguous() for x in (q, kv, indices))
@@ -47,7 +47,6 @@ def strict_upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_leng
 
 @pytest.mark.parametrize(("heads", "width", "with_sink"), [(16, 100, True), (96, 128, False)])
 def test_what_the_adapter_bridges(heads, width, with_sink, monkeypatch):
-    """Heads, widths, lengths and the lse of empty rows."""
     module = types.ModuleType("flash_mla")
     module.flash_mla_sparse_fwd = strict_upstream
     monkeypatch.setitem(sys.modules, "flash_mla", module)
@@ -64,7 +63,7 @@ def test_what_the_adapter_bridges(heads, width, with_sink, monkeypatch):
 
 
 def test_padded_queries_are_not_copied(monkeypatch):
-    """The kernel reads the caller's tensor, and its result is returned as a view."""
+    """The kernel must read the caller's tensor, and its result be a view."""
     seen = {}
 
     def upstream(q, kv, indices, *settings, **more):
@@ -88,7 +87,7 @@ def test_padded_queries_are_not_copied(monkeypatch):
     assert seen["q"] is not padded_q and torch.equal(seen["q"], padded_q)
     wrong = torch.zeros(6, 128, 576, dtype=torch.bfloat16)
     other = flashmla.forward(dataclasses.replace(case, padded_q=wrong))
-    for given in (copied, other):  # another number of heads is not what the kernel would take
+    for given in (copied, other):  # this number of heads needs other padding
         assert torch.equal(given[0], out) and torch.equal(given[1], lse)
 
 
@@ -110,7 +109,6 @@ def test_declared_head_sizes_are_those_of_the_adapter(heads):
     ],
 )
 def test_reasons_on_hopper(changes, message, monkeypatch):
-    """What the kernel does not take is said where the package is there."""
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     shape = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "heads": 64}
     hopper = OpCall(**shape | {"qk_dim": 576, "v_dim": 512, "topk": 64} | changes)
@@ -118,7 +116,6 @@ def test_reasons_on_hopper(changes, message, monkeypatch):
 
 
 def test_choice_on_this_machine():
-    """Dispatch runs FlashMLA where it can, and otherwise says why not."""
     reason = FLASHMLA.reason(op_call())
     policy = Policy(named=(("sparse_attention_forward", "flashmla"),))
     if reason is None:
@@ -157,7 +154,7 @@ def test_upstream_signature_is_accepted_and_others_are_named(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("base", "message"), [(2.0, "natural log is 4.852"), (math.e, None)])
 def test_a_base_2_lse_is_noticed(base, message):
-    """A copy that answers in base 2 would give silently wrong gradients."""
+    """A base-2 build would silently give wrong gradients."""
 
     def forward(q, kv, indices, sm_scale):
         lse = torch.full((1, 64), math.log(128) / math.log(base), device="cuda")

@@ -1,4 +1,4 @@
-"""Hyper-connections: torch against plain formulas, Triton against both, and what it compiles to."""
+"""Hyper-connections: torch against plain formulas, Triton against both, and compiled Triton."""
 
 import math
 from dataclasses import replace
@@ -45,7 +45,7 @@ def inputs_of(case, name, *args):
 @pytest.mark.parametrize("name", NAMES)
 def test_torch(name, case):
     check(getattr(unfused, name), name, inputs_of(case, name), 1e-11)
-    # One stream alone: the norm that follows undoes pre, whose gradient is nothing but rounding.
+    # With one stream the norm cancels pre, whose gradient is rounding.
     if case.streams > 1:
         check(getattr(unfused, name), name, inputs_of(case, name, torch.float32), 1e-5)
 
@@ -59,7 +59,6 @@ def test_no_tokens(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_small_workspace(name):
-    """Token by token gives what all at once gives; parameters' gradients are sums of chunks."""
     inputs = inputs_of(CASES[2], name)
     small = run(getattr(unfused, name), replace(inputs, workspace_bytes=1))
     large = run(getattr(unfused, name), inputs)
@@ -69,14 +68,12 @@ def test_small_workspace(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_rounded_where_the_model_rounds(name):
-    """fp32 inside: the sum of the streams is rounded, and every result once."""
     inputs = inputs_of(Case(40, 4, 64), name, torch.bfloat16)
     check(getattr(unfused, name), name, inputs, 5e-3)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30])
 def test_extreme_logits_are_finite(size):
-    """Sigmoids and softmax saturate; a row or a column of the softmax may be all zeros."""
     check_extreme(unfused, size)
 
 
@@ -100,9 +97,9 @@ def test_comb_is_doubly_stochastic():
 
 
 def rounded_up(module, device="cpu", tokens=2048, channels=64):
-    """Check that a write rounds as many of its results up as down, one addition after another.
+    """Check that a write rounds as many results up as down, addition by addition.
 
-    A kernel that rounds twice, or cuts, shifts all streams a little in every layer.
+    Double rounding or truncation would shift all streams in every layer.
     """
     inputs = Case(tokens, 4, channels).write_inputs(torch.bfloat16, device)
     with torch.no_grad():
@@ -113,7 +110,7 @@ def rounded_up(module, device="cpu", tokens=2048, channels=64):
     share = float((got > exact)[different].double().mean())
     assert count > 100_000
     assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(count), share
-    # Rounded once: never further away than half of a step, and what fp32 loses.
+    # Rounded once: within half of a step, and fp32's loss.
     assert ((got - exact).abs() <= exact.abs() * 2**-8 + 2e-6).all()
 
 
@@ -157,7 +154,6 @@ def test_formulas_of_transformers():
 
 
 def test_write_takes_the_streams_from_the_read():
-    """One pass of the read's backward sums three gradients; together they are those of a layer."""
     given = Case(5, 4, 16).read_inputs()
     layers = []
     for read, write in ((read_streams, write_streams), (None, None)):
@@ -205,7 +201,6 @@ ADDING = "add_parts"
 
 @pytest.mark.parametrize("channels", [4096, 7168])
 def test_compiles_without_a_gpu(monkeypatch, channels):
-    """16 bytes per access, tiles that fit every GPU, and a write that exchanges nothing."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
     monkeypatch.setattr(launch, "_processors", lambda x: 132)
     recorders = {}
@@ -235,8 +230,8 @@ def test_compiles_without_a_gpu(monkeypatch, channels):
                     assert compiled.metadata.shared == 0
 
 
-#: As many tokens as a budget of a twentieth allows at once, so that this is what torch takes; and
-#: few, whose partial sums are a part of the peak.
+#: As many tokens as a twentieth of the budget, so that torch's memory dominates; and few, whose
+#: partial sums matter.
 PLANNED = {
     "torch": [Case(4000, 4, 512, iterations=2, workspace=2**24)],
     "triton": [Case(4000, 4, 512, iterations=2), Case(256, 4, 7168, iterations=2)],
@@ -248,7 +243,6 @@ PLANNED = {
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation, case):
-    """Fakes against the adapters, whose kernels do nothing."""
     module = unfused
     if implementation == "triton":
         module = pytest.importorskip(f"{PACKAGE}.launch")
@@ -283,7 +277,7 @@ def on_meta(inputs):
 
 
 def memory_of(call, inputs):
-    """Bytes that live between forward and backward, and the most that live in both."""
+    """Return bytes that live between forward and backward, and the peak in both."""
     tracker = MemoryTracker()
     tracker.ignore(*inputs.tensors)
     with tracker:
@@ -307,7 +301,6 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_triton_on_the_gpu(name, case):
-    """Against float64, the same bits every time, and no waiting for the device."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
     inputs = inputs_of(case, name, torch.bfloat16, "cuda")
     check(getattr(launch, name), name, inputs, 5e-3, expected=unfused)
@@ -362,7 +355,7 @@ def test_more_elements_than_int32_counts():
 
 
 def check_added(launch):
-    """Parameters' gradients from more parts than the loops of ``add_parts`` take at once."""
+    """Check parameters' gradients from more parts than the loops of ``add_parts`` take at once."""
     for parts, dtype in (((1, 70, 130), torch.bfloat16), ((5, 264, 300), torch.float32)):
         shapes = ((parts[0], 24, 160), (parts[1], 100), (parts[2], 27))
         given = [torch.randn(*shape) for shape in shapes]
@@ -378,7 +371,7 @@ def main():
     prepare_interpreter()
     let_interpreter_use_bf16()
     cases = [case for case in CASES if case.streams in (2, 4)]
-    # More tokens and columns than a block has, in several parts; and a second block of tokens.
+    # More tokens and columns than a block, in several parts; and a second block of tokens.
     cases += [Case(70, 4, 160, iterations=3), Case(150, 2, 30, iterations=2)]
     for name in NAMES:
         call = getattr(launch, name)

@@ -33,14 +33,13 @@ def test_sparse_loss(device, name, relu, k):
     layout, inputs = LAYOUTS[name](device), make_inputs(device, relu=relu)
     indices, length = indexer_topk(inputs, layout, k)
     teacher = torch.rand(48, k, dtype=torch.float64, device=device)
-    teacher[4] = 0  # a row without any teacher mass contributes nothing
+    teacher[4] = 0  # without teacher mass a query contributes nothing
     loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=SMALL)
     expected = expected_loss(inputs, Lists(indices, length, 48), teacher)
     check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
 
 
 def test_sparse_loss_ignores_invalid_entries(device):
-    """-1 in the middle and ids past the keys; the rows they would hit are NaN."""
     inputs = make_inputs(device)
     layout = bshd_layout(48, 1, device)
     indices = torch.tensor([[1, -1, 3, 48]], device=device, dtype=torch.int32).repeat(48, 1)
@@ -56,7 +55,7 @@ def test_sparse_loss_ignores_invalid_entries(device):
 
 
 def errors_of_rounded_inputs(relu, seed):
-    """Relative errors of the gradients of q, k and weights when the inputs are rounded to bf16."""
+    """Return relative errors of the gradients of q, k and weights for inputs rounded to bf16."""
     tokens, device = 256, torch.device("cpu")
     layout = bshd_layout(tokens, 1, device)
     shapes = ((tokens, 8, 32), (tokens, 32), (tokens, 8))
@@ -74,9 +73,8 @@ def errors_of_rounded_inputs(relu, seed):
 
 @pytest.mark.parametrize("relu", [True, False])
 def test_rounded_inputs(relu):
-    """Without relu, gradients are as good as the inputs; relu adds its heads that change sides.
-
-    The mean over five teachers: a single one gives 3 to 4 %.
+    """Without relu, gradients are as good as the inputs; the relu adds heads that change sides.
+    Mean over five teachers: a single one gives 3 to 4 %.
     """
     errors = torch.tensor([errors_of_rounded_inputs(relu, seed) for seed in range(5)]).mean(0)
     if relu:
@@ -86,13 +84,13 @@ def test_rounded_inputs(relu):
 
 
 def test_perfect_student_has_no_loss(device):
-    """KL(p || p) is 0 and so is its gradient: the teacher is normalised, not just summed."""
+    """The teacher must be normalised, not only summed."""
     inputs, layout = make_inputs(device), bshd_layout(48, 1, device)
     indices, length = indexer_topk(inputs, layout, 8)
     scores = index_scores(inputs.q, inputs.k, inputs.weights)
     gathered = scores.gather(1, indices.clamp_min(0).long()).detach()
     gathered = gathered.masked_fill(indices < 0, float("-inf"))
-    teacher = torch.softmax(gathered, -1) * 4  # four heads' worth of mass
+    teacher = torch.softmax(gathered, -1) * 4  # four heads' mass
     loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length)
     loss.backward()
     assert abs(float(loss)) < 1e-12
@@ -101,7 +99,6 @@ def test_perfect_student_has_no_loss(device):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_loss_forms_its_gradients(add, fused):
-    """One call of one operation, without another for the gradients."""
     if fused:
         add("sparse_indexer_loss", lambda original: original)
     inputs, layout = make_inputs("cpu"), bshd_layout(48, 1, torch.device("cpu"))

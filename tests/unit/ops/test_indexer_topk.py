@@ -28,7 +28,7 @@ def test_matches_reference(device, name, k, relu):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Pairs of a query and a key whose scores are asked for, of every call."""
+    """Return the numbers of scored pairs of every call."""
     pairs, form = [], Scores.__call__
 
     def spy(self, inputs, block, keys, seen):
@@ -47,14 +47,12 @@ def select_all(layout, topk):
 
 
 def test_first_queries_of_a_sequence_need_no_scores(scored):
-    """Those that see no more keys than they select."""
     select_all(bshd_layout(60, 1, torch.device("cpu")), 20)
     assert sum(scored) == sum(range(21, 61))
 
 
 @pytest.mark.parametrize(("topk", "pairs"), [(30, 0), (20, sum(range(21, 31))), (5, None)])
 def test_short_documents_need_no_scores(scored, topk, pairs):
-    """Their queries see no more keys than they select; the host knows the longest document only."""
     ends = torch.tensor([0, 12, 13, 13, 43, 57], dtype=torch.int32)
     layout = packed_layout(ends, 60, 30)
     select_all(layout, topk)
@@ -67,7 +65,7 @@ def test_short_documents_need_no_scores(scored, topk, pairs):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("topk", [8, 5])
 def test_a_selection_may_write_where_it_belongs(monkeypatch, name, topk):
-    """Where its columns are key rows, and rows begin at multiples of 16 bytes."""
+    """Only if columns are key indices, aligned to 16 bytes."""
     given = []
 
     class Writes(Selection):
@@ -93,7 +91,6 @@ def test_a_selection_may_write_where_it_belongs(monkeypatch, name, topk):
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
 def test_all_scores_equal(device, value):
-    """With nothing but ties the smallest keys win, and exactly K of them."""
     layout = bshd_layout(50, 1, device)
     inputs = IndexerInputs(
         torch.ones(50, 2, 4, device=device),
@@ -107,7 +104,7 @@ def test_all_scores_equal(device, value):
 
 
 def select(rows, ranges, topk, device):
-    """Columns that torch's selection takes from ``rows`` of which ``ranges`` are seen."""
+    """Return the columns selected by torch from ``rows`` with visible ``ranges``."""
     start, end = torch.tensor(ranges, dtype=torch.int32, device=device).t().contiguous()
     return Selection()(torch.tensor(rows, device=device), Seen(start, end), topk).tolist()
 
@@ -128,7 +125,6 @@ def test_what_is_not_seen_may_hold_anything(device, unseen):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
 def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
-    """An implementation of the scores need not write it; blocks keep to the budget."""
     blocks = []
 
     def sparing(original):
@@ -144,7 +140,7 @@ def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
     inputs = integer_inputs(60, device="cpu")
     indices, _ = indexer_topk(inputs, layout, 5, policy=Policy(workspace_bytes=workspace))
     assert torch.equal(indices, expected(inputs, layout, 5))
-    # Scores of 3 heads and their sum, and what torch's selection takes.
+    # Scores of 3 heads and their sum, and torch's selection.
     assert blocks and all(n == 1 or n * width * (16 + 32) <= workspace for n, width in blocks)
     assert (workspace > 1) == any(n > 1 for n, _ in blocks)
 

@@ -1,4 +1,6 @@
-"""Triton kernels of the selection against torch: lists of key rows, finite scores, fp8 vectors."""
+"""Triton kernels of the selection against torch: lists of key indices, finite scores, fp8
+vectors.
+"""
 
 import itertools
 
@@ -13,19 +15,19 @@ from tests.helpers import leaf, relative_error
 
 KERNELS = "megatron_dsa.ops.indexer_topk.triton"
 NAN, INF = float("nan"), float("inf")
-#: tokens, width of the block, keys to select: lists of more than a program, no token, no key seen.
+#: tokens, width of the block, keys to select: more than a program, no token, no visible key.
 SHAPES = [(7, 60, 5), (1, 1, 1), (33, 40, 64), (3, 3000, 2500), (0, 9, 4)]
 
 
 def make_case(tokens, width, topk, device="cpu"):
-    """What queries see, with queries that see nothing, and their sorted selections."""
+    """Return visibility, with queries that see nothing, and sorted selections."""
     generator = torch.Generator().manual_seed(tokens)
     ends = torch.randint(0, width + 1, (tokens,), generator=generator)
     start = (ends - torch.randint(0, width + 1, (tokens,), generator=generator)).clamp_min(0)
     columns = torch.full((tokens, topk), -1)
     for row, (first, last) in enumerate(zip(start.tolist(), ends.tolist(), strict=True)):
         some = torch.randperm(last - first, generator=generator)[:topk].sort().values + first
-        if last - first > topk:  # else what the selection says is not read
+        if last - first > topk:  # otherwise the selection is not read
             columns[row] = some
     seen = Seen(start.int().to(device), ends.int().to(device))
     return columns.int().to(device), seen
@@ -44,7 +46,7 @@ def expected(columns, seen, first, key_rows):
 
 
 def check_put(put, tokens, width, topk, device="cpu"):
-    """Every combination, into rows that lie apart."""
+    """Check every combination, with strided outputs."""
     columns, seen = make_case(tokens, width, topk, device)
     generator = torch.Generator().manual_seed(1)
     rows = torch.randperm(width + 7, generator=generator).to(device)
@@ -66,7 +68,6 @@ def test_lists_in_torch(shape):
 
 
 def test_lists_compile_without_a_gpu(monkeypatch):
-    """The same code for all sizes; with and without columns and key rows."""
     kernels = pytest.importorskip(KERNELS)
     (recorder,) = recorded(monkeypatch, kernels, ("_put",))
     for tokens, width, topk in ((1, 1, 1), (16, 64, 16), (7, 60, 5)):
@@ -88,7 +89,7 @@ def test_lists_on_the_gpu(shape):
 
 
 def draw(queries, keys, heads=3, dim=16, dtype=torch.float32, device="cpu"):
-    """Queries, keys and weights, and which tokens are unseen."""
+    """Draw queries, keys and weights, and unseen tokens."""
     shapes = (queries, heads, dim), (keys, dim), (queries, heads)
     tensors = [
         leaf(*shape, seed=i, device=device).detach().to(dtype) for i, shape in enumerate(shapes)
@@ -98,7 +99,7 @@ def draw(queries, keys, heads=3, dim=16, dtype=torch.float32, device="cpu"):
 
 
 def bound(tensors, unseen):
-    """The largest sum of products, in float64."""
+    """Return the largest sum of products, in float64."""
     parts = []
     for x, hidden in zip(tensors, unseen, strict=True):
         kept = x if hidden is None else x[~hidden]
@@ -107,7 +108,7 @@ def bound(tensors, unseen):
 
 
 def check_sums(sums_fit, tensors, unseen):
-    """Around the bound; for what is not finite, seen and unseen."""
+    """Check around the bound, and non-finite values, visible and invisible."""
     nothing = [None] * 3
     for hidden in (nothing, unseen):
         largest = bound(tensors, hidden)
@@ -131,7 +132,6 @@ def test_sums_in_torch():
 
 
 def test_sums_compile_without_a_gpu(monkeypatch):
-    """The same code for all sizes and limits, with and without padding."""
     kernels = pytest.importorskip(KERNELS)
     recorders = recorded(monkeypatch, kernels, ("_magnitudes", "_fit"))
     for queries, keys, limit in ((1, 1, 1.0), (16, 32, 0.5), (37, 301, 1e30)):
@@ -169,7 +169,6 @@ def test_sums_of_more_elements_than_int32_counts():
 
 
 def test_quantized():
-    """3 bits of mantissa; the largest element is 448; zeros stay zeros."""
     x = torch.cat([leaf(50, 64, seed=3).detach() * 10.0 ** torch.arange(-20, 30)[:, None]])
     x = torch.cat([x, torch.zeros(1, 64)])
     values, scales = fp8.quantized(x.bfloat16())
@@ -196,7 +195,7 @@ def test_e4m3_rounds_to_the_nearest_number():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_smallest_numbers_are_finite(dtype):
-    """A vector whose scale fp32 cannot hold is as good as 0, not NaN."""
+    """A vector whose scale underflows fp32 must become 0, not NaN."""
     x = torch.zeros(2, 16, dtype=dtype)
     x[0, 0], x[1, 0] = 1e-43, 1e-30
     values, scales = fp8.quantized(x)
@@ -219,7 +218,6 @@ def test_quantization_compiles_once_without_a_gpu(monkeypatch, capability, least
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 128), (1001, 64, 128), (333, 5, 16), (0, 128)])
 def test_quantized_by_triton(shape):
-    """As torch does it, but for roundings of quotients that lie between two numbers."""
     kernels = pytest.importorskip(KERNELS)
     x = leaf(*shape, seed=2).detach().bfloat16().cuda()
     assert torch.equal(*(fp8.quantized(y)[0].float() for y in (x[::2], x[::2].contiguous())))
@@ -237,12 +235,11 @@ def test_quantized_by_triton(shape):
 
 
 def test_triton_interpreted():
-    """The kernels, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """Program of the interpreter; few programs look for magnitudes, in several blocks each."""
+    """Run in the interpreter: few programs, with several blocks each."""
     from megatron_dsa.ops.indexer_topk import triton
 
     prepare_interpreter()

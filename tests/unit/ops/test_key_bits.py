@@ -40,7 +40,7 @@ def transposed(bits, num_keys):
 
 
 def tile_lists(flags):
-    """Return per row the columns whose flag is set, ascending, then 0, and their number."""
+    """Return per line the columns whose flag is set, ascending, then 0, and their number."""
     ids = torch.zeros(flags.shape, dtype=torch.int32, device=flags.device)
     for row, entries in enumerate(flags):
         columns = entries.nonzero().flatten()
@@ -58,7 +58,6 @@ def test_round_trip(queries, keys):
 
 
 def test_the_order_of_the_bits():
-    """As documented, and 0 for keys that do not exist."""
     mask = torch.ones(1, 300, dtype=torch.bool)
     bits = pack(mask)[0].long() & 0xFFFFFFFF
     for g in range(3):
@@ -82,7 +81,7 @@ def check_bits(build, lists, workspace=10_000):
 
 
 def check_all_bits(build):
-    """Ragged sizes, invalid entries, lengths, strided lists, no query, no entry."""
+    """Check ragged sizes, invalid entries, lengths, strided lists, no query, no entry."""
     for keys in SIZES:
         check_bits(build, ascending_lists(7, keys, 20))
         check_bits(build, mixed_lists(33, keys, 9))
@@ -97,7 +96,7 @@ def check_all_bits(build):
 
 
 def packed(device):
-    """Uneven sequences with padding, and a padded tail: queries that see nothing."""
+    """Return uneven sequences with padding, and a padded tail: queries that see nothing."""
     real = torch.tensor([0, 5, 5, 170, 171, 270], device=device, dtype=torch.int32)
     apart = torch.tensor([0, 8, 16, 184, 192, 301], device=device, dtype=torch.int32)
     return packed_layout(real, 333, 300, apart)
@@ -134,7 +133,7 @@ def check_visible(build, inputs):
 
 
 def check_all_visible(build):
-    """Ragged sizes, keys in another order than slots, no query, no key."""
+    """Check ragged sizes, permuted keys, no query, no key."""
     for keys in (*SIZES, 63, 64, 777):
         for shuffled in (False, True):
             check_visible(build, ranges(11, keys, shuffled))
@@ -165,7 +164,7 @@ def test_the_transposed_bits_by_hand():
 
 
 def check_tiles(tiles, queries, keys, density):
-    """Compare transposed bits, flags and lists with the reference; empty tiles among them."""
+    """Compare transposed bits, flags and lists with the reference, including empty tiles."""
     mask = masked(queries, keys, density)
     mask[64:128] = False
     mask[:, 128:256] &= torch.arange(queries)[:, None] % 128 == 3
@@ -185,7 +184,7 @@ def check_tiles(tiles, queries, keys, density):
 
 
 def check_listed_keys(numbers, queries, keys, density, width):
-    """Compare the lists of bits with the columns of the mask."""
+    """Compare the lists of bits with the mask's columns."""
     mask = masked(queries, keys, density)
     mask[2::3] = False
     bits = pack(mask)
@@ -209,7 +208,6 @@ def same_lists(found, flags):
 
 
 def test_triton_interpreted():
-    """The kernels, see :func:`main`."""
     interpret(__file__)
 
 
@@ -236,7 +234,6 @@ def main():
 
 
 def test_compile_once_without_a_gpu(monkeypatch):
-    """For Hopper and Blackwell; the same code for other sizes and strides."""
     kernels = pytest.importorskip(BITS), pytest.importorskip(TILES)
     names = (("_set_bits", "_visible_bits"), ("_transpose", "_list_tiles", "_list_key_groups"))
     recorders = [
@@ -266,7 +263,6 @@ def test_compile_once_without_a_gpu(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("queries", "keys", "width"), [(4096, 4096, 2048), (1000, 9001, 333)])
 def test_triton_on_the_gpu(queries, keys, width):
-    """Equal to torch's, without waiting for the device."""
     bits, tiles = pytest.importorskip(BITS), pytest.importorskip(TILES)
     lists = mixed_lists(queries, keys, width)
     given = KeyBitsInputs(lists.indices.cuda(), lists.length.cuda(), keys, 2**28)
@@ -287,7 +283,6 @@ def test_triton_on_the_gpu(queries, keys, width):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bits_of_layouts(name):
-    """In the order of key rows; also with a workspace for one query at a time."""
     for workspace in (1, 2**20):
         layout = LAYOUTS[name](torch.device("cpu"))
         layout.derived.clear()  # unpacked ones are cached
@@ -298,7 +293,6 @@ def test_bits_of_layouts(name):
 
 
 def test_layers_share_the_bits(monkeypatch):
-    """Up to a number of keys; also those that evaluation computed first."""
     layout = packed(torch.device("cpu"))
     reset_report()
     with torch.inference_mode():
@@ -318,7 +312,6 @@ def test_layers_share_the_bits(monkeypatch):
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(8192, 8192), (1000, 9001), (3, 40_000)])
 def test_visible_bits_on_the_gpu(queries, keys, shuffled):
-    """Equal to torch's, without waiting for the device, whatever the memory held before."""
     kernel = pytest.importorskip(BITS)
     given = ranges(queries, keys, shuffled)
     slots = None if given.slots is None else given.slots.cuda()
@@ -335,7 +328,6 @@ def test_visible_bits_on_the_gpu(queries, keys, shuffled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_synchronisation(name):
-    """Also the slots of interleaved batches are computed on the device."""
     device = torch.device("cuda")
     api.visible_bits(LAYOUTS[name](device))
     layout = LAYOUTS[name](device)

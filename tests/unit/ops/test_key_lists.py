@@ -1,4 +1,4 @@
-"""Lists of keys for groups of adjacent queries, which our Hopper kernels read."""
+"""Lists of keys for groups of adjacent queries, read by our Hopper kernels."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ LARGE = 2**28
 
 
 def list_inputs(indices, keys, topk_length=None, workspace_bytes=LARGE):
-    """A inputs of which only the lists matter."""
+    """Return inputs of which only the lists matter."""
     q, kv = (torch.zeros(n, 1, device=indices.device) for n in (indices.shape[0], keys))
     return SparseAttentionInputs(
         q[..., None], kv, indices, 1, 1.0, topk_length, None, workspace_bytes
@@ -31,9 +31,9 @@ def list_inputs(indices, keys, topk_length=None, workspace_bytes=LARGE):
 
 
 def random_lists(queries, width, keys, device, seed=0, repeats=False):
-    """Ragged lists with invalid ids between valid ones; no id twice unless ``repeats``."""
+    """Return ragged lists with invalid ids between valid ones; distinct unless ``repeats``."""
     generator = torch.Generator().manual_seed(seed)
-    # Half of a list is what its neighbours also have.
+    # Neighbours share half of their lists.
     near = torch.arange(queries)[:, None] // 8 * 13 + torch.arange(width // 2) * 3
     far = torch.rand(queries, width - width // 2, generator=generator) * keys
     indices = torch.cat([near % keys, far.long()], 1)
@@ -51,7 +51,7 @@ def random_lists(queries, width, keys, device, seed=0, repeats=False):
 
 
 def union(indices, length, keys):
-    """``{key: bits}`` of a group's union and a ``Counter`` of ``(key, bit)`` listed once more."""
+    """Return ``{key: bits}`` of a group's union and a ``Counter`` of repeated ``(key, bit)``."""
     bits, again = {}, Counter()
     for g, (row, n) in enumerate(zip(indices.tolist(), length.tolist(), strict=True)):
         for key in row[: max(n, 0)]:
@@ -63,7 +63,7 @@ def union(indices, length, keys):
 
 
 def check_lists(inputs, group, with_places=False):
-    """Compare what ``key_lists`` yields with :func:`union`; return the number of parts."""
+    """Compare ``key_lists`` with :func:`union`; return the number of parts."""
     keys, (queries, width) = inputs.kv.shape[0], inputs.indices.shape
     length = torch.full((queries,), width) if inputs.topk_length is None else inputs.topk_length
     parts, reached = 0, 0
@@ -89,7 +89,7 @@ def check_lists(inputs, group, with_places=False):
             for t, (row, n, at) in enumerate(
                 zip(own, length[part].tolist(), places.tolist(), strict=True)
             ):
-                # Also of a key listed twice: where it is in the union, not behind it.
+                # A repeated key also points to its entry in the union.
                 for key, place in list(zip(row, at, strict=True))[: max(n, 0)]:
                     assert not 0 <= key < keys or ids[t // group].index(key) == place
     assert reached == queries
@@ -97,7 +97,6 @@ def check_lists(inputs, group, with_places=False):
 
 
 def test_groups_of_one_have_the_callers_lists(device):
-    """No copy, whatever the budget, and lengths within the lists."""
     indices, length = random_lists(11, 20, 90, device)
     inputs = list_inputs(indices, 90, length, workspace_bytes=1)
     ((part, (ids, members, count), places),) = key_lists(inputs, 1, with_places=True)
@@ -113,7 +112,6 @@ def test_groups_of_one_have_the_callers_lists(device):
 @pytest.mark.parametrize("budget", [1, 3000, LARGE])
 @pytest.mark.parametrize("repeats", [False, True])
 def test_ascending_lists_of_groups_of_one(device, budget, repeats):
-    """Sorted, without invalid ids, and past a list's length no key; repeated keys stay."""
     indices, length = random_lists(21, 30, 90, device, repeats=repeats)
     before = indices.clone()
     for lengths in (length, None):
@@ -132,7 +130,7 @@ def test_ascending_lists_of_groups_of_one(device, budget, repeats):
 
 @pytest.fixture
 def union_in_python(monkeypatch):
-    """Stands for the compiled kernel, so that the rest runs without one; returns the part sizes."""
+    """Replace the compiled kernel; return the sizes of parts."""
     sizes = []
 
     def compiled(group, with_places, target):
@@ -163,10 +161,7 @@ def union_in_python(monkeypatch):
 @pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 1500, 5000, LARGE])
 def test_parts_fit_the_budget(union_in_python, group, budget):
-    """As few parts as fit, of whole groups; one group where not even that fits.
-
-    Of more than one part two fit at once: the caller holds one while the next is made.
-    """
+    """The caller holds one part while the next is made, so two must fit."""
     indices, length = random_lists(21, 30, 90, "cpu", repeats=True)
     inputs = list_inputs(indices, 90, length, budget)
     parts = check_lists(inputs, group)
@@ -176,7 +171,7 @@ def test_parts_fit_the_budget(union_in_python, group, budget):
     assert all(a + b <= max(budget, 2 * one) for a, b in itertools.pairwise(union_in_python))
     groups, fit = math.ceil(21 / group), budget // one
     assert parts == (1 if fit >= groups else math.ceil(groups / max(1, fit // 2)))
-    # Places come with sums for every query and entry of a union, and need more parts.
+    # Slots come with sums for every query and entry of a union, and need more parts.
     union_in_python.clear()
     more = check_lists(inputs, group, with_places=True)
     assert more == len(union_in_python) and more >= parts
@@ -194,7 +189,6 @@ def test_strided_indices(union_in_python):
 @pytest.mark.parametrize("group", [2, 3, 4, 8])
 @pytest.mark.parametrize("queries", [1, 24, 71])
 def test_unions(hopper, group, queries):
-    """Sorted, exact bits; lengths of 0 and beyond K; the last group has fewer queries."""
     indices, length = (x[:queries] for x in random_lists(71, 300, 2000, "cuda"))
     assert check_lists(list_inputs(indices, 2000, length), group) == 1
     check_lists(list_inputs(indices, 2000), group, with_places=True)
@@ -203,7 +197,6 @@ def test_unions(hopper, group, queries):
 @pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("keys", [1, 31, 33, 65535, 65536, 65537, 70_000, 131_072, 150_000])
 def test_unions_of_many_keys(hopper, group, keys):
-    """More keys than are marked at once, up to the last one of every range."""
     indices, length = random_lists(19, 500, keys, "cuda", repeats=keys < 500)
     edges = [k for k in (0, 31, 32, 65535, 65536, 131_071, 131_072, keys - 1) if k < keys]
     edges = torch.tensor(edges, device="cuda", dtype=torch.int32)
@@ -215,7 +208,6 @@ def test_unions_of_many_keys(hopper, group, keys):
 @pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("keys", [40, 90_000])
 def test_keys_listed_twice(hopper, group, keys):
-    """They appear again behind the union, once for every repetition; lists full to the end."""
     indices, _ = random_lists(19, 700, keys, "cuda", repeats=True)
     indices[5:9] = keys - 1
     indices[9] = indices[10] = torch.arange(700, device="cuda") % 7
@@ -225,7 +217,6 @@ def test_keys_listed_twice(hopper, group, keys):
 
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_unions_in_parts(hopper, group):
-    """Exactly the lists of a part, of which two fit at once."""
     indices, length = random_lists(71, 300, 2000, "cuda", repeats=True)
     inputs = list_inputs(indices, 2000, length)
     assert check_lists(inputs, group) == 1
@@ -240,7 +231,6 @@ def test_unions_in_parts(hopper, group):
     [(16, 400, False), (8, 400, True), (64, 70_000, False), (128, 400, True)],
 )
 def test_attention_in_parts(hopper, heads, keys, with_sink):
-    """A tiny workspace changes nothing. 70000 keys: lists are sorted for the backward."""
     q, kv, indices = make_case(71, keys, heads, 576 - 64 * with_sink, 128, **CASE)
     length = torch.full((71,), 128, dtype=torch.int32, device="cuda")
     length[3], length[9] = 0, 40
@@ -256,13 +246,12 @@ def test_attention_in_parts(hopper, heads, keys, with_sink):
     for other in results[1:]:
         for i in range(3):
             assert torch.equal(other[i], results[0][i])
-        assert relative_error(other[3], results[0][3]) < 1e-3  # atomics: not bitwise
+        assert relative_error(other[3], results[0][3]) < 1e-3  # atomics are not bitwise equal
         if with_sink:
             assert relative_error(other[4], results[0][4]) < 1e-6
 
 
 def test_a_key_listed_twice_counts_twice(hopper):
-    """As in the torch implementation, also where only one query of a tile does that."""
     q, kv, indices = make_case(23, 300, 16, 576, 128, **CASE)
     indices[::3, 64:] = indices[::3, :64]
     indices[1, :] = 5
@@ -283,7 +272,6 @@ def test_a_key_listed_twice_counts_twice(hopper):
 @pytest.mark.parametrize("budget", [1, 3000, LARGE])
 @pytest.mark.parametrize(("ascending", "group"), [(False, 1), (True, 1), (True, 3)])
 def test_sums_return_to_the_callers_lists(union_in_python, ascending, group, budget):
-    """What a kernel says of an entry of its lists is found at the caller's entries for that key."""
     indices, length = random_lists(23, 40, 90, "cpu")
     for lengths in (length, None):
         inputs = list_inputs(indices, 90, lengths, budget)

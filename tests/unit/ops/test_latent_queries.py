@@ -1,4 +1,4 @@
-"""Index queries that the sparse loss makes of latents again, against queries that exist."""
+"""Index queries that the sparse loss recomputes from latents, against existing queries."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def normal(*shape, seed, dtype):
 
 
 def tensors(dtype):
-    """Leaves of an indexer: weight of the queries, keys, head weights; the latents; rope."""
+    """Return an indexer's leaves: query weight, keys, head weights; latents; rope."""
     latent = normal(TOKENS, LATENT, seed=1, dtype=dtype)
     leaves = [
         normal(HEADS * DIM, LATENT, seed=2, dtype=dtype) * 0.3,
@@ -40,12 +40,12 @@ def tensors(dtype):
         normal(TOKENS, HEADS, seed=4, dtype=dtype) * 0.2,
     ]
     angles = normal(TOKENS, ROPE // 2, seed=5, dtype=torch.promote_types(dtype, torch.float32))
-    # YaRN multiplies both by a factor: the way back is no inverse.
+    # YaRN scales both, so the rotation back is no inverse.
     return latent, [x.requires_grad_() for x in leaves], (1.3 * angles.cos(), 1.3 * angles.sin())
 
 
 def indexers(dtype, policy=Policy()):
-    """The same indexer, with queries that exist and with latents; leaves of both."""
+    """Return one indexer with queries and one with latents, and both leaves."""
     latent, leaves, rope = tensors(dtype)
     others = [x.detach().clone().requires_grad_() for x in leaves]
     product = torch.nn.functional.linear(latent, leaves[0]).view(TOKENS, HEADS, DIM)
@@ -93,10 +93,7 @@ def test_gradients_are_those_of_queries_that_exist(kind, workspace):
 )
 @pytest.mark.parametrize("workspace", [ONE, 2**28])
 def test_gradients_against_float64(dtype, tolerance, workspace):
-    """The same lists, and operands that were rounded: errors are those of the arithmetic.
-
-    Without the factor of the loss, fp16 has four bits of the gradients here.
-    """
+    """Without the loss's factor, fp16 has four bits of these gradients."""
     layout, policy = bshd_layout(TOKENS, 1, torch.device("cpu")), Policy(workspace_bytes=workspace)
     scale = 2.0**-4 if dtype != torch.float16 else 2.0**14
     lists = indexer_topk(indexers(dtype)[1][0].with_queries(), layout, TOPK)
@@ -122,7 +119,6 @@ def test_gradients_against_float64(dtype, tolerance, workspace):
 
 @pytest.mark.parametrize(("workspace", "longest"), [(ONE, 1), (7 * ONE, 7), (2**28, TOKENS)])
 def test_blocks_fit_half_of_the_workspace(workspace, longest, monkeypatch):
-    """As few as fit, equally long; nothing of the indexer's queries is kept."""
     made = []
     compute = LatentQueries.compute
 

@@ -14,7 +14,7 @@ KERNELS = "megatron_dsa.ops.key_lists.triton"
 
 
 def compressed(kind, rows, groups, topk, generator):
-    """The fields of inputs that say which compressed keys a row has; ragged, some none."""
+    """Return the fields of visible compressed keys; ragged, some none."""
     empty = dict.fromkeys(("selected", "selected_length", "group_start", "group_end"))
     most = groups.clamp_max(topk)
     if kind == "none":
@@ -24,7 +24,7 @@ def compressed(kind, rows, groups, topk, generator):
         return empty | {"group_start": first.int(), "group_end": (first + groups).int()}
     selected = torch.rand(rows, topk, generator=generator).argsort(1).int()
     valid = torch.arange(topk) < most[:, None]
-    # Behind the length may stand anything.
+    # Entries past the length are arbitrary.
     behind = -1 if kind == "selected without lengths" else -7
     fields = empty | {"selected": torch.where(valid, selected, behind)}
     return fields if behind == -1 else fields | {"selected_length": most.int()}
@@ -34,7 +34,7 @@ KINDS = ["none", "groups", "selected", "selected without lengths"]
 
 
 def make_inputs(kind, rows=37, window=4, topk=9, width=None, mapped=True, device="cpu", seed=0):
-    """Sequences of random length with padding rows; every tensor is a slice of a larger one."""
+    """Draw sequences of random length with padding; every tensor is a slice of a larger one."""
     generator = torch.Generator().manual_seed(seed)
     length = (
         torch.randint(1, 3 * window + 2, (rows,), generator=generator).cumsum(0).clamp_max(rows)
@@ -69,7 +69,7 @@ def check(build, inputs):
         assert torch.equal(got, want)
 
 
-#: Changes of the inputs: wide enough, exactly, too narrow, narrower than the window, nothing.
+#: Sufficient width, exact, too narrow, narrower than the window, nothing.
 CHANGES = [{}, {"width": 300}, {"width": 7}, {"width": 3}, {"width": 0}, {"mapped": False}]
 CHANGES += [{"rows": 0}, {"rows": 1}, {"window": 0}, {"topk": 200, "window": 130}]
 
@@ -77,12 +77,11 @@ CHANGES += [{"rows": 0}, {"rows": 1}, {"window": 0}, {"topk": 200, "window": 130
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfused(kind, change):
-    """Compressed keys, then the window, then -1."""
     check(unfused.build, make_inputs(kind, **change))
 
 
 def test_an_example():
-    """Two sequences by hand: the reference means what the docstring says."""
+    """Two sequences by hand verify the reference itself."""
     inputs = make_inputs("none", rows=2)
     inputs = dataclasses.replace(
         inputs, start=torch.tensor([0, 3], dtype=torch.int32), window=3, width=6, offset=50,
@@ -96,12 +95,11 @@ def test_an_example():
 
 
 def test_triton_interpreted():
-    """The kernel, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter."""
+    """Run in the interpreter."""
     from megatron_dsa.ops.key_lists import triton as triton_kernels
 
     prepare_interpreter()
@@ -112,7 +110,6 @@ def main():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_once_without_a_gpu(monkeypatch, kind):
-    """For Hopper and Blackwell; the same code for other rows, widths, windows and alignments."""
     kernels = pytest.importorskip(KERNELS)
     recorder = Recorder(kernels._build)
     monkeypatch.setattr(kernels, "_build", recorder)
@@ -131,7 +128,6 @@ def test_compiles_once_without_a_gpu(monkeypatch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "topk"), [(4099, 512), (70_001, 1024)])
 def test_triton_on_the_gpu(kind, rows, topk):
-    """Equal to torch's, twice, without waiting for the device."""
     kernels = pytest.importorskip(KERNELS)
     inputs = make_inputs(kind, rows=rows, window=128, topk=topk, device="cuda")
     want = unfused.build(inputs)
@@ -146,7 +142,6 @@ def test_triton_on_the_gpu(kind, rows, topk):
 
 @pytest.mark.gpu
 def test_more_entries_than_int32_counts():
-    """2^31 entries: 8.6 GB of lists."""
     kernels = pytest.importorskip(KERNELS)
     rows, width = 70_001, 31_000
     assert rows * width > 2**31

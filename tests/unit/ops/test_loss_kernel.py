@@ -1,6 +1,6 @@
 """Our kernel of the sparse indexer loss: value and gradients against float64 on a GPU.
 
-Without a GPU: what it compiles to, and what it refuses.
+Without a GPU: compiled code, and rejected arguments.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tests.helpers import (
 
 TOLERANCE = 5e-3
 OURS = Policy(named=(("sparse_indexer_loss", "tilelang"),))
-#: Bytes of shared memory of an SM, and what the system takes of it per thread block.
+#: Bytes of shared memory of an SM, and the system's part per thread block.
 PER_SM, RESERVED = 228 * 1024, 1024
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
 def test_fixed_point_cannot_overflow(size):
-    """All queries pull at one key with all their weight and one sign, and little range is lost."""
+    """All queries pull at one key with full weight and one sign; little range may be lost."""
     q = torch.full((300, 6, 128), size, dtype=torch.bfloat16)
     weights = torch.linspace(-1, 1, 1800, dtype=torch.bfloat16).view(300, 6)
     units = units_per_one(IndexerInputs(q, q[:, 0], weights))
@@ -80,9 +80,10 @@ def test_fixed_point_cannot_overflow(size):
 
 
 def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, sharpness=1.0):
-    """Ragged lengths, invalid entries anywhere, rows without keys or teacher, keys listed twice.
+    """Draw ragged lengths, invalid entries anywhere, queries without keys or teacher, repeated
+    keys.
 
-    Keys 0 and the last are nobody's, if there are more than two.
+    Keys 0 and the last are unselected, if there are more than two.
     """
     g = torch.Generator().manual_seed(0)
 
@@ -95,7 +96,7 @@ def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, 
         randn(keys, 128).to(device, torch.bfloat16),
         (randn(queries, heads) * scale).to(device, weights),
     )
-    inputs.k[keys // 2] = 0  # products of exactly 0 are no positive ones
+    inputs.k[keys // 2] = 0  # products of exactly 0 are not positive
     ids = torch.rand(queries, max(keys, width), generator=g).argsort(1)[:, :width].int()
     ids[(ids < 1) | (ids >= keys - 1)] = -1
     lost = torch.rand(queries, width, generator=g)
@@ -114,14 +115,14 @@ def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, 
 
 
 def expected(inputs):
-    """Value and gradients of q, k and weights, by autograd in float64."""
+    """Return value and gradients of q, k and weights, by autograd in float64."""
     x = inputs.indexer
     found = expected_loss(x, Lists(inputs.indices, inputs.topk_length, len(x.k)), inputs.teacher)
     return found.loss, [found.q, found.k, found.weights]
 
 
 def poisoned(arguments):
-    """The same with NaN in every key that nobody selects, and a teacher of its own."""
+    """Return the same with NaN in unselected keys, and another teacher."""
     x = arguments.indexer
     used = torch.zeros(x.k.shape[0], dtype=torch.bool, device=x.k.device)
     valid = valid_entries(arguments.indices, arguments.topk_length, x.k.shape[0])
@@ -133,12 +134,12 @@ def poisoned(arguments):
 
 
 def error(x, want):
-    """Relative to the norm of what is wanted, however small that is."""
+    """Return the error relative to the expected norm, however small."""
     return float((x.double() - want.double()).norm() / want.double().norm())
 
 
 def check(inputs):
-    """Value and gradients with NaN in unselected keys, twice in a row."""
+    """Check value and gradients with NaN in unselected keys, twice in a row."""
     value, grads = expected(inputs)
     for _ in range(2):
         ours, used = poisoned(inputs)
@@ -157,20 +158,19 @@ def check(inputs):
     + [(5, 63, 500), (5, 64, 90)],
 )
 def test_gradients(heads, width, keys):
-    """Widths that are no multiple of 64, and more entries than keys."""
     check(make(200, keys, heads, width))
 
 
 @needs_kernel
 @pytest.mark.parametrize("options", [{"weights": torch.float32}, {"sharpness": 60.0}])
 def test_fp32_weights_and_scores_far_apart(options):
-    """Scores hundreds apart: students of 0, at which the teacher pulls with all its weight."""
+    """Scores hundreds apart: at students of 0 the teacher pulls with full weight."""
     check(make(100, 1000, 64, 257, **options))
 
 
 @needs_kernel
 def test_common_part_of_the_keys_has_no_gradient():
-    """Differences sum to 0: what all selected keys share must not pass on what rounding loses."""
+    """Differences sum to 0: a common part must not pass on rounding."""
     inputs = make(100, 3000, 64, 1000)
     x = inputs.indexer
     common = x.k[1].clone()
@@ -182,10 +182,7 @@ def test_common_part_of_the_keys_has_no_gradient():
 
 @needs_kernel
 def test_one_selected_key_has_neither_loss_nor_gradient():
-    """Student and teacher are 1; what is left of their difference is the rounding of fp32.
-
-    Normalising takes an approximate reciprocal and a product, 2^-22 at most, and so does the log.
-    """
+    """Student and teacher are 1; an approximate reciprocal and the log leave at most 2^-22."""
     inputs = make(50, 70, 64, 1)
     inputs = dataclasses.replace(inputs, topk_length=None)
     x = inputs.indexer
@@ -212,7 +209,6 @@ def test_value_alone():
 
 @needs_kernel
 def test_dispatch():
-    """The kernel computes value and gradients in one call, also for a strict policy."""
     inputs = make(500, 500, 64, 64)
     layout = bshd_layout(500, 1, torch.device("cuda"))
     policy = Policy(strict=True, named=OURS.named)
@@ -235,7 +231,6 @@ def test_dispatch():
 @needs_kernel
 @pytest.mark.parametrize("rows", [0, 70_000, 2**18 + 100])
 def test_no_rows_and_many(rows):
-    """More rows than a grid dimension holds, more elements than int32 counts."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
@@ -265,7 +260,6 @@ def test_no_rows_and_many(rows):
 @needs_kernel
 @pytest.mark.parametrize(("heads", "width"), [(64, 640), (32, 200)])
 def test_deterministic_mode_repeats(heads, width):
-    """20 repeats are bitwise equal, and not far from the default mode."""
     inputs = make(700, 900, heads, width)
     default = sparse(poisoned(inputs)[0])
     torch.use_deterministic_algorithms(True)
@@ -279,7 +273,7 @@ def test_deterministic_mode_repeats(heads, width):
 
 @needs_kernel
 def test_no_host_synchronisation_and_nothing_compiles_after_the_warm_up():
-    """The warm-up of a layer compiles what its steps call."""
+    """A layer's warm-up must compile everything that its steps call."""
     from megatron_dsa.ops.indexer_loss.tilelang.program import compiled
 
     topk_in_torch = (("indexer_scores", "torch"), ("indexer_topk", "torch"))

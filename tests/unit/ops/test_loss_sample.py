@@ -1,4 +1,4 @@
-"""The indexer's loss on a share of the query tokens: without bias, in every attention."""
+"""The indexer's loss on a share of the query tokens: unbiased, in every attention."""
 
 import functools
 
@@ -63,7 +63,7 @@ def test_wrong_size_is_refused():
 
 
 def test_tiles_follow_the_generator():
-    """What Megatron saves and resumes."""
+    """Megatron saves and resumes it."""
     state = torch.get_rng_state()
     starts = [draw_sample(1000, 0.3, CPU).tokens.tolist() for _ in range(5)]
     torch.set_rng_state(state)
@@ -81,7 +81,7 @@ def lists():
 
 
 def v4_lists():
-    """Lists of a window of 5 and selected keys among those of 4 positions each."""
+    """Return lists of a window of 5 and selected keys of 4 positions each."""
     layout = bshd_layout(KEYS, 1, CPU)
     keys = compressed_keys(layout, 4, True)
     selected = keys.layout.end[:, None] - 1 - 2 * torch.arange(TOPK, dtype=torch.int32)
@@ -90,7 +90,7 @@ def v4_lists():
 
 
 def attentions():
-    """The attention of each kind, as ``name -> (run(indexer), its leaves)``."""
+    """Return each kind of attention, as ``name -> (run(indexer), its leaves)``."""
     q = leaf(KEYS, HEADS, 24, seed=1)
     kv = leaf(KEYS, 16 + 8, seed=2)
     weights = leaf(HEADS, 16 + 12, 16, seed=3)
@@ -128,7 +128,7 @@ def attentions():
 
 
 def gradients(name, share, **settings):
-    """Return the loss, the gradients of the indexer, and those of the attention."""
+    """Return the loss, and gradients of indexer and attention."""
     run, leaves = attentions()[name]
     layout = v4_lists().compressed.layout if name == "lists" else bshd_layout(KEYS, 1, CPU)
     rows = layout.num_keys
@@ -143,7 +143,7 @@ def gradients(name, share, **settings):
 
 
 def means(run, monkeypatch):
-    """Return the means of the results of ``run`` over places that hold all tokens equally often."""
+    """Return mean results of ``run`` over offsets that cover all tokens equally."""
     sums, places = None, range(0, KEYS, 2)
     for place in places:
         monkeypatch.setattr(torch, "randint", lambda *_, place=place, **__: torch.tensor(place))
@@ -165,7 +165,7 @@ def same(got, want):
     ],
 )  # fmt: skip
 def test_mean_of_all_places_is_the_whole_loss(name, settings, monkeypatch):
-    """Loss and gradients of the indexer; attention's own gradients do not change."""
+    """Attention's gradients must not change."""
     whole, others = gradients(name, 1.0, **settings)
 
     def some():
@@ -179,7 +179,7 @@ def test_mean_of_all_places_is_the_whole_loss(name, settings, monkeypatch):
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("name", ["absorbed", "masked"])
 def test_mean_of_the_gradients_taught_by_some_heads(name, parts, monkeypatch):
-    """Gradients are those of all heads and tokens; the loss is larger, as it is convex."""
+    """Gradients equal those of all heads and tokens; the convex loss is larger."""
     whole, _ = gradients(name, 1.0)
     found = means(lambda: gradients(name, 0.4, head_parts=parts)[0], monkeypatch)
     same(found[1:], whole[1:])
@@ -210,7 +210,7 @@ def test_tokens_that_are_not_taken_have_no_gradient(name, monkeypatch):
 
 
 def dense_teachers():
-    """Queries and keys of each kind of teacher."""
+    """Return queries and keys of each kind of teacher."""
     q, latents, w_uk = (
         leaf(KEYS, HEADS, 24, seed=31),
         leaf(KEYS, 16 + 8, seed=32),
@@ -227,7 +227,7 @@ def dense_teachers():
     }
 
 
-#: Layouts of as many query tokens: one sequence, three that alternate, packed with padding, and
+#: Layouts of equally many query tokens: one sequence, three interleaved, packed with padding,
 #: compressed keys.
 LAYOUTS = {
     "one": lambda: bshd_layout(KEYS, 1, CPU),
@@ -271,7 +271,6 @@ def test_mean_of_the_dense_loss_of_every_teacher(keys, parts, monkeypatch):
 
 
 def test_mean_of_the_dense_loss_beside_other_keys(monkeypatch):
-    """V4's: compressed keys, beside the mass of window and sink."""
     layout = LAYOUTS["compressed"]()
     q, k = leaf(KEYS, HEADS, 24, seed=38), leaf(layout.num_keys, 1, 24, seed=39)
     other = leaf(KEYS, HEADS, seed=9).detach()
@@ -298,7 +297,7 @@ def test_wrong_samples_of_the_dense_loss(total, parts, heads, wrong):
 
 
 def on_gpu(kind, dtype):
-    """Return what trains an indexer of V3.2's dims (64 heads of 128) on a sample of 1000 tokens."""
+    """Return the training of a V3.2-sized indexer (64 heads of 128) on a sample of 1000 tokens."""
     tokens, heads, topk = 1000, 16, 128
 
     def draw(*shape, seed, scale=1.0):
@@ -320,7 +319,6 @@ def on_gpu(kind, dtype):
 
 
 def trained_on_gpu(kind, dtype, policy, parts):
-    """Return loss and gradients of an indexer."""
     index, layout, indices, q, k_pe, latents, weights, kv = on_gpu(kind, dtype)
     inputs, scale, losses = IndexerInputs(*index), 192**-0.5, []
     if kind.startswith("dense"):
@@ -387,7 +385,7 @@ def main():
 
 
 def gradients_of(sample, device):
-    """Gradients of some tokens, wider and narrower than the block of a program; none is 0."""
+    """Return gradients of some tokens, wider and narrower than a program's block; none is 0."""
     size = len(sample.tokens)
     tensors = [torch.arange(1, size * n + 1, device=device) for n in (1400, 3)]
     return [x.float().view(size, -1, n) for x, n in zip(tensors, (700, 3), strict=True)]

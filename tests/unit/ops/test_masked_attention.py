@@ -1,4 +1,4 @@
-"""Masked dense attention against float64: values, teacher, all gradients, and wrong arguments."""
+"""Masked dense attention against float64: values, teacher, all gradients, wrong arguments."""
 
 import dataclasses
 import weakref
@@ -58,7 +58,6 @@ def test_lists_in_order(queries, keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("queries", SIZES)
 def test_lists_in_any_order(queries, keys):
-    """With -1 in the middle, ids past the keys, lengths below 0 and beyond K."""
     check(mixed_lists(queries, keys, 9))
 
 
@@ -91,13 +90,11 @@ def test_no_queries():
 
 
 def test_no_keys_of_any_query():
-    """out, all gradients and the head sum are 0, lse is -inf."""
     result = check(Lists(torch.full((10, 4), -1, dtype=torch.int32), None, 20))
     assert (result.p_sum == 0).all()
 
 
 def test_probabilities_in_ascending_order_of_the_keys():
-    """Wider than the longest list, with several blocks of keys."""
     case = masked_case(DIMS, mixed_lists(40, 300, 30), torch.float64)
     reference, found = MaskedReference(case), Comparison(1e-12)
     for workspace in (1, 40_000, 10**9):
@@ -141,7 +138,7 @@ def test_all_keys_selected_equals_dense_attention():
 
 
 def causal_lists(tokens, width):
-    """Up to ``width`` of the visible keys of every token, in descending order."""
+    """Return up to ``width`` visible keys of every token, in descending order."""
     last = torch.arange(tokens, dtype=torch.int32)[:, None]
     return (last - 2 * torch.arange(width, dtype=torch.int32)).clamp_min(-1)
 
@@ -184,7 +181,7 @@ def test_equals_sparse_attention_on_latents(descending, with_sink):
             q = torch.cat([torch.einsum("qhd,hdr->qhr", q_nope, w_uk), q_pe], -1)
             kv = torch.cat([latent, k_pe], -1)
             out, lse, p_sum = sparse_attention(q, kv, indices, v_dim=rank, **settings)
-            # In the order of the keys; without a key it is 0.
+            # In the order of the keys; 0 without a key.
             p_sum = p_sum.gather(1, torch.where(indices < 0, tokens, indices).argsort(1))
             out = torch.einsum("qhr,hdr->qhd", out, w_uv)
         grads = torch.autograd.grad((out * torch.arange(1, v + 1)).sum(), leaves)
@@ -237,7 +234,6 @@ def test_strided_tensors():
 
 
 def test_strided_bits():
-    """Kernels read bits that lie together."""
     case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float64)
     q, bits = case.q.requires_grad_(), bits_of(case.lists)
     strided = torch.stack([bits, bits], 1)[:, 0]
@@ -248,7 +244,7 @@ def test_strided_bits():
 
 
 def test_one_part_of_the_teacher_exists_at_a_time(monkeypatch):
-    """Lists and head sums of a part are dropped before those of the next are formed."""
+    """Lists and head sums of a part must be freed before the next part's."""
     tokens, formed, alive = 500, [], []
     form = unfused.probabilities
 
@@ -273,7 +269,6 @@ def test_one_part_of_the_teacher_exists_at_a_time(monkeypatch):
 
 
 def test_temporary_memory_fits_the_workspace():
-    """Forward, probabilities and backward, besides what they return."""
     case = masked_case(DIMS, ascending_lists(1000, 1000, 40), torch.float32)
     inputs = dataclasses.replace(case, workspace_bytes=2**20).inputs()
     out, lse = unfused.forward(inputs)
@@ -287,7 +282,6 @@ def test_temporary_memory_fits_the_workspace():
 
 
 def test_what_is_kept_for_the_backward():
-    """No lists and no probabilities."""
     case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float32)
     q, bits = case.q.requires_grad_(), bits_of(case.lists)
     out, lse, _ = masked_attention(
@@ -299,7 +293,7 @@ def test_what_is_kept_for_the_backward():
 
 
 def properties(result):
-    """Shapes and dtypes of what an implementation returned."""
+    """Return shapes and dtypes of an implementation's results."""
     results = result if isinstance(result, tuple) else (result,)
     return [(x.shape, x.dtype) for x in results]
 
@@ -326,7 +320,6 @@ def test_a_plan_returns_the_same(dtype):
 
 
 def to_meta(x):
-    """Return a tensor, or inputs, on the meta device."""
     if isinstance(x, torch.Tensor):
         return x.to("meta")
     if dataclasses.is_dataclass(x):

@@ -1,4 +1,4 @@
-"""Masked dense attention's own kernels: compiled without a GPU, run on one against float64."""
+"""Masked dense attention's kernels: compiled without a GPU, run on one against float64."""
 
 import dataclasses
 import importlib
@@ -58,7 +58,7 @@ all_dims = pytest.mark.parametrize("dims", [V3_2, GLM_5, NO_ROPE], ids=["V3.2", 
 
 
 def kernels(dims=V3_2):
-    """Forward, backward and head sums; skip where they cannot run, with the reason."""
+    """Return forward, backward and head sums; skip if they cannot run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nope, rope, v = dims
     shape = {"heads": 16, "qk_dim": nope + rope, "v_dim": v, "rope_dim": rope, "topk": 128}
@@ -72,7 +72,7 @@ def kernels(dims=V3_2):
 
 @needs_compiler
 def test_turns():
-    """At every tile of queries, thread blocks come one after the other, later keys first."""
+    """At every tile of queries, thread blocks must take turns, later keys first."""
     generator = torch.Generator().manual_seed(0)
     flags = torch.rand(7, 6, generator=generator) < 0.6
     ids = flags.int().argsort(dim=1, descending=True, stable=True).int()
@@ -94,7 +94,7 @@ def test_turns():
 
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD, PROBABILITIES], ids=lambda o: o.name)
 def test_dims_that_are_declared(operation):
-    """Rope is a part of them: 256 dims with other rope are no key of GLM-5."""
+    """Rope is part of them: 256 dims with other rope are no key of GLM-5."""
     support = dataclasses.replace(operation.candidates[0].support, package=None)
 
     def reason(nope, rope, v):
@@ -122,7 +122,7 @@ def test_glm_5_takes_them_where_they_are_cheaper():
 
 
 def random_lists(tokens, topk, causal=True, keys=None, seed=0):
-    """Random ascending lists of at most ``topk`` keys, on the GPU."""
+    """Return random ascending lists of at most ``topk`` keys, on the GPU."""
     keys = keys or tokens
     generator = torch.Generator("cuda").manual_seed(seed)
     score = torch.rand(tokens, keys, device="cuda", generator=generator)
@@ -136,7 +136,6 @@ def random_lists(tokens, topk, causal=True, keys=None, seed=0):
 
 
 def run(case, width=None):
-    """Forward, backward and head sums of our kernels."""
     inputs = case.inputs()
     nope, rope = inputs.nope_dim, case.k_pe.shape[1]
     forward, backward, probabilities = kernels((nope, rope, inputs.v_dim))
@@ -156,7 +155,7 @@ def check(case):
 
 
 def with_nothing():
-    """Whole tiles of queries and of keys as well; -1 and ids past the keys in the middle."""
+    """Add whole tiles of queries and keys without pairs; -1 and ids past the keys in the middle."""
     indices = random_lists(900, 100).indices.clone()
     indices[5] = -1
     indices[128:256] = -1
@@ -166,7 +165,7 @@ def with_nothing():
 
 
 def one_half_of_every_group(half):
-    """Tiles of 64 keys, or of 64 queries, of which no pair is selected, lie beside others."""
+    """Alternate tiles of 64 keys, or of 64 queries, with and without pairs."""
     lists = random_lists(700, 300)
     indices = torch.where(lists.indices // 64 % 2 == half, lists.indices, -1)
     indices[torch.arange(700, device="cuda") // 64 % 4 == half] = -1
@@ -174,7 +173,7 @@ def one_half_of_every_group(half):
 
 
 def documents():
-    """Documents of one token, of none, and of lengths that no tile divides."""
+    """Return documents of one token, of none, and of lengths that no tile divides."""
     lengths = torch.tensor([0, 1, 130, 0, 1, 64, 300, 5]).cumsum(0).int().cuda()
     tokens = int(lengths[-1])
     mask = visible_keys(packed_layout(lengths, tokens, 300))
@@ -182,7 +181,7 @@ def documents():
     return Lists(torch.where(mask, keys, tokens).sort(1).values.int(), None, tokens)
 
 
-#: Heads and lists. Lengths that no tile divides, widths (also more keys than there are), other
+#: Heads and lists: lengths that no tile divides, widths (also above the number of keys), other
 #: numbers of queries than of keys.
 LISTS = {
     **{
@@ -219,7 +218,6 @@ def test_against_float64(dims, name):
 @pytest.mark.parametrize(("tokens", "parts", "heads"), [(512, 4, 16), (300, 3, 6), (256, 2, 128)])
 @all_dims
 def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts, heads):
-    """Parts of whole tiles take one launch, others one each."""
     case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100))
     found = Comparison(TOLERANCE, by_figure(TOLERANCE))
     check_parts(found, case, parts, kernels(dims)[2], 100)
@@ -230,7 +228,6 @@ def test_parts_of_the_queries_with_a_part_of_the_heads_each(dims, tokens, parts,
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 @all_dims
 def test_scores_far_from_zero(dims, shift):
-    """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
     case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
     case.kv[..., 0] = torch.linspace(0, 3, 600, device="cuda").to(case.kv.dtype)[:, None]
     case.q[..., 0] = shift / 3
@@ -253,7 +250,6 @@ def test_no_queries_and_no_keys(dims):
 @pytest.mark.gpu
 @all_dims
 def test_all_keys_are_dense_attention(dims):
-    """K >= S: torch's own causal attention, in value and gradients."""
     tokens, heads, nope = 515, 4, dims[0]
     case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, tokens))
     out, _, grads, _ = run(case)
@@ -281,7 +277,6 @@ def test_keys_of_some_queries(listed):
 
 @pytest.mark.gpu
 def test_parts_of_the_teacher(monkeypatch):
-    """The loss of some tokens after the other is that of all, in value and gradients."""
     kernels()
     tokens, generator = 700, torch.Generator("cuda").manual_seed(3)
     layout = packed_layout(torch.tensor([0, 300, 700], device="cuda").int(), tokens, 400)
@@ -312,7 +307,6 @@ def test_parts_of_the_teacher(monkeypatch):
 @pytest.mark.gpu
 @all_dims
 def test_results_do_not_depend_on_memory_or_order(dims):
-    """Fresh memory is NaN, and a second call gives the same forward."""
     case = masked_case(MaskedDims(8, *dims), random_lists(900, 200))
     first = run(case)
     poison = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(2)]
@@ -328,7 +322,6 @@ def test_results_do_not_depend_on_memory_or_order(dims):
 @pytest.mark.parametrize("heads", [3, 16])
 @all_dims
 def test_deterministic_mode(dims, heads):
-    """Bitwise equal, and right; also with heads in parts."""
     case = masked_case(MaskedDims(heads, *dims), random_lists(3000, 500))
     with deterministic():
         first = run(case)
@@ -343,7 +336,6 @@ def test_deterministic_mode(dims, heads):
 @pytest.mark.gpu
 @all_dims
 def test_parts_of_the_heads(dims):
-    """The fp32 gradient of the queries is bounded; parts give what all heads at once give."""
     whole = masked_case(MaskedDims(7, *dims), random_lists(900, 200))
     parts = dataclasses.replace(whole, workspace_bytes=3 * 900 * (dims[0] + dims[1]) * 4)
     with deterministic():
@@ -380,7 +372,6 @@ def test_parts_of_the_heads_are_not_in_memory_at_once(monkeypatch):
 @pytest.mark.parametrize("parts", [1, 2])
 @all_dims
 def test_memory_of_the_backward(dims, parts):
-    """Beside the results: the fp32 gradient of a part of the heads, and what is small."""
     tokens, heads = 4096, 32
     lists = random_lists(tokens, 512)
     case = masked_case(MaskedDims(heads, *dims), lists)
@@ -413,7 +404,6 @@ def test_nothing_waits_for_the_gpu(dims):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Offsets past 32 bits, and many blocks of queries, against a part of the heads."""
     tokens, heads = 90_000, 128
     forward, backward, _ = kernels()
     generator = torch.Generator("cuda").manual_seed(0)
@@ -449,7 +439,6 @@ def test_more_than_two_to_the_31_elements():
 @pytest.mark.gpu
 @all_dims
 def test_the_public_function_takes_the_kernels(dims):
-    """Packed, with the indexer's loss: values and gradients of torch's implementation."""
     kernels(dims)
     nope, rope, v = dims
     lengths = torch.tensor([0, 1, 200, 513], dtype=torch.int32, device="cuda")

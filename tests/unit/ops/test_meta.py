@@ -1,4 +1,4 @@
-"""Fakes against what the adapters allocate when the kernels do nothing."""
+"""Fakes against the adapters' allocations with inert kernels."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ from megatron_dsa.testing.masked_attention import MaskedDims, masked_case
 from tests.cases.masked_attention import ascending_lists
 
 HEADS = (6, 16, 24, 32, 48, 64, 96, 128)
-#: Queries, keys and listed keys: what is most is lists and sums, or the key gradient.
+#: Queries, keys and listed keys: dominated by lists and sums, or by the key gradient.
 SHAPES = {"queries": (256, 64, 256), "keys": (16, 4096, 64)}
 
 
@@ -38,7 +38,7 @@ def sparse_inputs(heads, shape, device, sums_heads=False):
 
 
 def saved(given):
-    """out, lse and dout of a call."""
+    """Return out, lse and dout of a call."""
     out = torch.zeros_like(given.q[..., :512]).contiguous()
     return out, torch.zeros(out.shape[:2], device=out.device), torch.zeros_like(out)
 
@@ -61,7 +61,7 @@ def planned(capability, operation, name, given, *more):
 
 
 class FirstPlaces(NoOpKernels):
-    """Unions say that every key has the first place."""
+    """Unions in which every key has the first slot."""
 
     def unions(self, *arguments):
         return lambda *tensors: tensors[5].zero_()
@@ -69,7 +69,7 @@ class FirstPlaces(NoOpKernels):
 
 @pytest.fixture
 def kernels():
-    """Ours for a compute capability, silent."""
+    """Our kernels for a compute capability, inert."""
     pytest.importorskip("tilelang", reason="tilelang is not installed")
 
     def of(capability):
@@ -93,7 +93,7 @@ def test_a_fake_lies_beside_the_implementations(name):
 @pytest.mark.parametrize("capability", TARGETS)
 def test_our_sparse_attention(capability, heads, shape, kernels):
     silent = kernels(capability)
-    # One launch on a GPU, which takes no memory; the CPU would reorder in torch.
+    # One launch on a GPU without memory; the CPU would reorder in torch.
     silent_order = mock.patch.object(tilelang_kernels, "to_callers_lists", lambda *_: None)
     for sums_heads in (False, True):
         given, meta = (
@@ -110,7 +110,6 @@ def test_our_sparse_attention(capability, heads, shape, kernels):
 
 
 def test_lists_in_parts_stay_within_the_workspace(kernels):
-    """With the part before, which the caller holds while the next one is made."""
     silent, budget = kernels((9, 0)), 2**17
     given = dataclasses.replace(sparse_inputs(16, "queries", "cpu"), workspace_bytes=budget)
 
@@ -126,8 +125,6 @@ def test_lists_in_parts_stay_within_the_workspace(kernels):
 @pytest.mark.parametrize("width", [100, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_flashmla(heads, width, monkeypatch):
-    """Which pads heads and lists."""
-
     def silent(q, _kv, _indices, _scale, d_v, **_settings):
         out, lse = q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
         return out, None, lse
@@ -146,14 +143,14 @@ def test_flashmla(heads, width, monkeypatch):
 
 
 def _in_padding(inputs):
-    """The same with q written into a tensor of as many heads as FlashMLA takes."""
+    """Return the same with q in a tensor of as many heads as FlashMLA requires."""
     heads = inputs.q.shape[1]
     padded = inputs.q.new_zeros(len(inputs.q), 64 if heads <= 64 else 128, 576)
     return dataclasses.replace(inputs, q=padded[:, :heads], padded_q=padded)
 
 
 def test_our_masked_attention_keeps_no_bits_along_queries(monkeypatch):
-    """They are as large as the bits, and the loss after the backward does not read them."""
+    """They are as large as the bits, and unused by the loss after the backward."""
     for package in ("tilelang", "triton"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     launch = importlib.import_module("megatron_dsa.ops.masked_attention.tilelang.launch")

@@ -22,7 +22,7 @@ def options(stage):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The indexer losses that layers record, with the coefficient; the log rounds to fp32."""
+    """Return the recorded indexer losses, with the coefficient; the log rounds to fp32."""
     found = []
 
     def record(_layer, figures):
@@ -59,7 +59,7 @@ def compare(module, layer, losses, tokens):
     assert relative_error(x.grad[:, 0], x_naive.grad) < TOLERANCE
     for name, parameter in module.named_parameters():
         expected = weights[name].grad
-        # Not relative_error, which measures small gradients by another unit.
+        # relative_error would use another unit for small gradients.
         error = (parameter.grad.cpu() - expected).norm() / expected.norm()
         assert error < TOLERANCE, (name, error)
 
@@ -76,7 +76,7 @@ def test_dsa_layer(stage, softmax, losses):
     )  # fmt: skip
     module = attention_module(config).train()
     tokens = 5 * config.dsa_indexer_topk
-    # Megatron forms the angles in fp32, which alone would be an error of 1e-6.
+    # Megatron's fp32 angles have an error of 1e-6.
     angles = module.rotary_pos_emb(tokens, packed_seq=True).flatten(0, 2).cpu()
     angles = angles[:, : config.qk_pos_emb_head_dim // 2]
     rope = angles.cos().double(), angles.sin().double()
@@ -93,7 +93,6 @@ def test_dsa_layer(stage, softmax, losses):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ratio", [0, 4, 6, 128])
 def test_csa_layer(ratio, stage, losses):
-    """Window only, CSA, and HCA with many compressed keys (ratio 6) and with one."""
     sparse_loss = stage == "sparse"
     config = small_csa_config(
         ratio,
@@ -102,7 +101,7 @@ def test_csa_layer(ratio, stage, losses):
         layernorm_epsilon=naive.EPS,
     )
     module = attention_module(config).train()
-    tokens = 150 if ratio == 128 else 94  # a tail that is not compressed
+    tokens = 150 if ratio == 128 else 94  # a tail without compressed key
     base = config.csa_compress_rotary_base if ratio else config.rotary_base
     rope = naive.rope_tables(tokens, config.qk_pos_emb_head_dim, base)
 

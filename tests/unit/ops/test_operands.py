@@ -1,4 +1,4 @@
-"""Operations refuse tensors that do not fit each other or the layout, instead of computing."""
+"""Operations reject tensors that do not fit each other or the layout."""
 
 import dataclasses
 
@@ -170,7 +170,6 @@ CALLS = {
 
 
 def cast(*names, dtype):
-    """Return inputs as they are in the calls, in another dtype."""
     shapes = {
         "q": (TOKENS, HEADS, DIM), "k": (TOKENS, DIM), "v": (TOKENS, HEADS, DIM),
         "kv": (TOKENS, DIM), "weights": (TOKENS, HEADS),
@@ -179,7 +178,7 @@ def cast(*names, dtype):
 
 
 def nine(name):
-    """A layout of 9 query tokens, of 9 key tokens, or of both, where the tensors have 16."""
+    """Return a layout of 9 query tokens, of 9 key tokens, or of both, for tensors of 16."""
     layout = layout_of(9)
     if name == "both":
         return layout
@@ -190,7 +189,7 @@ def nine(name):
     return dataclasses.replace(layout, num_keys=TOKENS)
 
 
-#: Operation, arguments, message. All but a few were computed on, or read memory that nobody wrote.
+#: Operation, arguments, message. Most of these were once computed, or read unwritten memory.
 REFUSED = [
     *(
         (operation, {"layout": nine(which)}, "tokens that layout describes|as many keys as query")
@@ -302,7 +301,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_calls_are_right_as_they_stand(name):
-    """So that what is refused below is refused for the argument that is changed."""
+    """Rejections below must concern the changed argument."""
     if name == "ring":
         pytest.skip("needs a process group: see test_ring.py")
     CALLS[name]()
@@ -318,7 +317,7 @@ def test_what_does_not_fit_is_refused(name, changes, message):
 
 @pytest.mark.parametrize("name", ["sparse", "topk", "sparse_loss", "dense_loss", "dense"])
 def test_another_device_is_refused(name):
-    """The meta device stands for any other: nothing is computed there."""
+    """The meta device represents any other."""
     changes = {
         "sparse": {"kv": normal(TOKENS, DIM).to("meta")},
         "dense": {"k": normal(TOKENS, HEADS, DIM).to("meta")},

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Batch:
-    """A layout, and which keys each query sees as the reference says."""
+    """A layout, and the visible keys of each query by the reference."""
 
     layout: Layout
     seen: list[list[int]]
@@ -47,7 +47,7 @@ class Batch:
 
 @st.composite
 def batches(draw) -> Batch:
-    """Unpacked batches, and packed ones with empty, one-token and padded documents."""
+    """Draw unpacked batches, and packed ones with empty, one-token and padded documents."""
     if draw(st.booleans()):
         length, batch = draw(st.integers(1, 9)), draw(st.integers(1, 3))
         return Batch(bshd_layout(length, batch, CPU), ref.batch_seen(length, batch), length)
@@ -78,11 +78,10 @@ class Numbers:
         return x.to(self.dtype).requires_grad_()
 
     def upto(self, high: int, *shape: int) -> torch.Tensor:
-        """Return random integers ``0 <= x <= high``."""
         return torch.randint(0, high + 1, shape, generator=self.generator)
 
     def some(self, keys: list[int], count: int) -> list[int]:
-        """Return at most ``count`` different ones of ``keys`` in any order."""
+        """Draw at most ``count`` distinct ``keys`` in any order."""
         order = torch.randperm(len(keys), generator=self.generator)[:count].tolist()
         return [keys[i] for i in order]
 
@@ -108,16 +107,13 @@ def assert_equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def assert_equal_loss(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> None:
-    """A loss near 0 is exact to the roundings of its terms, whose absolute sum is ``size``.
-
-    Scores, probabilities, logarithms and products of both are rounded.
-    """
+    """Compare a loss up to the rounding of its terms, whose absolute sum is ``size``."""
     if (got.double() - want).abs() > 4 * torch.finfo(got.dtype).eps * size:
         assert_equal(got, want, "loss")
 
 
 def assert_equal_gradients(got, leaves, want, doubles) -> None:
-    """Compare the gradients of a sum that weighs every entry of the results differently."""
+    """Compare the gradients of a sum that weighs every result entry differently."""
 
     def total(results):
         weighed = [
@@ -139,12 +135,8 @@ def assert_equal_gradients(got, leaves, want, doubles) -> None:
         assert_equal(x, y, f"gradient {number}")
 
 
-# Attention
-
-
 @given(st.data(), numbers, policies, heads)
 def test_sparse_attention(data, numbers, policy, heads):
-    """Any ids, in any order, some of them of no key; more entries than keys; rows of none."""
     queries, keys = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
     width, v_dim = data.draw(st.integers(1, 14)), data.draw(st.integers(1, 4))
     invalid = [-1, -1, -9, keys, keys + 7, 2**31 - 1, -(2**31)]
@@ -160,7 +152,7 @@ def test_sparse_attention(data, numbers, policy, heads):
     sink = numbers(heads) if data.draw(st.booleans()) else None
     leaves = [x for x in (q, kv, sink) if x is not None]
     doubles = [double_leaf(x.clone()) for x in leaves]
-    # What is selected by no query is not read, and gets no gradient.
+    # Unselected keys are not read and get no gradient.
     unselected = torch.tensor([all(s not in row for row in lists) for s in range(keys)])
     with torch.no_grad():
         kv[unselected] = float("nan")
@@ -197,7 +189,6 @@ def test_dense_attention(batch, numbers, policy, heads):
 
 @given(st.data(), batches(), numbers, policies, heads)
 def test_hybrid_attention(data, batch, numbers, policy, heads):
-    """DeepSeek-V4: a window and compressed keys, all that are visible or some; and a sink."""
     keys, groups = batch.compressed(data.draw(st.sampled_from([2, 4])))
     window, topk = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 4))
     lists = KeyLists(batch.layout, window, keys)
@@ -229,11 +220,8 @@ def test_hybrid_attention(data, batch, numbers, policy, heads):
     assert_equal_gradients([got.out], leaves, [out], doubles)
 
 
-# Indexer
-
-
 def keys_of(data, batch: Batch) -> tuple[Layout, list[list[int]], int]:
-    """Return the layout of single or compressed keys, what is seen of them, and their number."""
+    """Return the layout of single or compressed keys, their visibility and number."""
     ratio = data.draw(st.sampled_from([1, 1, 2, 4]))
     if ratio == 1:
         return batch.layout, batch.seen, batch.tokens
@@ -242,7 +230,7 @@ def keys_of(data, batch: Batch) -> tuple[Layout, list[list[int]], int]:
 
 
 def index_inputs(data, numbers: Numbers, queries: int, keys: int):
-    """Return the indexer's tensors and the scores of the reference with its leaves."""
+    """Return the indexer's tensors, and the reference's scores with its leaves."""
     heads, relu = data.draw(st.sampled_from([1, 2])), data.draw(st.booleans())
     leaves = [numbers(queries, heads, 3), numbers(keys, 3), numbers(queries, heads)]
     doubles = [double_leaf(x) for x in leaves]
@@ -251,7 +239,6 @@ def index_inputs(data, numbers: Numbers, queries: int, keys: int):
 
 @given(st.data(), batches(), numbers, policies, st.integers(1, 12))
 def test_selection(data, batch, numbers, policy, topk):
-    """Ties, which integers are full of, go to the key that comes first in its sequence."""
     if numbers.integers:
         numbers.dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     else:
@@ -274,7 +261,7 @@ def test_sparse_indexer_loss(data, batch, numbers, policy, topk):
     if data.draw(st.booleans()):
         length = numbers.upto(topk, batch.tokens).int()
         lists = [keys[:n] for keys, n in zip(lists, length.tolist(), strict=True)]
-    teacher = numbers(batch.tokens, topk).detach().abs()  # integers: some rows without mass
+    teacher = numbers(batch.tokens, topk).detach().abs()  # integers: some queries without mass
     got = ops.sparse_indexer_loss(
         inputs, indices, teacher, layout, topk_length=length, policy=policy
     )

@@ -1,7 +1,4 @@
-"""The float64 reference against scalar loops, Megatron's rope and published numbers.
-
-Layers are compared with it: other mistakes in it would show there.
-"""
+"""The float64 reference against scalar loops, Megatron's rope and published numbers."""
 
 import dataclasses
 import math
@@ -45,13 +42,12 @@ def frequencies(shape: ref.Shape) -> Tensor:
 
 
 def random(*size: int, seed: int = 0) -> Tensor:
-    """Draw normal float64 numbers from a seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*size, generator=generator, dtype=torch.float64)
 
 
 def random_params(shape: ref.Shape, seed: int = 0) -> dict[str, Tensor]:
-    """Draw a layer's parameters, scaled so that the softmaxes are neither flat nor one-hot."""
+    """Draw a layer's parameters with softmaxes neither flat nor one-hot."""
     q_in = shape.hidden if shape.q_lora is None else shape.q_lora
     q_out = shape.heads * (shape.nope + shape.rope)
     sizes = {
@@ -81,7 +77,6 @@ def random_params(shape: ref.Shape, seed: int = 0) -> dict[str, Tensor]:
 
 
 def test_layer_by_scalar_loops() -> None:
-    """One output row and one index score again, with Python floats and no tensor algebra."""
     params, x = random_params(SHAPE), random(9, 1, SHAPE.hidden)
     result = ref.attention_layer(params, x, SHAPE, mode="dense")
     heads, nope, rope, v, rank = SHAPE.heads, SHAPE.nope, SHAPE.rope, SHAPE.v, SHAPE.kv_lora
@@ -143,13 +138,13 @@ def test_layer_by_scalar_loops() -> None:
             a = turn(q_h[i], q_h[i + rope // 2], i, t)
             b = turn(k[i], k[i + rope // 2], i, s)
             match += a[0] * b[0] + a[1] * b[1]
-        # The Hadamard rotation of both sides changes no dot product, so it is left out here.
+        # The Hadamard rotation changes no dot product, so it is omitted here.
         score += w[h] * max(match, 0.0) / math.sqrt(SHAPE.index_heads * dim)
     assert float(result.index_scores[0][t, s]) == pytest.approx(score)
 
 
 def test_hadamard_is_invisible_and_rope_order_is_not() -> None:
-    """The rotation is orthogonal; the wrong rope pairing changes the selection once S > K."""
+    """The wrong rope pairing must change the selection once S > K."""
     params, x = random_params(SHAPE), random(32, 1, SHAPE.hidden)
     base = ref.attention_layer(params, x, SHAPE, mode="sparse")
     plain = dataclasses.replace(SHAPE, index_hadamard=False)
@@ -162,7 +157,6 @@ def test_hadamard_is_invisible_and_rope_order_is_not() -> None:
 
 
 def test_topk_ties_and_window() -> None:
-    """Ties go to the smallest id, also between 0.0 and -0.0; the window is [lo, hi)."""
     row = torch.tensor([0.0, 3.0, -0.0, 1.0, 0.0, 1.0, 9.0], dtype=torch.float64)
     assert ref.topk(row, 0, 7, 2) == [1, 6]
     assert ref.topk(row, 0, 6, 2) == [1, 3]
@@ -175,7 +169,6 @@ def test_topk_ties_and_window() -> None:
 @pytest.mark.parametrize("shape", [dataclasses.replace(V32_ROPE, yarn=None), V32_ROPE])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_agrees_with_megatron(shape: ref.Shape, interleaved: bool) -> None:
-    """Frequencies, concentration factor and pairing are Megatron's (in its float32)."""
     rope_utils = pytest.importorskip("megatron.core.models.common.embeddings.rope_utils")
     yarn = pytest.importorskip("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
     length, dim = 50, shape.rope
@@ -208,7 +201,6 @@ def test_rope_agrees_with_megatron(shape: ref.Shape, interleaved: bool) -> None:
 
 
 def test_yarn_numbers_of_v32() -> None:
-    """V3.2's published settings: correction range 10 .. 23, mscale 1.3689, scale^2 / sqrt(192)."""
     shape = dataclasses.replace(V32_ROPE, yarn={**YARN, "mscale_all_dim": 1.0})
     plain = frequencies(dataclasses.replace(shape, yarn=None))
     ratio = frequencies(shape) / plain

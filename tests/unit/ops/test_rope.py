@@ -1,4 +1,4 @@
-"""Conformance of norm, rope and the rotation of index heads: torch, Triton, and its assembly."""
+"""Conformance of norm, rope and the rotation of index heads: torch, Triton, compiled Triton."""
 
 import itertools
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ REFERENCE = SimpleNamespace(
     rotate_index=spec.reference_rotate_index,
 )
 KERNELS = "megatron_dsa.ops.rope.triton"
-#: First dims, neighbours, transform.
+#: First dims, adjacent pairs, transform.
 KINDS = list(itertools.product((True, False), repeat=3))
 #: Function, arguments after the tables.
 CALLS = {
@@ -38,14 +38,14 @@ HEADS = [name for name in CALLS if "index" not in name]
 INDEX = [name for name in CALLS if "index" in name]
 #: tokens, heads, dim, R: one head, all dims rotated, none, no power of two, no token.
 SHAPES = [(5, 1, 8, 4), (7, 3, 16, 16), (4, 2, 6, 0), (9, 5, 24, 10), (0, 2, 8, 4)]
-#: Of index heads, powers of two: no tile is full, all dims rotated, few, none; no token.
+#: Index heads, powers of two: partial tiles, all dims rotated, few, none; no token.
 INDEX_SHAPES = [
     (5, 3, 16, 8), (70, 1, 32, 32), (9, 8, 64, 12), (3, 2, 16, 0), (1, 1, 16, 4), (0, 2, 16, 4),
 ]  # fmt: skip
 
 
 def make_case(tokens, heads, dim, rotated, dtype=torch.float64, device="cpu"):
-    """``x, cos, sin``; the tables are slices of a wider one."""
+    """Return ``x, cos, sin``; the tables are slices of a wider one."""
     x = leaf(tokens, heads, dim, seed=tokens + dim, device=device, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angle = leaf(tokens + 1, rotated // 2 + 3, seed=2, device=device, dtype=wide).detach()
@@ -121,11 +121,8 @@ def test_messages(call, x, tables, message):
     assert rotate_index(x, table, table, transform=False).shape == x.shape
 
 
-# Triton
-
-
 def check_in_place(kernels, x, cos, sin):
-    """The result lies where the input was, and everything else is equal."""
+    """Check that the result overwrites the input, and nothing else."""
     want = run(lambda *a: kernels.norm_rope(*a, EPS, False), x, cos, sin)
     places = []
 
@@ -141,7 +138,7 @@ def check_in_place(kernels, x, cos, sin):
 
 
 def check_strided(kernels, name):
-    """Heads that lie apart, and a gradient that does."""
+    """Check strided heads, and a strided gradient."""
     x, cos, sin = make_case(7, 6, 32, 12, dtype=torch.float32)
     wide = torch.cat([x, x], 2).detach().requires_grad_()
 
@@ -166,7 +163,7 @@ def main():
     from megatron_dsa.ops.rope import triton as kernels
 
     prepare_interpreter()
-    # The last one has more heads than a program takes.
+    # The last one has more heads than a program.
     for shape in (*SHAPES, (3, 9, 1024, 64)):
         for name in HEADS:
             check(kernels, name, *make_case(*shape, dtype=torch.float32), 1e-5)
@@ -191,7 +188,6 @@ def main():
 
 @pytest.mark.parametrize(("heads", "dim"), [(64, 512), (128, 512), (64, 128)])
 def test_compiles_without_a_gpu(monkeypatch, heads, dim):
-    """For Hopper and Blackwell: 16 bytes per access, and tiles that never leave the registers."""
     kernels = pytest.importorskip(KERNELS)
     recorders = recorded(monkeypatch, kernels, ("_forward", "_norm_backward"))
     x, cos, sin = make_case(3, heads, dim, 64, dtype=torch.bfloat16)
@@ -205,14 +201,13 @@ def test_compiles_without_a_gpu(monkeypatch, heads, dim):
                 ptx = compiled.asm["ptx"]
                 assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
                 assert ".local" not in ptx and "st.global.b16" not in ptx
-                # Only tables and row sums pass through shared memory.
+                # Only tables and sums per head use shared memory.
                 assert compiled.metadata.shared <= 4 * dim
 
 
 @pytest.mark.parametrize("name", INDEX)
 @pytest.mark.parametrize("heads", [1, 64])
 def test_index_heads_compile_without_a_gpu(monkeypatch, heads, name):
-    """For all generations: nothing is spilled; batches of any size take the same code."""
     kernels = pytest.importorskip(KERNELS)
     recorders = recorded(monkeypatch, kernels, ("_index_forward", "_index_backward"))
     for tokens in (3, 16):
@@ -247,7 +242,6 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "shape", "dtype", "tolerance"), ON_A_GPU)
 def test_triton_on_the_gpu(name, shape, dtype, tolerance):
-    """Against float64, the same bits every time, and no waiting for the device."""
     kernels = pytest.importorskip(KERNELS)
     case = make_case(*shape, min(shape[2], 64), dtype=dtype, device="cuda")
     check(kernels, name, *case, tolerance, expected=unfused)
@@ -262,7 +256,6 @@ def test_triton_on_the_gpu(name, shape, dtype, tolerance):
     [(HEADS, (70_000, 64, 512), 5e-3), (INDEX[:1], (300_000, 64, 128), 2.5e-3)],
 )
 def test_more_elements_than_int32_counts(names, shape, tolerance):
-    """70000 tokens, and more programs than a second grid dimension holds."""
     kernels = pytest.importorskip(KERNELS)
     x = torch.empty(*shape, device="cuda", dtype=torch.bfloat16).normal_()
     _, cos, sin = make_case(shape[0], 1, shape[2], 64, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""Our kernel of the index scores: it compiles without a GPU; on one it is right."""
+"""Our kernel of the index scores: compiled without a GPU, right on one."""
 
 import importlib
 
@@ -45,9 +45,6 @@ def test_it_is_the_first_choice_on_hopper():
         assert reason in ours.reason(op_call(**changes)), changes
 
 
-# On a GPU
-
-
 @pytest.fixture
 def ours():
     skip_unless_they_run(("indexer_scores", "tilelang"))
@@ -64,19 +61,19 @@ def random_inputs(rows, keys, heads, relu=True):
 
 
 def integer_inputs(rows, keys, heads, relu=True):
-    """Scores are exact in every order of summation, and ties abound."""
+    """Draw inputs whose scores are exact in any order of sums, with many ties."""
     x = random_inputs(rows, keys, heads, relu)
     return IndexerInputs(x.q.round(), x.k.round(), (x.weights * 128).round(), relu)
 
 
 def expected(inputs, keys):
-    """float64 scores ``[rows, width]`` of all rows."""
+    """Return float64 scores ``[queries, width]``."""
     weights = inputs.weights.double()
     return index_scores(inputs.q.double(), keys.double(), weights, inputs.relu)
 
 
 def all_scores(inputs, layout, rows_at_once):
-    """What is seen, and its scores, as ``[num_queries, num_keys]``; the rest must be unwritten."""
+    """Return visibility and scores, as ``[num_queries, num_keys]``; the rest must be unwritten."""
     keys = layout.keys_in_slot_order(inputs.k)
     out = torch.zeros(layout.num_queries, layout.num_keys, device=CUDA)
     visible = torch.zeros_like(out, dtype=torch.bool)
@@ -93,7 +90,7 @@ def all_scores(inputs, layout, rows_at_once):
 
 
 def packed(padded=None):
-    """Short, empty and long sequences, and padding; 900 rows."""
+    """Return short, empty and long sequences, and padding; 900 tokens."""
     ends = torch.tensor([0, 5, 5, 305, 306, 370, 499, 576, 836], device=CUDA, dtype=torch.int32)
     return packed_layout(ends, 900, 320, padded)
 
@@ -112,13 +109,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("heads", [5, 16, 32, 64])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scores_against_float64(ours, name, heads):
-    """Heads, odd widths, memory that nobody wrote, segments."""
     layout = LAYOUTS[name]()
     inputs = random_inputs(layout.num_queries, layout.num_keys, heads)
     visible, got = all_scores(inputs, layout, 1000)
     want = expected(inputs, layout.keys_in_slot_order(inputs.k))
     assert visible.any() and relative_error(got[visible], want[visible]) < TOLERANCE
-    # Of any cut into blocks the scores are the same to the last bit.
+    # Scores must not depend on the division into blocks.
     visible_by_100, by_100 = all_scores(inputs, layout, 100)
     assert torch.equal(visible, visible_by_100) and torch.equal(got, by_100)
 
@@ -156,7 +152,6 @@ def test_few_rows(ours, rows, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 64])
 def test_nan_that_nobody_sees(ours, heads):
-    """Padding, queries that see nothing and keys that nobody sees change no other score."""
     padded = torch.tensor([0, 8, 8, 320, 336, 410, 550, 630, 896], device=CUDA, dtype=torch.int32)
     layout = packed(padded)
     inputs = random_inputs(900, 900, heads)
@@ -174,7 +169,6 @@ def test_nan_that_nobody_sees(ours, heads):
     [(70_000, 130, 16, 130), (2**18 + 5, 130, 64, 130), (70_000, 33_000, 16, 100)],
 )
 def test_many_rows(ours, rows, width, heads, most):
-    """More rows than a grid dimension, and elements of q and of the scores beyond 2^31."""
     inputs = random_inputs(1, width, heads)
     q = torch.empty(rows, heads, 128, device=CUDA, dtype=torch.bfloat16)
     q.normal_(generator=torch.Generator(CUDA).manual_seed(5))
@@ -209,7 +203,6 @@ def ours_with(topk, **rest):
 @pytest.mark.parametrize("heads", [5, 64])
 @pytest.mark.parametrize("workspace", [1, 2**18, 2**26])
 def test_selection(name, heads, workspace, topk):
-    """The kernel is what runs; selections from exact scores are equal."""
     policy = ours_with(topk, workspace_bytes=workspace)
     if topk == "cudnn" and "packed" in name:
         pytest.skip("cuDNN's selection has no packed mode")

@@ -1,4 +1,4 @@
-"""Our kernel of the selection: it compiles without a GPU; on one it selects what a sort selects."""
+"""Our kernel of the selection: compiled without a GPU, equal to a sort on one."""
 
 import importlib
 
@@ -40,7 +40,7 @@ def test_it_is_the_first_choice_on_hopper():
 
 
 def expected(scores, seen, topk):
-    """What a stable sort of the scores in float64 selects."""
+    """Return the selection of a stable sort of float64 scores."""
     width = scores.shape[1]
     # 0 - x is +0 for both zeros. NaN is sorted last.
     losses = (0.0 - scores.double()).masked_fill(~seen.columns(width), NAN)
@@ -63,12 +63,9 @@ def test_what_is_expected_here_is_what_the_reference_selects(topk):
         assert torch.equal(expected(scores, some, topk), want)
 
 
-# On a GPU
-
-
 @pytest.fixture
 def select():
-    """The selection; skips where it cannot run, with the reason."""
+    """Return the selection; skip if it cannot run."""
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
     reason = TOPK.candidates[0].reason(describe_call(CUDA, dtype=torch.bfloat16, **shape))
     if reason is not None:
@@ -78,7 +75,7 @@ def select():
 
 @pytest.fixture(params=TILINGS)
 def tiling(select, monkeypatch, request):
-    """Rows of every width in this tiling."""
+    """Use this tiling for all widths."""
     monkeypatch.setattr(program(), "tiling_for", lambda _width, _topk: request.param)
     return request.param
 
@@ -98,13 +95,13 @@ def with_infinities(rows, width):
 
 
 def a_part_above(rows, width, part):
-    """Some columns are far above the others, which a threshold from elsewhere misses."""
+    """Raise some columns far above the others, which a threshold from elsewhere misses."""
     scores = normal(rows, width)
     scores[:, part] += 9
     return scores
 
 
-#: ``(rows, width) -> scores``; integers, so that many are equal, where that is the name's point.
+#: ``(rows, width) -> scores``; integers for many ties, if the name says so.
 SCORES = {
     "normal": normal,
     "all 1": lambda *shape: torch.ones(shape, device=CUDA),
@@ -122,7 +119,7 @@ SCORES = {
 
 
 def ranges(rows, width, topk):
-    """What rows see: all, nothing, as much as is selected, one more, and any parts."""
+    """Return visible ranges: all, nothing, exactly K, one more, and random parts."""
     generator = torch.Generator(CUDA).manual_seed(rows + width + topk)
     ends = torch.randint(width + 1, (2, rows), generator=generator, device=CUDA).int()
     start, end = ends.amin(0), ends.amax(0)
@@ -136,7 +133,7 @@ def ranges(rows, width, topk):
 
 
 def poisoned(scores, seen):
-    """The scores, with NaN of both signs where they are not seen."""
+    """Return the scores, with NaN of both signs for invisible keys."""
     poison = torch.tensor([NAN, -NAN, INFINITY], device=CUDA)
     width = scores.shape[1]
     poison = poison[torch.arange(width, device=CUDA) % 3]
@@ -147,7 +144,6 @@ def poisoned(scores, seen):
 @pytest.mark.parametrize("width", [1, 33, 1000, 2049, 4097, 8192, 16_387, 40_001, 131_072])
 @pytest.mark.parametrize("kind", SCORES)
 def test_selections(select, tiling, kind, width):
-    """Every K, starts that are not aligned, K above what is seen, empty rows."""
     rows = max(8, min(64, 2**20 // width))
     scores = SCORES[kind](rows, width)
     for topk in (1, 64, 512, 1024, 2048, *((2560, 4096) if tiling == "large" else ())):
@@ -160,7 +156,7 @@ def test_selections(select, tiling, kind, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize("above", [10.0, 0.0])
 def test_a_sample_that_is_not_typical(select, tiling, above):
-    """All of it above (below) all others, which ascend: the worst that can be."""
+    """All of the sample is above (below) the others, which ascend: the worst case."""
     t, width = program().TILINGS[tiling], 2**17
     at = torch.arange(t.sectors * t.threads, device=CUDA)
     first = at * (width // 8) // len(at) * 8
@@ -175,7 +171,6 @@ def test_a_sample_that_is_not_typical(select, tiling, above):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "stride", "first"), [(700, 703, 1), (5000, 9001, 3)])
 def test_strides_of_rows(select, tiling, width, stride, first):
-    """Rows that begin anywhere; what lies between them is never selected."""
     buffer = torch.full((50, stride), NAN, device=CUDA)
     scores = buffer[:, first : first + width]
     seen = ranges(50, width, 64)
@@ -192,7 +187,6 @@ def test_strides_of_rows(select, tiling, width, stride, first):
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [300, 8192, 50_000])
 def test_scores_that_are_nan(select, tiling, width):
-    """Columns are seen, ascending and as many as asked for; rows beside are right."""
     scores = normal(40, width)
     scores[1::4, ::2], scores[2::4], scores[2::4, ::2] = NAN, NAN, -NAN
     scores[3::4] = torch.tensor(2**31 - 1, device=CUDA, dtype=torch.int32).view(torch.float32)
@@ -208,7 +202,6 @@ def test_scores_that_are_nan(select, tiling, width):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "width", "topk"), [(66_001, 300, 64), (70_000, 33_000, 100)])
 def test_many_rows(select, rows, width, topk):
-    """Offsets and grids beyond 2^31 and 65535."""
     scores = torch.empty(rows, width, device=CUDA)
     scores.normal_(generator=torch.Generator(CUDA).manual_seed(5))
     end = width - torch.arange(rows, device=CUDA, dtype=torch.int32) * 7919 % width
@@ -231,7 +224,7 @@ def test_bitwise_repeatable(select, tiling, kind):
 
 @pytest.mark.gpu
 def test_the_first_call_compiles_for_every_width(select):
-    """No step waits for a compiler because its rows have become longer."""
+    """No step may compile because its sequence has grown."""
     compiled = program().compiled
     for topk, kernels in ((64, 2), (2560, 1)):
         compiled.cache_clear()

@@ -1,4 +1,4 @@
-"""Conformance of sparse attention: every implementation against float64, and what is special."""
+"""Conformance of sparse attention: every implementation against float64, and special properties."""
 
 import importlib
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
 FORWARDS = {c.name: c for c in FORWARD.candidates if c.fused}
 BACKWARDS = {c.name: c for c in BACKWARD.candidates if c.fused}
 UNFUSED = Policy(fused=False)
-#: Tilings of our portable kernels that differ. Those of GPUs with less shared memory also run on
-#: one with more, so one GPU tests them all.
+#: Different tilings of our portable kernels; small ones also run with more shared memory, so one
+#: GPU tests all.
 TILES = ("sm_80", "sm_89", "sm_90a")
 HEADS = (1, 2, 8, 16, 24, 32, 48, 64, 96, 128)
 
@@ -43,7 +43,7 @@ def policy_of(forward="torch", backward="torch"):
 class Way:
     """An implementation of one pass or both, with torch's for the other.
 
-    torch's own runs in small blocks on 24 and 16 dims instead of 576 and 512.
+    torch's runs in small blocks on 24 and 16 dims instead of 576 and 512.
     """
 
     name: str
@@ -102,7 +102,7 @@ TORCH = [
     for device in ("cpu", "cuda")
     for dtype in (torch.float64, torch.float32)
 ]
-#: Gradients of a query with few keys are what bf16 loses.
+#: Gradients of a query with few keys suffer in bf16.
 TORCH_BF16 = [
     Way(f"torch {device} bfloat16", where=(device, torch.bfloat16)) for device in ("cpu", "cuda")
 ]
@@ -115,9 +115,9 @@ PORTABLE = [
 
 
 def conform(names, cases, portable=None, ways=()):
-    """Parametrize by ways and ``cases``; portable kernels take cases of their own, if given.
+    """Parametrize by ways and ``cases``.
 
-    ``portable``: of each case the indices of the tilings that take it come first.
+    ``portable``: cases of portable kernels, each with the indices of its tilings first.
     """
     params = []
     for way in (*TORCH, *ways, *FUSED):
@@ -133,7 +133,7 @@ def conform(names, cases, portable=None, ways=()):
 
 @pytest.fixture
 def way(request, monkeypatch):
-    """A way; portable kernels stand in for all of ours. Skips where it cannot run."""
+    """Yield a way; portable kernels replace all of ours. Skip if it cannot run."""
     way = request.param
     way.skip_unless_it_runs()
     if way.tiles is not None:
@@ -160,7 +160,7 @@ ALL = range(len(TILES))
     TORCH_BF16,
 )
 def test_heads(way, heads, dim):
-    """A tile of 64 rows must not straddle two queries unnoticed; 512 columns with a sink."""
+    """A tile of 64 must not mix two queries; 512 columns with a sink."""
     q, kv, indices = way.case(70 - 33 * bool(way.tiles), 400, heads, dim, 128, causal=True)
     reset_report()
     way.check(q, kv, indices, sink=way.sink(heads) if dim == 512 else None)
@@ -174,7 +174,6 @@ def test_heads(way, heads, dim):
     [],
 )
 def test_last_group(way, heads, queries):
-    """In a tile of several queries, the last one has fewer."""
     way.check(*way.case(queries, 400, heads, 576, 128, causal=True))
 
 
@@ -184,13 +183,11 @@ def test_last_group(way, heads, queries):
     [(ALL, heads, k) for heads in (16, 64) for k in (1, 3, 64, 65, 1000, 2048)],
 )
 def test_widths_and_more_keys_than_exist(way, heads, k):
-    """Lists longer than there are keys are padded with -1."""
     way.check(*way.case(40 - 17 * bool(way.tiles), 300, heads, 576, k))
 
 
 @conform(("heads",), [(16,), (64,), (128,)], [])
 def test_many_keys(way, heads):
-    """More keys than 16 bits count and than the cache holds gradients of, lists in no order."""
     q, kv, indices = way.case(40, 70_000, heads, 576, 128)
     way.check(q, kv, indices[:, torch.randperm(128, device=q.device)])
 
@@ -201,7 +198,7 @@ def test_many_keys(way, heads):
     [(ALL, 16, 576, False), (ALL, 64, 576, False), (ALL, 64, 512, True)],
 )
 def test_invalid_ids_lengths_and_empty_lists(way, heads, dim, with_sink):
-    """Keys that no query selects may be NaN, the first and the last included."""
+    """Unselected keys may be NaN, including the first and the last."""
     case = way.ragged(heads, dim)
     check_poisoned(case, way.sink(heads, 5) if with_sink else None, way.run, way.check)
 
@@ -212,7 +209,6 @@ def test_invalid_ids_lengths_and_empty_lists(way, heads, dim, with_sink):
     [(ALL, heads, queries) for heads in (16, 64) for queries in (1, 3, 9)],
 )
 def test_few_queries_with_long_lists(way, heads, queries):
-    """Not enough thread blocks for a GPU; lists in no order, full to the end, ragged and empty."""
     q, kv, indices = way.case(queries, 5000, heads, 576, 2000)
     if way.tiles is not None:
         indices = indices[:, torch.randperm(2000, device=q.device)]
@@ -229,7 +225,7 @@ def test_few_queries_with_long_lists(way, heads, queries):
 
 @conform(("heads",), [(8,), (16,)], [])
 def test_neighbours_without_common_keys(way, heads):
-    """Whole blocks of keys that one query of a tile selects and the others do not."""
+    """Whole blocks of keys selected by one query of a tile only."""
     q, kv, _ = way.case(24, 2400, heads, 576, 1)
     indices = torch.arange(2400, dtype=torch.int32, device=q.device).view(24, 100)
     indices[1::5] = -1
@@ -241,7 +237,7 @@ def test_neighbours_without_common_keys(way, heads):
 
 @conform(("heads",), [(16,), (24,), (64,), (128,)], [])
 def test_repeated_calls(way, heads):
-    """The same bits; nothing accumulates, and stale memory does not show."""
+    """Nothing may accumulate, and old memory must not matter."""
     q, kv, indices, length, _ = way.ragged(heads)
     results = []
     for filler in (None, float("nan"), 1e4):
@@ -251,7 +247,7 @@ def test_repeated_calls(way, heads):
             with torch.no_grad():
                 way.run(*(torch.full_like(x, filler) for x in (q, kv)), torch.zeros_like(indices))
             stale = [torch.full_like(x, filler) for x in results[0][:3]]
-            del stale  # the allocator hands it out again
+            del stale  # the allocator reuses it
         result = way.run(q, kv, indices, topk_length=length)
         result.out.sum().backward()
         results.append([result.out.detach(), result.lse, q.grad, kv.grad])
@@ -265,7 +261,7 @@ def test_repeated_calls(way, heads):
 
 @conform(("heads",), [(16,)], [])
 def test_strided_views(way, heads):
-    """Megatron's [s, b, h, d] is used as it is: views give what contiguous tensors give."""
+    """Megatron's [s, b, h, d] is used without a copy."""
     q, kv, indices = way.case(40, 300, heads, 576, 128)
     views = []
     for x in (q.detach(), kv.detach(), indices):
@@ -279,7 +275,6 @@ def test_strided_views(way, heads):
 
 @conform(("heads",), [(16,), (64,), (128,)], [])
 def test_no_host_synchronisation(way, heads):
-    """After the first call, which compiles."""
     if way.where[0] == "cpu":
         pytest.skip("there is nothing to wait for")
     q, kv, indices, length, _ = way.ragged(heads)
@@ -291,7 +286,7 @@ def test_no_host_synchronisation(way, heads):
 
 @conform(("heads", "scale"), [(heads, scale) for heads in (16, 64) for scale in (0.05, 2.0)], [])
 def test_lse_is_natural_and_the_sink_is_a_gate(way, heads, scale):
-    """Also for logits whose exponentials overflow; lse is without the sink, and -inf is none."""
+    """Also for overflowing exponentials; lse excludes the sink, and -inf disables it."""
     if "backward" in way.passes:
         pytest.skip("a backward returns no lse")
     q, kv, indices, length, valid = way.ragged(heads)
@@ -318,19 +313,14 @@ def test_lse_is_natural_and_the_sink_is_a_gate(way, heads, scale):
     assert relative_error(plain.out[some], values[some]) < tolerance
 
 
-# Fused passes
-
-
 @pytest.fixture(params=FORWARDS)
 def forward(request):
-    """The name of a forward; skips where it cannot run."""
     skip_unless_it_runs(FORWARDS[request.param])
     return request.param
 
 
 @pytest.fixture(params=BACKWARDS)
 def backward(request):
-    """The name of a backward; skips where it cannot run."""
     skip_unless_it_runs(BACKWARDS[request.param])
     return request.param
 
@@ -343,7 +333,6 @@ def attend(q, kv, indices, policy):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 64])
 def test_full_lists_of_many_keys(forward, heads):
-    """More keys than 16 bits count, in lists without an order that are full to the end."""
     q, kv, indices = make_case(40, 70_000, heads, 576, 2048, **CASE)
     indices = indices[:, torch.randperm(2048, device="cuda")]
     want, got = (attend(q, kv, indices, policy) for policy in (UNFUSED, policy_of(forward)))
@@ -353,7 +342,7 @@ def test_full_lists_of_many_keys(forward, heads):
 
 @pytest.mark.gpu
 def test_teacher_from_a_second_pass(forward):
-    """A forward without probabilities: they come from its lse and are counted as an operation."""
+    """A forward without probabilities: a separate operation computes them from its lse."""
     q, kv, indices = make_case(40, 300, 64, 576, 128, **CASE)
     reset_report()
     arguments = {"softmax_scale": 0.05, "v_dim": 512, "want_p_sum": True}
@@ -367,7 +356,6 @@ def test_teacher_from_a_second_pass(forward):
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_crossed_with_every_backward(forward, backward, heads):
-    """Every backward reads the results of every forward."""
     skip_unless_it_runs(BACKWARDS[backward], heads)
     q, kv, indices, length, _ = ragged_case(heads)
     way = Way("crossed", {"forward": forward, "backward": backward})
@@ -386,7 +374,7 @@ def call_of(heads, dim=576):
 
 
 def backward_and_torchs(backward, inputs):
-    """Return results of a backward and of torch's for torch's forward, and that one's teacher."""
+    """Return results of a backward and of torch's for torch's forward, and that teacher."""
     call = call_of(*inputs.q.shape[1:])
     out, lse, p_sum = FORWARD.run(call, UNFUSED, inputs)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
@@ -397,7 +385,7 @@ def backward_and_torchs(backward, inputs):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [64, 128])
 def test_key_gradient_is_not_rounded(backward, heads):
-    """The fp32 accumulator itself: far closer to float64 sums of the same products than bf16."""
+    """The fp32 accumulator must be far closer to float64 than bf16."""
     (_, dkv, *_), (_, exact, *_), _ = backward_and_torchs(
         backward, inputs_of(*make_case(64, 200, heads, 576, 128, **CASE))
     )
@@ -414,7 +402,6 @@ def test_key_gradient_is_not_rounded(backward, heads):
 )
 @pytest.mark.parametrize(("with_sink", "keys"), [(False, 300), (True, 300), (True, 40_000)])
 def test_teacher_of_the_indexer(backward, heads, dim, with_sink, keys):
-    """Head sums of the probabilities, also where the backward sorts lists of many keys."""
     skip_unless_it_runs(BACKWARDS[backward], heads, dim)
     q, kv, indices, length, valid = ragged_case(heads, dim)
     kv = torch.cat([kv.detach(), torch.randn(keys - 300, dim, device="cuda").to(kv.dtype)])
@@ -433,7 +420,7 @@ def test_teacher_of_the_indexer(backward, heads, dim, with_sink, keys):
 
 
 def many_queries(rows, heads):
-    """More rows (and groups) than a grid dimension holds, more elements than int32 counts."""
+    """More queries (and groups) than a grid dimension, more elements than int32 counts."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
@@ -495,7 +482,6 @@ def test_many_queries_of_portable_kernels(way):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("keys", [300, 40_000])
 def test_teacher_and_deterministic_mode_of_portable_kernels(way, heads, keys):
-    """Head sums of the probabilities, and the same bits again where that is asked for."""
     q, kv, indices, length, _ = ragged_case(heads)
     kv = torch.cat([kv.detach(), torch.randn(keys - 300, 576, device="cuda").to(kv.dtype)])
     valid = (indices >= 0) & (indices < keys)
@@ -513,11 +499,7 @@ def test_teacher_and_deterministic_mode_of_portable_kernels(way, heads, keys):
     assert relative_error(first[0], dq) < 1e-3 and relative_error(first[1], dkv) < 1e-3
 
 
-# What is special
-
-
 def test_which_kernels_a_gpu_has(monkeypatch):
-    """Hopper its own, unless a test asks for tiles; the others the portable ones."""
     device = torch.device("cuda")
     for capability, target in TARGETS.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
@@ -530,7 +512,7 @@ def test_which_kernels_a_gpu_has(monkeypatch):
 
 
 def test_fp32_gradient_channel(device):
-    """With ``kv_grad`` the key gradient arrives unrounded and kv itself gets none."""
+    """With ``kv_grad`` the key gradient must arrive unrounded, and kv itself get none."""
     q, kv, indices = make_case(16, 20, 4, 16, 8, device=device, dtype=torch.bfloat16)
     q32, kv32 = q.detach().float().requires_grad_(), kv.detach().float().requires_grad_()
     channel = torch.zeros(20, 16, device=device, requires_grad=True)
@@ -541,12 +523,12 @@ def test_fp32_gradient_channel(device):
     sparse_attention(q32, kv32, indices, softmax_scale=0.3, v_dim=8).out.backward(grad.float())
     assert channel.grad.dtype == torch.float32
     assert relative_error(channel.grad, kv32.grad) < TOLERANCE
-    # Unrounded means: not representable in bf16.
+    # Unrounded: not representable in bf16.
     assert not torch.equal(channel.grad, channel.grad.bfloat16().float())
 
 
 def test_there_is_no_separate_value(device):
-    """The value is a slice of kv; a separate one must not be ignored silently."""
+    """The value is a slice of kv; a separate one must not be ignored."""
     q, kv, indices = make_case(4, 8, 2, 8, 4, device=device, dtype=torch.float32)
     with pytest.raises(TypeError):
         sparse_attention(q, kv, indices, softmax_scale=1.0, v_dim=8, v=kv)
@@ -555,7 +537,7 @@ def test_there_is_no_separate_value(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "most"), [(128, (2.5e-3, 1.9e-3)), (64, (3.0e-3, 2.4e-3))])
 def test_rounding_of_gradients(heads, most):
-    """Above 64 heads, dS is rounded once: P enters it with its rounding error."""
+    """Above 64 heads, dS is rounded once, from a rounded P."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper's kernels")
     found = []

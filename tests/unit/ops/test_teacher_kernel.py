@@ -1,4 +1,4 @@
-"""Conformance of the head sums of sparse attention; Triton's interpreted and compiled too."""
+"""Conformance of the head sums of sparse attention; also Triton's interpreted and compiled."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ CASES = [
     (130, 64, 67, True, torch.float32),
     (128, 512, 128, True, torch.bfloat16),
 ]
-#: Relative error in the norm; products of bf16 are exact, sums are in fp32, but those of cuDNN.
+#: Relative error in the norm; products of bf16 are exact, sums are fp32, except cuDNN's.
 TOLERANCES = {"torch": 2e-6, "triton": 2e-6, "cudnn": 5e-3}
-#: Of cuDNN: heads that are padded, and are not.
+#: cuDNN's numbers of heads, with and without padding.
 CUDNN_CASES = [
     (heads, dim, 128, dim == 512, torch.bfloat16)
     for heads in (1, 16, 24, 64, 96, 128)
@@ -40,9 +40,8 @@ CUDNN_CASES = [
 
 
 def make(heads, dim, entries, sink, dtype, device="cpu", rows=9, keys=90):
-    """Ragged lists; ids of no key, also behind the length; rows of keys that none selects are NaN.
-
-    Tensors are parts of larger ones.
+    """Draw ragged lists with invalid ids, also past the length; unselected keys are NaN. Tensors
+    are slices.
     """
     generator = torch.Generator().manual_seed(heads + dim)
 
@@ -81,7 +80,7 @@ def expected(inputs):
 
 
 def check(case, device, name="triton"):
-    """What is not selected has no part in it, not even as NaN; every entry is written."""
+    """Check that unselected keys, even NaN, have no effect and every entry is written."""
     inputs = make(*case, device=device)
     lse, want, valid = expected(inputs)
     got = IMPLEMENTATIONS[name].load()(inputs, lse.float().to(device)).cpu()
@@ -102,7 +101,6 @@ def test_interpreted():
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("case", [(16, 576, 2048), (128, 576, 2048), (64, 512, 640)])
 def test_compiles(monkeypatch, case, capability):
-    """Products on tensor cores, vector loads, no spills that matter, room on every GPU."""
     module = pytest.importorskip(MODULE)
     (recorder,) = recorded(monkeypatch, module, ["head_sums"])
     heads, dim, entries = case
@@ -134,7 +132,6 @@ def test_on_a_gpu(name, case):
 
 @pytest.mark.gpu
 def test_repeatable_without_a_synchronisation():
-    """Equal inputs give equal bits, and the host does not wait."""
     module = pytest.importorskip(MODULE)
     inputs = make(128, 576, 2048, False, torch.bfloat16, "cuda", rows=300, keys=4000)
     lse = expected(inputs)[0].float().cuda()

@@ -12,7 +12,7 @@ KEYS = 50
 
 
 def make_case(queries, width, wide, device="cpu"):
-    """Sums of more lists than there are queries, places, lists with invalid entries, lengths."""
+    """Draw sums of more lists than queries, slots, lists with invalid entries, lengths."""
     generator = torch.Generator().manual_seed(queries + width)
     draw = lambda low, high, *shape: torch.randint(  # noqa: E731
         low, high, shape, generator=generator, dtype=torch.int32
@@ -36,7 +36,7 @@ def expected(sums, places, indices, length):
 
 
 def check(order, shape, device="cpu"):
-    """With and without places and lengths."""
+    """Check with and without slots and lengths."""
     sums, places, indices, length = make_case(*shape, device)
     for some in (places, None):
         for lengths in (length, None):
@@ -51,12 +51,11 @@ def test_torch(shape):
 
 
 def test_triton_interpreted():
-    """The kernel, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter, which takes tensors of the CPU."""
+    """Run in the interpreter, on CPU tensors."""
     from megatron_dsa.ops.sparse_attention.tilelang import order
 
     prepare_interpreter()
@@ -74,7 +73,6 @@ def main():
 
 
 def test_compiles_without_a_gpu(monkeypatch):
-    """The same code for all sizes, and wherever a part begins."""
     order = pytest.importorskip(ORDER)
     (recorder,) = recorded(monkeypatch, order, ("_order",))
     for shape in ((7, 5, 12), (16, 16, 32), (1, 1, 1)):

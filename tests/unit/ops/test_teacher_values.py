@@ -1,4 +1,4 @@
-"""A caller's teacher that holds no probabilities is refused; layers' own are not looked at."""
+"""A caller's teacher without probabilities is rejected; layers' teachers are not checked."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ def draw(device="cpu"):
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (-0.25, "-0.25 to 0.5"),  # the row sums to more than 0
-        (-10.0, "-10 to 0.5"),  # and to less
+        (-0.25, "-0.25 to 0.5"),  # the sum is above 0
+        (-10.0, "-10 to 0.5"),  # and below
         (float("nan"), "nan to nan"),
         (float("inf"), "0.5 to inf"),
     ],
@@ -82,7 +82,6 @@ def test_nothing_waits_for_the_gpu(call):
 
 @pytest.mark.gpu
 def test_the_gpu_asserts():
-    """The process ends."""
     program = """
         import torch
         from megatron_dsa.extras.torch_library import sparse_indexer_loss

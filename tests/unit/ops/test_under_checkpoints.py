@@ -1,4 +1,6 @@
-"""Pieces without a registered operation: saved tensors are unpacked once, factors are checked."""
+"""Functions without a registered operation: saved tensors are unpacked once, factors are
+checked.
+"""
 
 import math
 
@@ -51,7 +53,7 @@ def sparse(q, kv, *index, lists=None, **settings):
 
 
 def with_lists(q, kv, **settings):
-    """Window and groups of V4's attention; the keys of groups come first."""
+    """Run window and groups of V4's attention, with the groups' keys first."""
     keys = compressed_keys(LAYOUT, 4)
     return sparse(q, kv, lists=KeyLists(LAYOUT, 5, keys), **settings)
 
@@ -122,7 +124,6 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_under_checkpoints(name):
-    """Non-reentrant checkpoints and offloading hooks unpack a saved tensor once."""
     call, shapes = CALLS[name]
 
     def gradients(run):

@@ -1,4 +1,6 @@
-"""What redirects CUDA without a GPU is installed once, and never inside of what ends."""
+"""The redirection of CUDA without a GPU is installed once, and never inside of a temporary
+context.
+"""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs n
 
 
 def test_activating_again_changes_nothing():
-    """As commands do that are called in one process; the optimizers look at the types' names."""
     start()
     modes, stream = _get_current_function_mode_stack(), torch.cuda.current_stream
     cpu_host.activate()
@@ -29,7 +30,6 @@ def test_activating_again_changes_nothing():
 
 
 def test_it_is_refused_inside_of_a_context_that_ends(monkeypatch):
-    """Which would end with the other one's mode left on the stack, and its own torch.cuda gone."""
     start()
     monkeypatch.setattr(cpu_host, "_install", functools.cache(cpu_host._install.__wrapped__))
 
@@ -38,5 +38,5 @@ def test_it_is_refused_inside_of_a_context_that_ends(monkeypatch):
             cpu_host.activate()
         return _get_current_function_mode_stack()
 
-    with ThreadPoolExecutor(1) as other:  # where nothing is on the stack yet
+    with ThreadPoolExecutor(1) as other:  # with an empty stack
         assert other.submit(first_inside).result() == []

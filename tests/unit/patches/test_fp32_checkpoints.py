@@ -1,4 +1,4 @@
-"""Optimizers of bf16 layers with fp32 parameters: every state is saved as its own parameter's."""
+"""Optimizers of bf16 layers with fp32 parameters: every parameter's own state is saved."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_distributed_optimizer(model_and_optimizer):
 
 @pytest.mark.parametrize("model_and_optimizer", [True], indirect=True, ids=["distributed"])
 def test_precision_aware_optimizer(model_and_optimizer, monkeypatch):
-    """transformer-engine's Adam keeps copies of all parameters, and steps those of 16 bits."""
+    """transformer-engine's Adam copies all parameters, and updates the 16-bit ones."""
     module, optimizer = model_and_optimizer
     inner = optimizer.optimizer
     for parameter, state in inner.state.items():
@@ -52,7 +52,7 @@ def test_precision_aware_optimizer(model_and_optimizer, monkeypatch):
 def test_plain_optimizer(model_and_optimizer):
     module, optimizer = model_and_optimizer
     state = check_moments(module, optimizer)
-    # The same names from every version, so that each resumes from the others.
+    # Equal names in every version, so that each resumes from the others.
     copies = {entry.key for entries in state["fp32_from_fp16_params"] for entry in entries}
     assert copies == {
         f"optimizer.state.fp32_param.layer.{name}"
@@ -61,7 +61,9 @@ def test_plain_optimizer(model_and_optimizer):
 
 
 def optimizer_of(*values):
-    """Megatron's mixed-precision optimizer over [fp32, bf16, bf16] parameters of equal shape."""
+    """Return Megatron's mixed-precision optimizer over [fp32, bf16, bf16] parameters of equal
+    shape.
+    """
     start()
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -90,10 +92,10 @@ def masters(optimizer):
 
 
 def test_plain_state_dicts_round_trip():
-    """``--ckpt-format torch`` saves through state_dict(), which names 16-bit parameters alone."""
+    """``--ckpt-format torch`` saves through state_dict(), which names 16-bit parameters only."""
     saved, _ = optimizer_of(10, 11, 12)
     loaded, parameters = optimizer_of(0, 1, 2)
     loaded.load_state_dict(saved.state_dict())
     assert masters(loaded)[1:] == [11.0, 12.0]
-    # The fp32 parameter comes from the model's own state, not from here.
+    # The fp32 parameter comes from the model's state.
     assert float(parameters[0].detach()[0]) == 0.0

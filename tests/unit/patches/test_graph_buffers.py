@@ -1,7 +1,6 @@
-"""Memory of inputs and outputs of a CUDA graph between its forward and its backward capture.
+"""Memory of a CUDA graph's inputs and outputs between forward and backward capture.
 
-That gradients are right is checked where graphs are captured (``test_captured.py``, on a GPU with
-transformer-engine).
+Gradients are checked in ``test_captured.py``, on a GPU with transformer-engine.
 """
 
 import types
@@ -16,7 +15,7 @@ from megatron_dsa.patches.graph_buffers import keep_graph_buffers_until_backward
 
 @pytest.fixture
 def released(monkeypatch):
-    """Megatron's runner, unpatched for a test, and the buffers whose memory it gave free."""
+    """Megatron's unpatched runner, and the buffers that it freed."""
     buffers = []
     runner = cuda_graphs._CudaGraphRunner
     release = runner._weakref_forward_buffers
@@ -29,7 +28,7 @@ def released(monkeypatch):
 
 
 def captured():
-    """What a runner holds of a layer whose norm saved its input natively."""
+    """Return a runner's buffers of a layer whose norm saved its input natively."""
     x = torch.ones(3, requires_grad=True)
     x.cg_buffer_metadata = cuda_graphs.CudagraphBufferMetadata(is_cudagraph_input=True)
     return types.SimpleNamespace(

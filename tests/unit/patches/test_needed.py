@@ -1,7 +1,7 @@
-"""Every repair of a defect of Megatron is needed by the versions that the table names, and helps.
+"""Every repair of a defect of Megatron is needed by the versions in the table, and helps.
 
-A probe returns True where the defect shows. It runs with and without its patch, in processes of its
-own. Once upstream has mended a defect, its test fails there: narrow ``versions`` of the patch.
+A probe returns True if the defect shows. It runs with and without its patch, in separate processes.
+If upstream fixes a defect, its test fails: narrow ``versions`` of the patch.
 """
 
 import importlib.util
@@ -307,7 +307,7 @@ def layer_wise_gather(_):
     return [part.float().max().item() for part in parts] != [1.0, 2.0]
 
 
-#: Row of the table -> its probe and the number of processes.
+#: Entry of the table -> its probe and the number of processes.
 PROBES = {
     "no GPU": (no_gpu, 1),
     "transformer-engine": (engine, 1),
@@ -341,7 +341,6 @@ MACHINES = {
 
 
 def probe(rank: int, ranks: int, name: str, patched: bool, folder: Path) -> None:
-    """Write on rank 0 whether the defect shows."""
     if name == "layer-wise gather":
         load_extra("muon.patch", "--optimizer muon")
     if not patched:

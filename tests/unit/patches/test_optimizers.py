@@ -1,4 +1,4 @@
-"""Megatron's optimizers without transformer-engine: a loaded one continues to the last bit."""
+"""Megatron's optimizers without transformer-engine: a loaded one continues to the bit."""
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ ALONE = "{}.pre_mlp_layernorm.weight"
 @pytest.mark.parametrize("norms", [(FUSED, ALONE), (ALONE, FUSED)], ids=["fused", "alone"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_states_of_norms_with_other_names(kind, norms, tmp_path):
-    """transformer-engine keeps a norm inside the linear that follows it, Megatron apart."""
     distributed, metadata = FORMATS[kind]
     model, optimizer = build(torch.bfloat16, distributed)
     step(model, optimizer, 1)
@@ -45,8 +44,8 @@ def test_states_that_a_checkpoint_lacks_are_named():
 
 LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
 MUON, ADAPTIVE = {"optimizer": "muon"}, {"optimizer": "adaptive_muon"}
-#: Every optimizer that the README or a page names, and those of Megatron's that save: settings,
-#: formats of checkpoints, states of a parameter. fp32 and bf16, but layer-wise ones.
+#: Every optimizer that README or pages name, and Megatron's that save: settings, checkpoint
+#: formats, states of a parameter. fp32 and bf16, except layer-wise ones.
 OPTIMIZERS = {
     "adam": ({}, FORMATS, {"exp_avg", "exp_avg_sq", "step"}),
     "adam-l2": ({"decoupled_weight_decay": False}, FORMATS, {"exp_avg", "exp_avg_sq", "step"}),
@@ -65,7 +64,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def inner(optimizer):
-    """Return torch's optimizers in one of Megatron's, those with states of matrices first."""
+    """Return torch's optimizers in one of Megatron's, those with matrix states first."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts]
 
@@ -81,7 +80,6 @@ def inner(optimizer):
     ],
 )
 def test_loaded_optimizer_continues(name, kind, dtype, tmp_path):
-    """Steps after two, saved and loaded, equal those of one run to the bit."""
     settings, _, held = OPTIMIZERS[name]
     if name not in ("adam", "adam-l2", "sgd", "sgd-0"):
         pytest.importorskip("emerging_optimizers", minversion="0.3")
@@ -114,7 +112,7 @@ def test_loaded_optimizer_continues(name, kind, dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_states_are_saved_under_their_parameters(dtype):
-    """Adam's first moment after one step is a tenth of the gradient, in every bucket."""
+    """Adam's first moment after one step must be a tenth of the gradient, in every bucket."""
     model, optimizer = build(dtype, True)
     assert len(optimizer.buffers[0].buckets) > 1
     step(model, optimizer, 1)
@@ -130,9 +128,9 @@ def test_states_are_saved_under_their_parameters(dtype):
 
 
 def resume_with_a_frozen_rank(case, _tp, _cp):
-    """Train two steps, resume and train two more; return what this rank has then, and had to have.
+    """Train two steps, resume and train two more; return this rank's result and the expected one.
 
-    One rank trains nothing, as a pipeline stage may.
+    One rank trains nothing, like a pipeline stage.
     """
     from megatron.core import dist_checkpointing
 
@@ -165,7 +163,7 @@ def resume_with_a_frozen_rank(case, _tp, _cp):
 
 
 def test_ranks_that_train_nothing_keep_the_count(tmp_path):
-    """Rank 0's part of a checkpoint is that of all ranks, whatever it holds."""
+    """Rank 0's part of a checkpoint serves all ranks."""
     cases = [("plain", dtype, rank) for dtype in (torch.float32, torch.bfloat16) for rank in (0, 1)]
     cases += [("distributed", torch.float32, 0), ("fully_reshardable", torch.bfloat16, 0)]
     cases = {case: (*case, tmp_path / f"saved{number}") for number, case in enumerate(cases)}
@@ -176,7 +174,7 @@ def test_ranks_that_train_nothing_keep_the_count(tmp_path):
 
 
 class Adam(torch.optim.Optimizer):
-    """Counts the steps of its groups as transformer-engine's Adam does."""
+    """Counts the steps of its groups like transformer-engine's Adam."""
 
     def __init__(self, counts_empty_groups: bool):
         super().__init__([torch.zeros(1)], {})
@@ -191,7 +189,6 @@ class Adam(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("counts", [False, True], ids=["2.9", "2.20"])
 def test_steps_without_parameters_are_counted_once(counts):
-    """Releases of transformer-engine differ in whether they count them."""
     from megatron_dsa.patches.optimizer_states import count_without_parameters
 
     optimizer = Adam(counts)

@@ -1,4 +1,4 @@
-"""Targets of multi-token prediction stay within documents that are padded one by one."""
+"""Targets of multi-token prediction stay within separately padded documents."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.processes import run_ranks
 
 shift_within_padded_documents()
 
-#: A document without tokens, one without padding, and tokens behind the last document.
+#: A document without tokens, one without padding, and tokens after the last document.
 LENGTHS, PADDED, TOKENS = [5, 0, 8, 10], [8, 0, 8, 16], 40
 
 
@@ -24,7 +24,7 @@ def packed(lengths=LENGTHS, padded=PADDED) -> PackedSeqParams:
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x [TOKENS]`` shifted document by document; 0 where nothing comes next."""
+    """Return ``x [TOKENS]`` shifted document by document; 0 at the end."""
     out, first = torch.zeros_like(x), 0
     for length, padded in zip(LENGTHS, PADDED, strict=True):
         if length:
@@ -35,7 +35,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 def test_one_rank():
     x, want = torch.arange(1, TOKENS + 1), torch.arange(1, TOKENS + 1)
-    for _ in range(3):  # several prediction layers shift what the one before has shifted
+    for _ in range(3):  # several prediction layers shift repeatedly
         x, total = roll_tensor(x[None], packed_seq_params=packed())
         x, want = x[0], shifted(want)
         assert x.equal(want) and total == want.sum()
@@ -53,7 +53,7 @@ def test_without_padding_between_documents():
 
 
 def test_padding_stays_padding():
-    """A ``padding_mask`` keeps padded tokens out of the balance of experts."""
+    """A ``padding_mask`` keeps padding out of the balance of experts."""
     padding = shifted(torch.ones(TOKENS)) == 0
     ends = torch.tensor([4, 15, 25])
     padding[ends] = False

@@ -1,4 +1,4 @@
-"""The table of patches: every file has a row, every row an installer, and ``info`` prints it."""
+"""The table of patches: an entry per file, with an installer, printed by ``info``."""
 
 import importlib
 from pathlib import Path

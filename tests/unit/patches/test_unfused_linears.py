@@ -1,4 +1,4 @@
-"""Megatron's own linears without Apex, in a model whose gradients are accumulated fused."""
+"""Megatron's linears without Apex, in a model with fused gradient accumulation."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from tests.host import small_config
 
 @pytest.fixture
 def linears(monkeypatch):
-    """Both of Megatron's linears, patched for a test, and the module that has them."""
+    """Both of Megatron's linears, patched for a test, and their module."""
     from megatron.core.tensor_parallel import layers
 
     for name in ("ColumnParallelLinear", "RowParallelLinear"):
         cls = getattr(layers, name)
-        monkeypatch.setattr(cls, "__init__", cls.__init__)  # what is put back afterwards
+        monkeypatch.setattr(cls, "__init__", cls.__init__)  # restored afterwards
     unfused_linears.leave_linears_unfused_without_apex.cache_clear()
     yield layers
     unfused_linears.leave_linears_unfused_without_apex.cache_clear()
@@ -43,7 +43,7 @@ def fused_config(**changes):
 
 
 def test_they_leave_gradients_to_autograd(linears):
-    """Also the row-parallel one, which fails in its backward pass only. The others still fuse."""
+    """The row-parallel one would fail only in its backward. The others must still fuse."""
     config = fused_config()
     assert not linears._grad_accum_fusion_available
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):

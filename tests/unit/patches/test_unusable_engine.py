@@ -1,4 +1,4 @@
-"""transformer-engine that is installed and cannot be imported: commands say so and do without."""
+"""transformer-engine that is installed but fails to import: commands report it and go on."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from tests.processes import python_path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-#: What fails -> the files of the installation that fail, and what is said of it.
+#: Failure -> the broken files of the installation, and the message.
 BROKEN = {
     "a library is missing": (
         {"transformer_engine/__init__.py": "raise OSError('libnccl.so.2: cannot open')",
@@ -31,7 +31,7 @@ BROKEN = {
         "transformer-engine without its PyTorch extension",
     ),
 }  # fmt: skip
-#: As on a machine with a GPU: what takes transformer-engine is imported.
+#: As with a GPU: consumers of transformer-engine are imported.
 ON_GPU = """
 import torch
 torch.cuda.is_available = lambda: True
@@ -54,7 +54,7 @@ print(why_not_transformer_engine(True))
 
 @pytest.fixture(params=BROKEN.values(), ids=list(BROKEN))
 def broken(request, tmp_path):
-    """Return the environment in which such an installation is found, and what is said of it."""
+    """Return the environment with such an installation, and its message."""
     files, said = request.param
     empty = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": ""}
     metadata = "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.2\n"
@@ -73,7 +73,7 @@ def run(arguments, environment):
 
 
 def test_megatron_runs_without_it_on_a_gpu(broken):
-    """It expects no other error than that the package is missing."""
+    """Megatron handles only a missing package."""
     environment, said = broken
     result = run(["-c", ON_GPU], environment)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The comparison with float64 that the doctor, the tests and the benchmarks share."""
+"""The comparison with float64 shared by doctor, tests and benchmarks."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_relative_error():
     one = torch.ones(4)
     assert relative_error(1.5 * one, one) == 0.5
     assert math.isnan(relative_error(one * math.nan, one))
-    # However small a result is, an error is relative to it, unless it is nothing but rounding.
+    # Errors are relative to any result, unless it is only rounding.
     assert relative_error(2e-9 * one.double(), 1e-9 * one.double()) == pytest.approx(1)
     assert relative_error(1e-3 * one, 1e-16 * one.double()) == pytest.approx(1e-3)
     assert relative_error(one[:0], one[:0]) == 0
@@ -41,7 +41,6 @@ def test_results_in_fp32_are_held_to_less():
 
 
 def test_a_selection_without_the_best_key_is_found():
-    """The next key scores nearly as much as the last one, so recall and shortfall are small."""
     tokens = torch.arange(80)
     inputs, layout = random_index_inputs(SHAPE, 80, CPU), bshd_layout(80, 1, CPU)
     case = SelectionCase(inputs, layout, tokens, SHAPE.topk)

@@ -1,4 +1,4 @@
-"""The loss mask of conversations, token by token, against transformers' own rendering."""
+"""The loss mask of conversations, token by token, against transformers' rendering."""
 
 import json
 
@@ -27,7 +27,6 @@ def tokenizer(tmp_path_factory):
 
 
 def encoded(tokenizer, template, conversation, tools=None):
-    """Return ids and mask of one conversation."""
     (marked,) = ChatTokenizer(tokenizer, template).encode(
         [Conversation("f:1", conversation, tools)]
     )
@@ -43,7 +42,7 @@ def ids_of(tokenizer, template, messages, **settings):
 
 
 def masked_by_prefixes(tokenizer, template, conversation, end):
-    """Ids and mask by rendering and tokenising every prefix of the conversation on its own."""
+    """Return ids and mask by rendering and tokenising every prefix separately."""
     ids = ids_of(tokenizer, template, conversation)
     mask = [False] * len(ids)
     for index, each in enumerate(conversation):
@@ -73,7 +72,7 @@ def test_mask_by_prefixes(template, name, tokenizer):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_turns_that_nothing_ends(name, tokenizer):
-    """The token of the next turn ends one; <eos>, which no template writes, ends the last."""
+    """The next turn's token must end one; <eos>, which no template writes, the last."""
     template, conversation = TEMPLATES["glm"], CONVERSATIONS[name]
     ids, mask = encoded(tokenizer, template, conversation)
     expected_ids, expected = masked_by_prefixes(tokenizer, template, conversation, None)
@@ -87,11 +86,10 @@ def test_turns_that_nothing_ends(name, tokenizer):
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    # Where a text ends in a character of several tokens, transformers marks the first of them.
+    # If a text ends in a character of several tokens, transformers marks only the first.
     sorted({(x, y) for x in TAGGED for y in CONVERSATIONS} - {("glm", "bytes and spaces")}),
 )
 def test_tags_of_the_template(template, name, tokenizer):
-    """``{% generation %}``: transformers' own mask of the assistant's tokens."""
     conversation = CONVERSATIONS[name]
     ids, mask = encoded(tokenizer, TAGGED[template], conversation)
     found = tokenizer.apply_chat_template(
@@ -108,7 +106,6 @@ def test_tags_of_the_template(template, name, tokenizer):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_offsets_without_spaces(template, tokenizer, tmp_path):
-    """Some tokenizers leave spaces out of offsets."""
     from tokenizers import processors
 
     trimmed = save_tokenizer(tmp_path)
@@ -120,7 +117,7 @@ def test_offsets_without_spaces(template, tokenizer, tmp_path):
 
 
 def test_bytes_of_one_character(tokenizer):
-    """All tokens of a character that ends the text are in the loss; transformers' mask has one."""
+    """All tokens of a final character must be in the loss; transformers' mask has one."""
     template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% else %}"
     template += "{% generation %}{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
     ids, mask = encoded(tokenizer, template, [message("user", "a"), message("assistant", "b🙂")])
@@ -128,7 +125,7 @@ def test_bytes_of_one_character(tokenizer):
 
 
 def test_a_token_across_the_border(tokenizer):
-    """It holds text of the assistant's: in the loss."""
+    """It holds some of the assistant's text, so it is in the loss."""
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     ids, mask = encoded(tokenizer, template, [message("user", "x t"), message("assistant", "he")])
     assert tokenizer.convert_ids_to_tokens(ids) == ["x", "Ġthe", "<eos>"]
@@ -187,7 +184,6 @@ def test_the_assistant_begins(tokenizer):
     ],
 )
 def test_turns_without_an_end_are_counted(template, turns, tokenizer):
-    """The last one ends in ``eos_token``."""
     chat = ChatTokenizer(tokenizer, template)
     chat.encode([Conversation("f:1", CONVERSATIONS["system and three turns"])])
     assert chat.open_turns == turns
@@ -256,7 +252,6 @@ def test_wrong_rows(line, rule, tmp_path):
 
 
 def test_rows_of_files(tmp_path):
-    """A byte order mark, CRLF, blank lines, and line separators within a text are no matter."""
     file = tmp_path / "chat.jsonl"
     text = '{"prompt": "a\u2028b", "completion": "c"}\r\n \r\n'
     file.write_bytes(b"\xef\xbb\xbf" + (text + json.dumps({"messages": [USER, ANSWER]})).encode())

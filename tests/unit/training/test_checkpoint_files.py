@@ -1,4 +1,4 @@
-"""Damaged checkpoints are named, with the file and the way out, before Megatron reads them."""
+"""Damaged checkpoints are reported, with file and fix, before Megatron reads them."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from megatron_dsa.training.checkpoints import checkpoint_directory, distributed_
 
 @pytest.fixture
 def root(tmp_path):
-    """What ``--save`` was: two iterations in the format of torch's distributed checkpoints."""
+    """Write two iterations of torch's distributed checkpoints; return their folder."""
     for step in (1, 2):
         directory = tmp_path / f"iter_{step:07d}"
         checkpoint.save(
@@ -49,7 +49,7 @@ DAMAGED = [("", "is empty"), ("abc", "'abc'"), ("-3", "'-3'"), ("\0\0", r"'\x00\
 
 @pytest.mark.parametrize("content, says", DAMAGED)
 def test_a_damaged_tracker_stands_for_the_last_whole_checkpoint(content, says, root, capsys):
-    """As a kill leaves it; rank 0 says so, once, and every rank finds the same one."""
+    """Rank 0 must report it once, and every rank find the same one."""
     (root / TRACKER).write_text(content)
     (root / "iter_0000003").mkdir()  # a save had begun
     assert found(root) == found(root) == root / "iter_0000002"
@@ -72,7 +72,7 @@ def test_what_a_damaged_tracker_falls_back_to(root):
 
 
 def test_megatron_reads_and_writes_the_tracker_whole(root, monkeypatch):
-    """Killed at any time, it leaves what was there: Megatron's own writing left an empty file."""
+    """Megatron's own writing left an empty file when killed."""
     from megatron.training import checkpointing
 
     monkeypatch.setattr(checkpointing, "maybe_msc", checkpointing.maybe_msc)
@@ -100,7 +100,7 @@ def cut(path):
 
 
 def replace(path):
-    """Write a pickle of what no module has."""
+    """Write a pickle of an unknown module."""
     path.write_bytes(b"cno_such_module\nx\n.")
 
 
@@ -144,7 +144,6 @@ def test_iteration_that_is_not_there(root):
 
 
 def test_commands_name_their_own_flag(root):
-    """``generate``, ``evaluate`` and ``export-hf`` have ``--step``."""
     with pytest.raises(ConfigError, match=r"or --step names .* Name one of them with --step"):
         distributed_checkpoint(str(root), 77, "--load")
 
@@ -172,7 +171,7 @@ def test_other_formats_are_left_to_megatron(tmp_path):
 
 
 def test_one_rank_looks_at_the_files(root, monkeypatch):
-    """They are the same for all; thousands of ranks would ask a file system for each of them."""
+    """Thousands of ranks would query the file system for the same files."""
     empty(root / "iter_0000002" / "__0_0.distcp")
     monkeypatch.setattr("megatron_dsa.training.checkpoints.this_rank", lambda: 3)
     assert found(root) == root / "iter_0000002"

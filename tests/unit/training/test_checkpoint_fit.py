@@ -1,4 +1,4 @@
-"""Whole checkpoints that do not fit a run: what the sentence names, before Megatron reads them."""
+"""Complete checkpoints that do not fit a run: messages before Megatron reads them."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -22,7 +22,7 @@ RUN = Namespace(
 DISTRIBUTED = {"use_distributed_optimizer": True}
 LAYER_WISE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
 TP2 = {"tensor_model_parallel_size": 2}
-#: The checkpoint's arguments, the run's, and the sentence.
+#: The checkpoint's arguments, the run's, and the message.
 MISFITS = {
     "optimizer": ({}, {"optimizer": "sgd"}, "--optimizer must be adam, as in .*, got sgd"),
     "scalars": (
@@ -59,7 +59,6 @@ def check(saved, run, metadata):
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_states_of_another_kind_or_layout(name):
-    """Each fix of the sentence holds: with its flag, and without the optimizer's state."""
     saved, run, message = MISFITS[name]
     with pytest.raises(ConfigError, match=rf"{message}.*--no-load-optim"):
         check(saved, run, BUCKETS)
@@ -132,7 +131,7 @@ def test_shapes_and_buckets():
 
 
 def test_a_pretrained_checkpoint_gives_no_optimizer(tmp_path):
-    """Its optimizer may be any; that of --load is checked, and named before Megatron reads it."""
+    """Its optimizer is ignored; --load's must be checked."""
     host.start()
     from megatron.core import dist_checkpointing
 

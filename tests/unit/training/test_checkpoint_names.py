@@ -1,4 +1,4 @@
-"""Names of a GPT's tensors in checkpoints of hybrid models, and the other way round."""
+"""Names of a GPT's tensors in checkpoints of hybrid models, and vice versa."""
 
 from argparse import Namespace
 
@@ -19,7 +19,7 @@ from megatron_dsa.training.checkpoint_names import (  # noqa: E402
 
 PATTERN = "D-|DE/DE"
 GPT, HYBRID = Namespace(num_layers=2), Namespace(num_layers=4, hybrid_layer_pattern=PATTERN)
-#: Name of a GPT, name of a hybrid model.
+#: Name in a GPT, name in a hybrid model.
 PAIRS = [
     ("decoder.layers.1.input_layernorm.weight", "decoder.layers.2.input_layernorm.weight"),
     ("decoder.layers.1.self_attention.linear_proj.weight",

@@ -1,4 +1,4 @@
-"""Data that a model cannot take is named before it reaches the embedding."""
+"""Unsuitable data are reported before the embedding."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_tokens_outside_the_vocabulary(tokens, says):
     "told, tokenizer, most", [(257, 257, 256), (None, 300, 299), (320, 300, 319), (257, 300, 299)]
 )
 def test_rows_of_padding_are_no_tokens(told, tokenizer, most, monkeypatch):
-    """The larger of --vocab-size and the tokenizer with its added tokens, without padding."""
+    """The larger of --vocab-size and the tokenizer with added tokens, without padding."""
     args = SimpleNamespace(
         dataloader_inter_document_masking=False, vocab_size=told, padded_vocab_size=384
     )
@@ -79,11 +79,11 @@ def _passed(_args):
 
 def test_tokens_of_the_vocabulary_pass():
     check_tokens(batch(0, 263, 5), 264)
-    check_tokens({"tokens": None}, 264)  # a pipeline stage that has none
+    check_tokens({"tokens": None}, 264)  # a pipeline stage without tokens
 
 
 def test_device_tensors_are_not_read():
-    """That would be a synchronisation; Megatron's loaders give tensors of the host."""
+    """It would synchronise; Megatron's loaders give host tensors."""
     check_tokens({"tokens": torch.full((1, 3), 999, device="meta")}, 264)
 
 
@@ -99,7 +99,7 @@ def test_missing_data_set(tmp_path):
 
 
 def test_a_split_without_documents():
-    """Megatron would add epochs of no tokens for ever."""
+    """Megatron would add empty epochs forever."""
     empty = SimpleNamespace(
         num_samples=4,
         config=SimpleNamespace(sequence_length=8, add_extra_token_to_sequence=1),
@@ -110,7 +110,7 @@ def test_a_split_without_documents():
         GPTDataset._get_num_epochs(empty, 0)
 
 
-#: Cumulative lengths of two sequences of 8 tokens, as Megatron's data sets give them.
+#: Cumulative lengths of two sequences of 8 tokens, like Megatron's data sets.
 LENGTHS = torch.tensor([[0, 3, 8, 8, 8, 8, 8, 8, 8], [0, 2, 4, 8, 8, 8, 8, 8, 8]]).int()
 
 
@@ -120,7 +120,7 @@ def packed_batch():
 
 
 def test_packed_batches_of_one_size_hold_the_same_documents():
-    """Room that is left is filled with documents without tokens."""
+    """Remaining room must be filled with empty documents."""
     plain, fixed = packed_batch(), packed_batch()
     fixed["cu_seqlens"] = with_room(fixed["cu_seqlens"], 5)
     assert fixed["cu_seqlens"].shape == (2, 6)
@@ -151,7 +151,7 @@ def test_a_sequence_of_too_many_documents():
 
 
 def test_data_written_anew_under_its_name_get_new_indices(tmp_path):
-    """Megatron's cache of indices goes by the path."""
+    """Megatron's cache of indices is named by the path."""
     prefix = tmp_path / "data"
     seen = []
     for texts in (["a" * 40] * 10, ["b" * 60] * 20, ["b" * 60] * 20):

@@ -1,4 +1,4 @@
-"""Damaged files of data sets, and errors of the file system, end in a sentence."""
+"""Damaged data sets and file-system errors end in a message."""
 
 import contextlib
 import errno
@@ -50,7 +50,6 @@ def test_damaged_headers(place, prefix):
 
 
 def test_any_damaged_byte_of_an_index(prefix):
-    """Refused, or read without an error of another kind."""
     file, refused = prefix.with_suffix(".idx"), 0
     whole = file.read_bytes()
     for place in range(len(whole)):
@@ -66,7 +65,7 @@ def test_any_damaged_byte_of_an_index(prefix):
 
 
 def test_arrays_that_are_cut_off():
-    """numpy's error of a full disk has no number."""
+    """numpy's error of a full disk has no errno."""
     message = explain(OSError("200000 requested and 38400 written")).message
     assert message.startswith("standard output or a file: only part") and "make room" in message
 
@@ -81,7 +80,6 @@ def test_errors_of_the_file_system(code):
 
 @pytest.mark.parametrize("documents", [["x"], []])
 def test_too_few_tokens_to_evaluate(documents, tmp_path, monkeypatch):
-    """Two tokens, and a data set of none."""
     prefix = str(tmp_path / "data")
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for _ in documents:
@@ -121,7 +119,7 @@ def test_files_that_list_no_data_sets(content, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", ["EACCES", "EROFS", "ENOSPC"])
 def test_folders_that_cannot_be_written(code, tmp_path, monkeypatch):
-    """Before the first step, and not after hours."""
+    """Before the first step, not after hours."""
 
     def refuse(dir):
         raise OSError(getattr(errno, code), "reason", f"{dir}/tmp1")

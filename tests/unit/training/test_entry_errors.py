@@ -1,4 +1,4 @@
-"""Commands and trainings end on errors that users can mend with a sentence and exit code 2."""
+"""Commands and trainings end on the user's errors with a message and exit code 2."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_exit_codes_of_others_pass(capsys):
 
 
 def test_ranks_say_it_once(monkeypatch, tmp_path, capsys):
-    """The first of those that fail alike; torchrun reads the message of every rank in a file."""
+    """torchrun reads every rank's message in a file."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
@@ -80,7 +80,7 @@ def test_ranks_say_it_once(monkeypatch, tmp_path, capsys):
         said.append(capsys.readouterr().err)
         assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == message
     assert said == ["[rank 0] error: all\n", "", "[rank 2] error: only one\n"]
-    # A launcher without a store: better often than never.
+    # Without a store, print repeatedly rather than never.
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert ended(ConfigError("all")) == 2
     assert capsys.readouterr().err == "[rank 2] error: all\n"
@@ -104,13 +104,11 @@ def refused(flags, monkeypatch):
     ],
 )
 def test_checks_of_megatron(changes, says, monkeypatch):
-    """Also those that say nothing but AssertionError."""
     ending = refused([*TINY_FLAGS, *changes], monkeypatch)
     assert ending.code == 2 and says in ending.message
 
 
 def test_hidden_size_that_is_no_multiple_of_heads(monkeypatch):
-    """What the message recommends works."""
     args = parsed([*TINY_FLAGS, "--hidden-size", "30", "--kv-channels", "8"], 1, monkeypatch)
     assert pretrain.model_config_from_args(args).transformer.hidden_size == 30
 
@@ -151,7 +149,7 @@ def test_wandb_that_cannot_run(settings, says, monkeypatch):
 
 
 def init_process_group(*arguments, **settings):
-    """Where errors of processes that look for each other at the start come from."""
+    """Imitate the origin of rendezvous errors."""
     return TCPStore("localhost", *arguments, is_master=True, **settings)
 
 
@@ -172,7 +170,7 @@ def test_two_processes_of_rank_0():
     assert "a second process that was told to be rank 0" in explain(raised.value).message
     with pytest.raises(DistNetworkError) as raised:
         TCPStore("localhost", first.port, is_master=True, wait_for_workers=False)
-    assert explain(raised.value) is None  # in the middle of a training it has other causes
+    assert explain(raised.value) is None  # during training it has other causes
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] "
@@ -188,7 +186,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] "
     ],
 )
 def test_a_rank_that_is_lost(text, alone, monkeypatch, capsys):
-    """With the traceback, which says where the rank waited; a restart mends it: the code is 1."""
+    """The traceback must show the rank's position; a restart fixes it, so the code is 1."""
     assert explain(RuntimeError(text)) is None  # there is no other rank
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ended(RuntimeError(f"{text}\nmore")) == 1
@@ -215,7 +213,6 @@ def test_a_rank_that_is_lost(text, alone, monkeypatch, capsys):
     ],
 )  # fmt: skip
 def test_checkpoints(function, error, says, rejected, tmp_path):
-    """Errors from inside of Megatron's loading and saving."""
     rejected(str(tmp_path))
     with pytest.raises(type(error)) as raised:
         raise error
@@ -272,7 +269,7 @@ def test_wandb_that_is_not_installed(monkeypatch):
 
 @pytest.fixture
 def rejected(monkeypatch):
-    """Megatron's machine after a step that was not a number; ``rejected(save)``."""
+    """Return Megatron's machine after a non-finite step; ``rejected(save)``."""
     from megatron.core import rerun_state_machine
     from megatron.training import global_vars
 
@@ -349,7 +346,6 @@ def test_commands(command, says, monkeypatch, alone, capsys):
 
 
 def test_a_training_as_a_user_starts_it(tmp_path):
-    """In a process of its own: exit code 2, one line on the error stream, no traceback."""
     command = [sys.executable, "-m", "megatron_dsa.pretrain", *TINY_FLAGS, "--csa-window-size", "3"]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

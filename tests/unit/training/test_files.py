@@ -1,4 +1,4 @@
-"""Files that users see: whole or absent, never written through a link, errors in a sentence."""
+"""Result files: complete or absent, never written through a link, errors in a message."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Flags of a training that CUDA graphs do not go with."""
+"""Training flags that are incompatible with CUDA graphs."""
 
 import contextlib
 

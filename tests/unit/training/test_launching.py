@@ -1,4 +1,4 @@
-"""What a launcher says of the processes is checked: wrong numbers leave the others waiting."""
+"""Launcher variables are checked: wrong numbers hang the other processes."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def launched(monkeypatch):
 
     def launch(**changes):
         for name, value in (TWO | changes).items():
-            monkeypatch.setenv(name, value or "")  # undone also where the call sets it
+            monkeypatch.setenv(name, value or "")  # restored even if the call sets it
             if value is None:
                 monkeypatch.delenv(name)
         check_launch()
@@ -104,7 +104,7 @@ def test_help_needs_no_launcher(flag):
 
 @pytest.mark.parametrize("folder", [".", "py312_cpu"])
 def test_a_stale_lock_of_a_build_goes(folder, tmp_path, monkeypatch, capsys):
-    """One that a killed process left; a build that is under way keeps its own."""
+    """A build in progress must keep its lock."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / folder / "share_storage_ext" / "lock"
     lock.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Sizes with which the first step would fail are refused at start-up, with their flags."""
+"""Sizes that would fail in the first step are rejected at start-up, with their flags."""
 
 import pytest
 
@@ -57,7 +57,7 @@ YARN = {
     "--yarn-original-max-position-embeddings": 24,
 }
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
-#: Model and ranks, processes, the flags that are wrong, and the start of the message.
+#: Model and ranks, processes, the wrong flags, and the start of the message.
 SIZES = [
     (YARN, 1, "--yarn-beta-fast 0", "--yarn-beta-fast must be finite and above 0"),
     (YARN, 1, "--yarn-beta-slow -1", "--yarn-beta-slow must be finite and above 0"),
@@ -108,12 +108,12 @@ SIZES = [
 
 @pytest.mark.parametrize(("model", "world", "wrong", "message"), SIZES)
 def test_sizes(model, world, wrong, message):
-    """Also of a plan; without the rules Megatron or torch fail in the model or the first step."""
-    stop()  # plans have process groups of their own
+    """Without the rules Megatron or torch fail in the model or the first step."""
+    stop()  # plans need their own process groups
     words = wrong.split()
     with pytest.raises(ConfigError, match=message) as raised:
         plan(model | dict(zip(words[::2], words[1::2], strict=True)), world)
-    assert len(str(raised.value).splitlines()) <= 2  # no second complaint about the same thing
+    assert len(str(raised.value).splitlines()) <= 2  # no second complaint about the same problem
 
 
 @pytest.mark.parametrize(

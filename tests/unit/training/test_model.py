@@ -1,4 +1,4 @@
-"""The table of what runs the operations of a model, and which ranks hold its embedding."""
+"""The table of a model's implementations, and the ranks with its embedding."""
 
 from types import SimpleNamespace
 
@@ -80,7 +80,7 @@ def test_ranks_with_the_embedding(layout, tied, expected):
 
 
 def test_another_group_of_embeddings_is_refused(monkeypatch):
-    """Megatron's own has the last stage, which would add its output layer's gradient."""
+    """Megatron's includes the last stage, whose output layer's gradient would be added."""
     embd, pp = (torch.distributed.ProcessGroup(0, 4) for _ in range(2))
     members = {id(embd): [0, 3], id(pp): [0, 1, 2, 3]}
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_another_group_of_embeddings_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_linears_that_are_called_again_are_not_told_of_a_first_call(repeated, monkeypatch):
-    """transformer-engine's overwrite the main gradient where the first call is differentiated."""
+    """transformer-engine's overwrite the main gradient in the first call's backward."""
 
     class Linear(torch.nn.Module):
         disable_parameter_transpose_cache = False

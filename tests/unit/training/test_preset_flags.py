@@ -1,4 +1,4 @@
-"""Flags that are preset: commands of guide and scripts start with every optional package."""
+"""Preset flags: commands of guide and scripts start with every optional package."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLES = REPOSITORY / "examples"
 GUIDE = "docs/guide/start.md"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[vgt]*_*.sh"))
-#: What the scripts of large models ask for, with made-up values.
+#: Required variables of large models' scripts, with made-up values.
 VARIABLES = {
     "DATA_PATH": "data",
     "TOKENIZER": "tokenizer",
@@ -51,13 +51,13 @@ def guide_block(folder):
 
 
 def trainings(command, folder):
-    """Run a script in which no program runs; return the flags of each training that it starts."""
+    """Run a script without its programs; return the flags of each training that it starts."""
     calls = folder / "calls"
     program = folder / "python"
     program.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
         f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
-        # The small examples read there how far a training came.
+        # The small examples read progress there.
         "flags = dict(zip(sys.argv, sys.argv[1:], strict=False))\n"
         "if '--save' in flags and '--train-iters' in flags:\n"
         "    os.makedirs(flags['--save'], exist_ok=True)\n"
@@ -77,7 +77,7 @@ def trainings(command, folder):
 
 @pytest.fixture
 def with_transformer_engine(monkeypatch):
-    """A Hopper GPU and transformer-engine without Apex, as far as flags can tell."""
+    """Imitate a Hopper GPU and transformer-engine without Apex."""
     start()
     monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: None)
     monkeypatch.setattr(cpu_host, "needed", lambda: False)
@@ -88,7 +88,7 @@ def with_transformer_engine(monkeypatch):
 def test_commands_start_with_transformer_engine(
     script, tmp_path, monkeypatch, with_transformer_engine
 ):
-    """Megatron's defaults would refuse rope of kind 'rope', and need Apex's kernel."""
+    """Megatron's defaults would reject rope of kind 'rope', and need Apex's kernel."""
     from megatron_dsa.pretrain import model_config_from_args
 
     command = guide_block(tmp_path) if script == GUIDE else [EXAMPLES / script]
@@ -117,7 +117,7 @@ def test_commands_start_with_transformer_engine(
     ],
 )  # fmt: skip
 def test_gradient_accumulation_is_fused_where_linears_can(words, engine, apex, fused, monkeypatch):
-    """transformer-engine's need no kernel of Apex, Megatron's own do."""
+    """transformer-engine's need no kernel of Apex, Megatron's do."""
     reason = None if engine else "no engine"
     monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: reason)
     monkeypatch.setattr(cpu_host, "needed", lambda: False)
@@ -157,7 +157,7 @@ def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
     assert argv[0] == "pretrain" and argv[-2:] == ["--num-workers", "3"]
     out = capsys.readouterr().out
     assert "no engine" in out and "no GPU" in out and "--transformer-impl local" in out
-    # With everything there, only what this package itself calls for.
+    # With all packages, only this package's own flags.
     monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: None)
     monkeypatch.setattr(cpu_host, "needed", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
@@ -185,7 +185,7 @@ def test_transformer_engine_is_used_where_it_can_run(
 
 
 def test_megatron_does_not_see_transformer_engine_without_a_gpu():
-    """Its optimizers, norms and clipping of gradients would take it wherever it is installed."""
+    """Its optimizers, norms and gradient clipping would use any installed package."""
     code = (
         "import sys, types\n"
         "from importlib.machinery import ModuleSpec\n"
@@ -205,7 +205,7 @@ def test_megatron_does_not_see_transformer_engine_without_a_gpu():
 
 
 def test_transformer_engine_that_megatron_has_imported_is_refused(monkeypatch):
-    """Without a GPU: its optimizers and norms would take it, and no layer of it can be built."""
+    """Without a GPU no layer of it can be built."""
     from megatron_dsa import pretrain
 
     activated = []
@@ -229,7 +229,7 @@ def test_untested_versions_are_told(monkeypatch):
 
 
 def test_help_prints(capsys, monkeypatch):
-    """megatron-core 0.19 has a bare percent sign in one of its help texts."""
+    """megatron-core 0.19 has a bare percent sign in a help text."""
     start()
     from megatron.training import arguments
 

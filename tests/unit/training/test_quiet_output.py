@@ -1,4 +1,4 @@
-"""Listed warnings and records are left out; all others, and on request all, are shown."""
+"""Listed warnings and records are hidden; all others, and on request all, are shown."""
 
 import argparse
 import logging
@@ -22,7 +22,7 @@ from megatron_dsa.training.quiet_output import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-#: A module of each kind that a pattern of :data:`WARNINGS` stands for.
+#: A module for each pattern of :data:`WARNINGS`.
 MODULES = {
     r"megatron\.": "megatron.core.optimizer",
     r".*[/\\]megatron[/\\]core[/\\]": "/site-packages/megatron/core/inference/allocator",
@@ -34,7 +34,7 @@ MODULES = {
 
 @pytest.fixture
 def as_started(monkeypatch):
-    """A process that has just started: no filters of ours, no ``-W``; yields the shown warnings."""
+    """Imitate a new process: no filters of ours, no ``-W``; yields the shown warnings."""
     monkeypatch.setattr(sys, "warnoptions", [])
     for name, _ in RECORDS:
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
@@ -88,7 +88,6 @@ def test_filters_of_the_program_go_first(as_started):
 
 
 def test_a_command_prints_nothing_on_the_standard_error(tmp_path):
-    """As a user starts it, without settings that silence warnings."""
     text = tmp_path / "text.txt"
     text.write_text("some text\n", encoding="utf-8")
     command = ["prepare-data", "--input", str(text), "--output", str(tmp_path / "data")]
@@ -101,7 +100,7 @@ def test_a_command_prints_nothing_on_the_standard_error(tmp_path):
 
 
 def start_of(args, monkeypatch, root):
-    """Do as Megatron does at a start."""
+    """Imitate Megatron's start."""
     monkeypatch.setattr(logging.getLogger(), "level", root)
     logging.getLogger().manager._clear_cache()
     arguments._print_args("arguments", args)
@@ -131,7 +130,6 @@ def test_start(way, monkeypatch, capsys, caplog):
 
 @pytest.mark.parametrize("save", ["here", "there"])
 def test_a_first_start_needs_no_warning(save, monkeypatch, capsys):
-    """``--load`` of another folder than ``--save`` should have found a checkpoint."""
     args = argparse.Namespace(
         load="here", save=save, logging_level=None, non_persistent_global_ckpt_dir=None,
         non_persistent_ckpt_type=None, exit_on_missing_checkpoint=False,

@@ -1,4 +1,4 @@
-"""Packed conversations: their items, and loss and gradients against one conversation at a time."""
+"""Packed conversations: items, and loss and gradients against single conversations."""
 
 from itertools import chain, pairwise
 from pathlib import Path
@@ -39,7 +39,7 @@ def chat(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def build(chat, tmp_path_factory):
-    """Function that returns the data set of a file with such lines."""
+    """Return a function that builds the data set of a file with such lines."""
 
     def make(rows, room, samples=None, part=slice(None), split=Split.train, **settings):
         folder = tmp_path_factory.mktemp("rows")
@@ -57,7 +57,7 @@ def build(chat, tmp_path_factory):
 
 
 def conversations_of(chat, rows):
-    """Tokens, labels and mask of every conversation, by one call each."""
+    """Return tokens, labels and mask of every conversation, encoded separately."""
     found = []
     for row in rows:
         messages = row.get("messages") or [
@@ -71,7 +71,7 @@ def conversations_of(chat, rows):
 
 
 def documents_of(item):
-    """Tokens, labels and mask of every document of an item; its padding is checked."""
+    """Return tokens, labels and mask of every document of an item; check its padding."""
     ends = item["cu_seqlens"].tolist()
     used = ends[-1]
     assert ends == sorted(ends) and ends[0] == 0 and len(ends) == len(item["tokens"]) + 1
@@ -94,7 +94,7 @@ def test_items_hold_every_conversation_once(build, chat):
 
 
 def test_order_is_of_the_seed(build):
-    """As many items as asked for, and the first ones are the same however many: a run resumes."""
+    """The first items must not depend on the requested number: a run resumes."""
     few, many = build(MANY, 160, 3), build(MANY, 160, 40)
     once = len(build(MANY, 160))
     assert len(few) >= 3 and len(many) >= 40 > once
@@ -163,7 +163,7 @@ def test_signs_of_life(chat, tmp_path, monkeypatch, capsys):
 
 
 def test_files_of_tokens(chat, tmp_path, capsys):
-    """Written once per content and template; a wrong line leaves nothing behind."""
+    """Written once per content and template; a wrong line must leave nothing behind."""
     path = write_rows(tmp_path / "chat.jsonl", ROWS)
     first = tokenise(path, chat, tmp_path / "cache")
     said = capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_files_of_tokens(chat, tmp_path, capsys):
 
 @pytest.mark.parametrize("part", [slice(None), slice(0)], ids=["some", "none"])
 def test_a_part_that_nothing_is_read_from(part, build):
-    """``--eval-iters 0``: Megatron's samplers refuse an empty data set."""
+    """``--eval-iters 0``: Megatron's samplers reject an empty data set."""
     data = build(ROWS, 96, samples=0, part=part, split=Split.valid)
     assert len(data) == 1
     if part == slice(0):
@@ -223,7 +223,7 @@ MODELS = {
 
 
 def sum_and_gradients(model, batches):
-    """The sum of the losses of all tokens in the loss, and its gradients with the indexers'."""
+    """Return the summed loss of all tokens, and its gradients with the indexers'."""
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch, params in batches:
@@ -242,7 +242,7 @@ def sum_and_gradients(model, batches):
 @pytest.mark.parametrize("fixed", [False, True], ids=["any size", "one size"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_is_one_by_one(name, fixed, batch_size, build, chat):
-    """In fp64, with the loss summed per token, as --calculate-per-token-loss does."""
+    """In fp64, with the loss summed per token, like --calculate-per-token-loss."""
     make, arguments, options = MODELS[name]
     settings = {"dsa_indexer_use_sparse_loss": False} if options.stage != "sparse" else {}
     config = make(
@@ -265,7 +265,7 @@ def test_packed_is_one_by_one(name, fixed, batch_size, build, chat):
     assert len(data) == 2 or len(data) == 3
     items = [data[i] for i in range(len(data))]
     assert any(item["cu_seqlens"][-1] < 64 for item in items)
-    if len(items) % batch_size:  # an item that is only padding
+    if len(items) % batch_size:  # an item of padding only
         assert batch_size == 2
         items.append({key: torch.zeros_like(value) for key, value in items[0].items()})
     for chosen in zip(*[iter(items)] * batch_size, strict=True):

@@ -1,4 +1,4 @@
-"""What the log says when a run starts from a checkpoint of another stage."""
+"""The log of a run that starts from a checkpoint of another stage."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""``doctor --against bundled``: agreement with megatron-core's own layer, and planted errors."""
+"""``doctor --against bundled``: agreement with megatron-core's layer, and planted errors."""
 
 import json
 
@@ -14,7 +14,6 @@ from tests.host import start
 
 
 def run(capsys, more=""):
-    """Run the command in this process; return its exit code and its report as data."""
     start()
     code = against.run(parse(f"--against bundled --json {more}"))
     return code, json.loads(capsys.readouterr().out)
@@ -112,7 +111,6 @@ def test_arguments_without_effect_are_refused(text, said):
 
 
 def test_times_begin_with_a_ratio(monkeypatch):
-    """As on a GPU whose machine has none of the bundled layer's packages."""
     start()
     small = against._SMALL
     monkeypatch.setattr(against, "preset", lambda name, **more: preset(name, **small | more))

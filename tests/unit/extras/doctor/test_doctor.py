@@ -29,7 +29,7 @@ from tests.doctor_harness import (
 
 @pytest.fixture
 def as_if_on_gpu(monkeypatch):
-    """Make the full-size calls that a GPU gets, on the CPU at a small shape."""
+    """Make a GPU's full-size calls on the CPU at a small shape."""
 
     class Timed(session.Session):
         def __init__(self, *args):
@@ -68,7 +68,7 @@ def test_an_error_that_shows_only_at_full_size(capsys, add, as_if_on_gpu, operat
 
 @pytest.mark.parametrize(("error", "code"), [(torch.OutOfMemoryError, 0), (RuntimeError, 1)])
 def test_full_size_that_fails(capsys, add, as_if_on_gpu, error, code):
-    """Too little memory is the machine's fault; any other crash is the implementation's."""
+    """Out of memory is not the implementation's fault; any other crash is."""
 
     def wrap(original):
         def implementation(call, *args):
@@ -95,7 +95,7 @@ def test_the_inputs_are_as_difficult_as_promised(packed):
     listed = torch.arange(shape.topk) < lists.length[:, None]
     has_key = (lists.indices >= 0) & (lists.indices < shape.seq)
     assert ((lists.length == 0) & has_key.any(-1)).any()  # length 0 over real ids
-    assert ((lists.length > 0) & ~has_key.any(-1)).any()  # nothing but -1
+    assert ((lists.length > 0) & ~has_key.any(-1)).any()  # only -1
     assert (listed & (lists.indices == shape.seq)).any()
     assert (listed & (lists.indices == 2**31 - 1)).any()
     hole = listed[:, 1:-1] & (lists.indices[:, 1:-1] == -1)
@@ -105,7 +105,7 @@ def test_the_inputs_are_as_difficult_as_promised(packed):
     assert lists.unselected[0] and lists.unselected[-1] and (~lists.unselected).sum() > 20
     visible = (lists.indices >= layout.start[:, None]) & (lists.indices < layout.end[:, None])
     assert visible[lists.valid].all()
-    # Some rows must be left as they were, or nothing would be compared.
+    # Enough lists must stay intact for a comparison.
     assert (~lists.empty).sum() >= 10
 
 
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_named(capsys, text, said):
 
 def test_exit_codes_of_a_report():
     report = Report({"gpu": None}, [], [])
-    assert report.exit_code(allow_unfused=True) == 2  # nothing was checked at all
+    assert report.exit_code(allow_unfused=True) == 2  # nothing was checked
     report.results = [mock.Mock(ok=True, fused=False)]
     assert report.exit_code(allow_unfused=False) == 3 and report.exit_code(allow_unfused=True) == 0
     report.environment = {"gpu": {"name": "a GPU without kernels"}}
@@ -183,8 +183,7 @@ def test_the_printed_table(capsys, add):
 
 @pytest.mark.gpu
 def test_on_a_gpu(capsys):
-    """Everything that is declared to work on this GPU does, at a small but real shape."""
-    torch.use_deterministic_algorithms(False)  # a mode in which some candidates would not run
+    torch.use_deterministic_algorithms(False)  # some candidates would not run in this mode
     code, data = run(
         capsys, "--device cuda --heads 16,64 --topk 128 --seq 512 --rows 64 --sink both --packed on"
     )

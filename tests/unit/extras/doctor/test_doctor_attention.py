@@ -1,4 +1,4 @@
-"""Sparse attention that is wrong on purpose must be found by the doctor, right one must pass."""
+"""Wrong sparse attention must be found by the doctor, right one must pass."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def test_right_implementations_pass(capsys):
 
 
 def test_without_a_gpu_nothing_is_proven(capsys):
-    """The default shape is cut down, the report says so, and CI does not go green."""
+    """The report must mention the reduced shape, and CI must not pass."""
     code = doctor.run(parse("--device cpu"))
     out = capsys.readouterr().out
     assert code == 3
@@ -151,7 +151,7 @@ def test_base_2_lse_spoils_a_right_backward_and_the_forward_is_named(capsys, add
 
 
 def noisy():
-    """A last-bit difference between calls: far below the tolerance."""
+    """Return a last-bit difference between calls, far below the tolerance."""
     calls = itertools.count(1)
 
     def change(call, result):
@@ -163,14 +163,14 @@ def noisy():
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("declared", [True, False])
 def test_only_declared_determinism_is_demanded(capsys, add, operation, declared):
-    # Tests run in deterministic mode, which an undeclared one must at least be able to honour.
+    # Tests run in deterministic mode, which even an undeclared candidate must support.
     add(operation, noisy(), deterministic=declared, deterministic_mode=True)
     code, data = run(capsys)
     checked = operation.rsplit("_", 1)[-1]
     found = [result for result in verdicts(data).values() if result["check"] == checked]
     assert found and all(result["same_bits"] is False for result in found)
     wrong = ["repeats differ, though declared deterministic"] if declared else []
-    # torch's backward is not declared deterministic, nor is a pair with it.
+    # torch's backward is not declared deterministic, nor are pairs with it.
     assert all(result["wrong"] == wrong for result in found)
     assert code == (1 if declared else 0)
 
@@ -202,7 +202,7 @@ def test_a_crash_is_a_verdict_and_the_rest_goes_on(capsys, add, operation):
 
 
 def test_a_crash_that_takes_the_gpu_with_it(capsys, add, monkeypatch):
-    """An illegal access poisons the process: nothing after it may be called wrong."""
+    """An illegal access breaks the process: later candidates must not be called wrong."""
     add(BACKWARD, raises)
     monkeypatch.setattr(sessions.Session, "_alive", lambda session: False)
     code, data = run(capsys)

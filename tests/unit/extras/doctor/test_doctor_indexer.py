@@ -1,4 +1,4 @@
-"""Selections, losses and teachers that are wrong on purpose must be found by the doctor."""
+"""Wrong selections, losses and teachers must be found by the doctor."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.doctor_harness import SMALL, TEACHER, others_are_ok, parse, run, verd
 
 
 def select(pick):
-    """A top-k that picks columns with ``pick(scores, visible, topk) -> bool mask``."""
+    """Return a top-k that takes columns by ``pick(scores, visible, topk) -> bool mask``."""
 
     def wrap(original):
         def implementation(scores, seen, topk):
@@ -63,7 +63,7 @@ def one_too_few(original):
 
 
 def unsigned(original):
-    """Head weights without their sign: many selections are plausible, few are right."""
+    """Drop the sign of head weights: many selections are plausible, few are right."""
 
     def implementation(inputs, *args):
         positive = dataclasses.replace(inputs, weights=inputs.weights.abs())
@@ -73,7 +73,7 @@ def unsigned(original):
 
 
 def in_another_order(original):
-    """The same sums, beginning with the last head."""
+    """Start the same sums with the last head."""
 
     def implementation(inputs, *args):
         q, weights = inputs.q.roll(1, 1), inputs.weights.roll(1, 1)
@@ -120,11 +120,11 @@ def padding_pulls_at_row_0(original):
 
 
 def unmasked(original):
-    """Entries past the length keep what they would weigh if they were selected."""
+    """Keep the weights of entries past the length."""
     return lambda call, lse: original(dataclasses.replace(call, topk_length=None), lse)
 
 
-#: Operation -> its check, and wrong implementations with the complaint.
+#: Operation -> its check, and wrong implementations with their complaint.
 WRONG = {
     "indexer_topk": (
         "index selection",
@@ -166,8 +166,6 @@ def test_wrong_implementations_are_found(capsys, add, operation, check, wrap, sa
 
 
 def test_right_selection_by_other_means_passes(capsys, add):
-    """The judge accepts an independent implementation, ties and all."""
-
     def pick(scores, visible, topk):
         order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
         return torch.zeros_like(visible).scatter_(1, order, True) & visible

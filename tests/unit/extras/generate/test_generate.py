@@ -1,4 +1,4 @@
-"""``generate``: what a model writes, whatever stands behind the tokens that it has seen."""
+"""``generate``: text of a model, independent of padding."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ VOCABULARY, LENGTH = 64, 150
 
 @pytest.fixture(scope="module", params=["dsa", "csa"])
 def model(request):
-    """A small model of all kinds of layers, in float64."""
+    """Return a small model of all kinds of layers, in float64."""
     device = start()
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -40,7 +40,7 @@ def prompt_of(length, seed=3):
 
 
 def logits_of(model, ids):
-    """All logits of a sequence that is not padded, ``[s, vocabulary]``."""
+    """Return all logits ``[s, vocabulary]`` of an unpadded sequence."""
     tokens = torch.tensor(ids, device=next(model.parameters()).device)[None]
     with torch.no_grad():
         return model(tokens, torch.arange(len(ids), device=tokens.device)[None], None)[0].float()
@@ -53,7 +53,7 @@ def test_padding_changes_no_token_before_it(model, length, monkeypatch):
     for lengths in (1, 7, 64, 1000):
         monkeypatch.setattr(command, "LENGTHS", lengths)
         assert relative_error(next_logits(model, ids, LENGTH), expected) < 1e-6
-    # The comparison sees a change of the last token that is no padding.
+    # A change of the last real token must be noticed.
     other = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
     assert relative_error(next_logits(model, other, LENGTH), expected) > 1e-3
 
@@ -131,7 +131,6 @@ def test_a_text_is_printed_on_a_line():
 
 @pytest.mark.parametrize("told, least", [(300, 257), (None, 257)])
 def test_prompts_of_another_tokenizer(told, least, monkeypatch, tmp_path):
-    """Ids between the vocabulary and the padded vocabulary are refused."""
     args = argparse.Namespace(vocab_size=told, tokenizer_type="HuggingFaceTokenizer")
     tokenizer = argparse.Namespace(vocab_size=least, eod=0, tokenize=lambda text: [1, int(text)])
     model = argparse.Namespace(args=args, directory="there", chunks=[torch.nn.Linear(1, 1)])

@@ -1,4 +1,4 @@
-"""Which arguments of a training rebuild its model in one process."""
+"""Arguments of a training that rebuild its model in one process."""
 
 import argparse
 
@@ -19,7 +19,7 @@ MODELS = {
     "v4-tiny": "--dsa-csa-teacher compressed --pipeline-model-parallel-size 2 "
     "--pipeline-model-parallel-layout Ettt|ttmL --dsa-stage dense --hc-eps 1e-5",
 }
-#: What may differ: places, and how the run works.
+#: Differences of paths and of the run.
 RUN = {
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
     "pipeline_model_parallel_layout", "recompute_granularity", "recompute_method",
@@ -57,14 +57,13 @@ def test_the_model_is_that_of_the_training(name):
 def test_other_data_take_the_place_of_all_data_of_the_training():
     saved = argparse.Namespace(
         data_path=["a"], valid_data_path=["b"], seq_length=5, num_layers=2,
-        dsa_fp8_selection=True,  # of a former version
+        dsa_fp8_selection=True,  # of an earlier version
     )  # fmt: skip
     assert taken_over(saved, data=False) == {"seq_length": 5, "num_layers": 2}
     assert taken_over(saved, data=True)["valid_data_path"] == ["b"]
 
 
 def test_what_transformer_engine_alone_can_is_left_to_the_training():
-    """Megatron refuses it with local layers, and padded tokens without FP8."""
     saved = argparse.Namespace(
         fp8="hybrid", moe_router_padding_for_quantization=True, moe_router_padding_for_fp8=True,
         fine_grained_activation_offloading=True, offload_modules=["attn_norm"], num_layers=2,
@@ -75,7 +74,7 @@ def test_what_transformer_engine_alone_can_is_left_to_the_training():
 
 
 def test_every_option_that_changes_the_model_is_taken_over():
-    """A new option has to be put on one of the two sides."""
+    """A new option must be assigned to one of both sides."""
     everything = argparse.Namespace(**{about.dest: 1 for _, about in option_fields(DSAOptions)})
     taken = set(taken_over(everything, data=False))
     assert taken == {

@@ -1,4 +1,4 @@
-"""A tiny checkpoint in one file, which tests change before it is read."""
+"""A tiny checkpoint in one file, modified by tests."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from tests.tiny_models import tiny_config, tiny_model
 
 @dataclass
 class Checkpoint:
-    """A checkpoint of a DeepSeek-V3.2 with multi-token prediction; written when it is asked for."""
+    """A checkpoint of a DeepSeek-V3.2 with multi-token prediction, written on demand."""
 
     folder: Path
     config: dict
@@ -29,7 +29,7 @@ class Checkpoint:
         return self.folder
 
     def load(self, model=None):
-        """Write the checkpoint and fill a model with it, by default the one that it came from."""
+        """Write the checkpoint and load it into a model, by default its source."""
         from megatron_dsa.extras.huggingface.convert import import_model
 
         return import_model(self.model if model is None else model, self.write())
@@ -37,7 +37,7 @@ class Checkpoint:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
-    """config.json, tensors and model, made once."""
+    """Return config.json, tensors and model, made once."""
     load_file = pytest.importorskip("safetensors.torch").load_file
     from megatron_dsa.extras.huggingface.convert import export_model
 
@@ -50,7 +50,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(exported, tmp_path):
-    """A copy for one test: what it holds may be changed."""
+    """Return a copy that a test may change."""
     config, tensors, model = exported
     return Checkpoint(
         tmp_path, copy.deepcopy(config), {name: x.clone() for name, x in tensors.items()}, model

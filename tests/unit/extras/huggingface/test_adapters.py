@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, against PEFT's own, and merged weights.
+"""Adapters in PEFT's format compared with PEFT's own, and merged weights.
 
 ``pytest -s`` prints the figures of ``docs/guide/lora.md``.
 """
@@ -26,17 +26,17 @@ ALL = ("all-linear",)
 
 
 def adapted_model(config, targets=ALL, stage="sparse", seed=5, **changes):
-    """A random model with random adapters."""
+    """Return a random model with random adapters."""
     options = DSAOptions(stage=stage, lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
     return tiny_model(config, stage, seed=seed, dsa=options, dsa_indexer_loss_coeff=1.0, **changes)
 
 
 def with_loss(logits):
-    """Mean loss of the next tokens."""
+    """Return the mean loss of the next tokens."""
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens()[0, 1:])
 
 
-#: Linears that PEFT takes for what they are, see ``docs/guide/lora.md``.
+#: Linears that PEFT supports, see ``docs/guide/lora.md``.
 ATTENTION = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *("indexer.wq_b", "indexer.wk", "indexer.weights_proj"),
@@ -49,14 +49,12 @@ ATTENTION = (
     ids=["v3.2", "v3.2-all-linear", "glm-5"],
 )
 def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypatch):
-    """The adapter that we write, read by PEFT's own loader beside a model of transformers.
-
-    That model's indexer has no gradient: its loss is this package's, and its adapters' gradients
-    are compared with products of plain weights' in ``tests/unit/layers``.
+    """Adapters of indexers are compared in ``tests/unit/layers``: PEFT's model has no loss for
+    them.
     """
     peft = pytest.importorskip("peft")
     if targets == ALL:
-        # It would take the linears of MLPs for routed experts.
+        # It would convert MLPs' linears to routed experts.
         name = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
         monkeypatch.setattr(name, lambda *_args, **_settings: None)
     changes = {"n_group": 1, "topk_group": 1} if kind == "glm_moe_dsa" else {}
@@ -113,7 +111,6 @@ def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypat
     ids=["v3.2-all-linear", "v3.2", "v4-all-linear", "v4"],
 )
 def test_merged_weights_give_the_same_logits(config, targets, tmp_path):
-    """V4 on streams, with a table of experts, which stay what they are."""
     features = (HYPER_CONNECTIONS, HASH_ROUTING) if config["model_type"] == "deepseek_v4" else ()
     ours = adapted_model(config, targets, features=features)
     export_model(ours, tmp_path, config)
@@ -125,7 +122,6 @@ def test_merged_weights_give_the_same_logits(config, targets, tmp_path):
 
 
 def test_adapters_come_back_from_their_file(tmp_path):
-    """On one rank, and on the second of two tensor-parallel ranks, which holds half of some."""
     from safetensors.torch import load_file
 
     config = tiny_config()
@@ -148,7 +144,7 @@ def test_adapters_come_back_from_their_file(tmp_path):
     )
 
     class Half(torch.nn.Module):
-        """What a rank holds of one linear of the second pipeline stage's first layer."""
+        """A rank's part of a linear in the second pipeline stage's first layer."""
 
         def __init__(self):
             super().__init__()
@@ -168,7 +164,7 @@ def test_adapters_come_back_from_their_file(tmp_path):
 
 
 def test_one_of_two_linears_of_a_name(tmp_path):
-    """The name in adapter_config.json selects no more than has adapters."""
+    """The name in adapter_config.json must select only linears with adapters."""
     export_adapter(adapted_model(tiny_config(), ("shared_experts.up_proj",)), tmp_path, V3)
     said = json.loads((tmp_path / "adapter_config.json").read_text())
     assert said["target_modules"] == ["mlp.shared_experts.up_proj"]
@@ -208,7 +204,7 @@ def test_other_adapters_are_refused(changes, message, tmp_path):
 
 
 def initialised(peft, method, base):
-    """PEFT's model of ``base``, whose weights the adapters' initial values have changed."""
+    """Return PEFT's model of ``base``, whose weights the initial adapters have changed."""
     config = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, init_lora_weights=method, target_modules=[*ATTENTION[:5]]
     )
@@ -223,7 +219,6 @@ def initialised(peft, method, base):
 
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora", "lora_ga"])
 def test_adapters_with_a_changed_base_are_taken_when_converted(method, tmp_path):
-    """Made by PEFT: refused as trained, and equal in logits after PEFT's own conversion."""
     peft = pytest.importorskip("peft")
     base = published(tiny_config(), tmp_path / "base")
     before = base.state_dict()["model.layers.0.self_attn.o_proj.weight"].clone()
@@ -258,7 +253,6 @@ def test_adapters_with_a_changed_base_are_taken_when_converted(method, tmp_path)
 
 
 def test_all_settings_of_peft_are_known():
-    """Those of the version that is installed; a new one is looked at before it is named."""
     peft = pytest.importorskip("peft")
     from megatron_dsa.extras.huggingface import adapters
 
@@ -281,7 +275,6 @@ def test_adapters_of_other_linears_are_refused(tmp_path):
 
 
 def test_v4_is_refused(tmp_path):
-    """Its linears have other names in transformers; merged weights have those of the release."""
     model = adapted_model(tiny_v4(), ("wo_b",))
     with pytest.raises(ConfigError, match="--adapter is not supported with DeepSeek-V4: PEFT goes"):
         export_adapter(model, tmp_path, V4)

@@ -1,6 +1,5 @@
-"""Megatron-Bridge's conversion, tensor by tensor beside ours, on models with our layers.
-
-Skipped where Megatron-Bridge is not installed.
+"""Megatron-Bridge's conversion compared with ours, tensor by tensor; skipped without
+Megatron-Bridge.
 """
 
 import importlib.util
@@ -38,11 +37,11 @@ with stand_ins():
 
     from megatron_dsa.extras.huggingface.bridge import DeepSeekV32Bridge, sparse_provider
 
-#: Rope of the other kind than V3.2's, and norms of two epsilons.
+#: The other kind of rope than V3.2's, and two norm epsilons.
 GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01, "indexer_rope_interleave": True}
 SHARED = GLM | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0}
-#: What Bridge asks for and only GPUs or transformer-engine's layers have.
+#: Bridge's requirements that need GPUs or transformer-engine.
 HERE = {
     "dsa_indexer_loss_coeff": 1.0,
     "transformer_impl": "local",
@@ -60,12 +59,11 @@ HERE = {
 
 
 def config_of(kind, **changes):
-    """config.json as Bridge wants it."""
     return tiny_config(kind, architectures=[MODELS[kind].architecture], **changes)
 
 
 def checkpoint(config, folder, stage="sparse", **changes):
-    """Write a random model, without rows of padding, which Bridge adds on request only."""
+    """Write a random model without padding of the vocabulary, which Bridge adds only on request."""
     export_model(tiny_model(config, stage, vocab=70, **changes), folder, config)
 
 
@@ -78,7 +76,7 @@ META = {"init_model_with_meta_device": True}
 
 
 def built(provider, on=CPU, **changes):
-    """Build the model of a provider; its weights are loaded, if the provider was told to."""
+    """Build a provider's model with its weights, if set."""
     if not torch.distributed.is_initialized():
         start()
     for name, value in (HERE | changes).items():
@@ -117,7 +115,7 @@ def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
     reader = CheckpointReader(tmp_path)
     written = dict(bridge.export_hf_weights(models, show_progress=False))
     names = set(reader.names())
-    if kind == "glm_moe_dsa":  # Bridge's own class, which leaves out what is there twice
+    if kind == "glm_moe_dsa":  # Bridge's class, without duplicates
         names -= {V3.prefix(0, True, config["num_hidden_layers"]) + name for name in V3.copies}
     assert set(written) == names
     assert all(torch.equal(reader.read(name), written[name]) for name in written)
@@ -125,7 +123,7 @@ def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
 
 
 def mtp_layers(model):
-    """Layers of multi-token prediction, if any."""
+    """Return layers of multi-token prediction, if any."""
     return model.mtp.layers if getattr(model, "mtp", None) is not None else []
 
 
@@ -152,7 +150,7 @@ def test_bridge_and_we_convert_alike_on_two_ranks(tmp_path):
 
 
 def convert_on_a_rank(case, _tp, _cp):
-    """Compare a rank's parameters, and Bridge's export from all ranks; return how many it has."""
+    """Compare a rank's parameters, and Bridge's export from all ranks; return their number."""
     from megatron.core import parallel_state, tensor_parallel
 
     grid, folder = case
@@ -177,7 +175,6 @@ def convert_on_a_rank(case, _tp, _cp):
 
 
 def test_a_dense_checkpoint_leaves_indexers_fresh_and_alone(tmp_path):
-    """DeepSeek-V3 in stage warmup: everything but the indexers is that of the checkpoint."""
     config = config_of("deepseek_v3")
     checkpoint(config, tmp_path, "dense")
     bridge = AutoBridge.from_hf_pretrained(tmp_path)
@@ -197,7 +194,7 @@ def test_a_dense_checkpoint_leaves_indexers_fresh_and_alone(tmp_path):
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_mappings_fit_the_layers_of_transformer_engine(kind, grouped, monkeypatch):
-    """Built without memory: every parameter is of our table's tensors, and split as it says."""
+    """Built without memory: every parameter must be in our table, with its sharding."""
     from transformers import AutoConfig
 
     config = config_of(kind, **GLM, num_nextn_predict_layers=1)
@@ -206,7 +203,7 @@ def test_mappings_fit_the_layers_of_transformer_engine(kind, grouped, monkeypatc
     provider = sparse_provider(bridge, load_weights=False)
     layers = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": grouped}
     start()
-    # transformer-engine asks whether there is a GPU even where it allocates nothing.
+    # transformer-engine queries the GPU even without allocations.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in {"name": "none", "capability": (9, 0)}.items():
         monkeypatch.setattr(torch.cuda, f"get_device_{name}", lambda *_device, _value=value: _value)
@@ -228,7 +225,7 @@ def test_mappings_fit_the_layers_of_transformer_engine(kind, grouped, monkeypatc
 
 
 def registry_of(bridge_class, **fields):
-    """Bridge's mappings for a model of two layers, one of them of multi-token prediction."""
+    """Return Bridge's mappings for two layers, one of them of multi-token prediction."""
     bridge = bridge_class()
     known = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1} | fields
     bridge.hf_config = type("Config", (), known)
@@ -236,7 +233,7 @@ def registry_of(bridge_class, **fields):
 
 
 def names_of_table(names):
-    """Yield ``(parameter, tensors)`` of a table; all names of a parameter, all kinds of layers."""
+    """Yield ``(parameter, tensors)`` of a table, for all names and kinds of layers."""
     for line in names.model:
         for name in line.megatron:
             yield name, line.hf
@@ -253,7 +250,7 @@ def names_of_table(names):
 
 
 def differences(registry, names):
-    """Return the parameters of our table that Bridge does not make of the same tensors."""
+    """Return our table's parameters that Bridge maps to other tensors."""
     wrong = []
     for name, tensors in names_of_table(names):
         found = registry.megatron_to_hf_lookup(name)
@@ -266,7 +263,6 @@ def differences(registry, names):
 
 
 def test_tables_agree():
-    """Also for the layers of transformer-engine, which cannot be built without a GPU."""
     from megatron.bridge.models.glm_moe_dsa.glm5_bridge import GLM5Bridge
 
     assert len(list(names_of_table(V3))) > 60
@@ -275,11 +271,10 @@ def test_tables_agree():
 
 
 def test_tables_of_v4_differ_where_megatrons_branch_does():
-    """Differences that docs/guide/bridge.md names."""
     from megatron.bridge.models.deepseek.deepseek_v4_bridge import DeepSeekV4Bridge
 
     found = set(differences(registry_of(DeepSeekV4Bridge), V4))
-    # Layers of multi-token prediction are windows: without compressors and indexers.
+    # Multi-token prediction has windows only: no compressors and indexers.
     found -= {name for name in found if re.search(r"mtp.*(compressor|indexer)", name)}
     streams = {name for name in found if re.search(r"hc_(attn|ffn|head)_(fn|base|scale)$", name)}
     assert len(streams) == 3 * (2 + 2 + 2)  # two layers, heads of decoder and prediction
@@ -288,7 +283,7 @@ def test_tables_of_v4_differ_where_megatrons_branch_does():
     assert found == {
         f"decoder.layers.1.{attention}linear_o_group_proj.weight",
         f"{mtp}{attention}linear_o_group_proj.weight",
-        # A tensor has one of two names, which Bridge finds when it reads.
+        # A tensor has one of two names, which Bridge resolves when reading.
         f"decoder.layers.1.{INDEXER}linear_weights_proj.weight",
         "mtp.layers.0.eh_proj.weight",
         f"{mtp}mlp.experts.local_experts.3.linear_fc1.weight",
@@ -310,7 +305,6 @@ def test_v4_is_refused():
 
 
 def test_a_provider_without_weights_is_checked_when_finalized():
-    """From a configuration alone; fields may be changed until then."""
     from transformers import AutoConfig
 
     config = config_of("deepseek_v32")
@@ -325,7 +319,6 @@ def test_a_provider_without_weights_is_checked_when_finalized():
 
 
 def test_bridge_reads_back_the_provider_that_it_saved(tmp_path):
-    """Its checkpoints hold the provider, as YAML."""
     training = pytest.importorskip(
         "megatron.bridge.training.utils.config_utils",
         reason="Megatron-Bridge's training loop has packages of its own, not all installed here",

@@ -1,4 +1,4 @@
-"""Layers and experts of a checkpoint, and values that are no numbers, counted and named."""
+"""Counts of layers and experts, and non-finite values in a checkpoint."""
 
 import math
 
@@ -13,7 +13,6 @@ from tests.tiny_models import tiny_config, tiny_v4
 
 
 def test_kinds_of_layers_are_not_mixed_up(checkpoint):
-    """The same layers with other counts: the sum alone does not tell."""
     locations = [V3.locate(name, 2) for name in checkpoint.tensors]
 
     def check(layers, prediction):
@@ -38,7 +37,6 @@ def test_layers_of_v4_are_counted_by_kind():
 
 
 def test_ranks_read_all_of_their_own_layers():
-    """What is of another stage or of other experts is left to them; the rest is an error."""
     used = [
         "model.layers.1.mlp.gate.weight",
         "model.layers.1.mlp.experts.4.up_proj.weight",

@@ -19,7 +19,6 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def megatron_dtypes(folder):
-    """Dtypes of a Megatron checkpoint by parameter."""
     from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
     return {name: x.dtype for name, x in load_tensors_metadata(str(folder / "release")).items()}
@@ -27,7 +26,7 @@ def megatron_dtypes(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_a_dtype_weights_keep_theirs(dtype, tmp_path, capsys):
-    """There and back to the bit; what is fp32 in every model does not widen the others."""
+    """fp32 parameters of every model must not widen the others."""
     config, there, out, back = tiny_config(), *(tmp_path / x for x in ("hf", "out", "back"))
     export_model(tiny_model(config, dtype=dtype), there, config)
     written = json.loads((there / "config.json").read_text())
@@ -50,7 +49,6 @@ def test_without_a_dtype_weights_keep_theirs(dtype, tmp_path, capsys):
 
 
 def test_the_widest_dtype_rounds_nothing(checkpoint, tmp_path):
-    """One fp32 matrix among bf16 ones, without a dtype in config.json."""
     del checkpoint.config["torch_dtype"]
     narrow = {name: x.bfloat16() for name, x in checkpoint.tensors.items() if name != UP}
     checkpoint.tensors |= narrow
@@ -85,7 +83,6 @@ def test_an_import_that_fails_leaves_nothing(error, checkpoint, tmp_path, monkey
 
 
 def test_an_export_writes_through_no_link(tmp_path):
-    """Nor does it leave shards without their config.json."""
     out, target = tmp_path / "out", tmp_path / "target"
     out.mkdir()
     for name in ("config.json", "model.safetensors.index.json"):

@@ -1,4 +1,4 @@
-"""Numbers in config.json that no model has are refused, with the file, the key and the rule."""
+"""Impossible numbers in config.json: errors name file, key and rule."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from megatron_dsa.extras.huggingface.config_json import parse_config, read_confi
 from megatron_dsa.extras.huggingface.models import MODELS
 from tests.tiny_models import YARN, tiny_config, tiny_v4
 
-#: Key of config.json, or of YaRN's object -> values that no model has, and the rule.
+#: Key of config.json, or of YaRN's object -> impossible values, and the rule.
 RANGES = [
     ("rms_norm_eps", (0, -1e-6, 0.3, math.nan, math.inf, "1e-6", True), "> 0 and <= 0.01"),
     ("rope_theta", (0, 1, -1e4, math.nan, math.inf, 10**400, "1e4", True), "finite number > 1"),
@@ -25,7 +25,7 @@ RANGES = [
     ("rope_scaling", ("yarn", [40]), "must be a JSON object"),
     ("mlp_layer_types", ("dense", 2), "must be a JSON list"),
     ("index_topk_pattern", ("FX",), "full (F) or shared (S)"),
-    ("dtype", ("int8", "bfloat16", ["float32"]), ""),  # torch_dtype says float32
+    ("dtype", ("int8", "bfloat16", ["float32"]), ""),  # torch_dtype is float32
     ("yarn.factor", (0.5, 0, -40, math.nan, math.inf, "40", True), ">= 1"),
     ("yarn.original_max_position_embeddings", (0, -1, 4096.5, "4096", math.nan), ">= 1"),
     ("yarn.beta_fast", (0, -32, math.nan, "32"), "> 0"),
@@ -170,7 +170,6 @@ def test_keys_that_are_not_understood_or_contradict_each_other_are_refused(kind)
 
 
 def test_another_model_is_one_entry(monkeypatch):
-    """The example of docs/guide/huggingface.md."""
     like = MODELS["deepseek_v32"]
     entry = dataclasses.replace(
         like,
@@ -196,7 +195,6 @@ def test_blocks_of_scales_are_positive():
 
 
 def test_errors_name_the_file(tmp_path, capsys):
-    """Of the directory that import-hf reads, and of the path that export-hf and flags take."""
     other = tmp_path / "other.json"
     for path in (tmp_path / "config.json", other):
         path.write_text(json.dumps(tiny_config(rms_norm_eps=-1e-6)))

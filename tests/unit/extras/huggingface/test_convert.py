@@ -1,4 +1,4 @@
-"""Checkpoints whose layers, experts, dtypes, scales, vocabulary or values are wrong."""
+"""Checkpoints with wrong layers, experts, dtypes, scales, vocabulary or values."""
 
 import math
 
@@ -20,7 +20,6 @@ UP = "model.layers.0.mlp.up_proj.weight"  # the second half of a parameter
 
 
 def copy_layer(tensors, source, target):
-    """Add a layer under another number."""
     for name in [name for name in tensors if name.startswith(f"model.layers.{source}.")]:
         new = name.replace(f"layers.{source}.", f"layers.{target}.", 1)
         tensors[new] = tensors[name].clone()
@@ -28,7 +27,6 @@ def copy_layer(tensors, source, target):
 
 @pytest.mark.parametrize(("source", "number"), [(1, 3), (2, 3), (0, 7)])
 def test_layers_beyond_the_count_are_refused(source, number, checkpoint, tmp_path):
-    """A decoder layer and one of multi-token prediction, of which there is a first already."""
     copy_layer(checkpoint.tensors, source, number)
     message = (
         rf"tensors are of layers that config\.json does not count \(model\.layers\.{number}\): it "
@@ -52,7 +50,6 @@ def test_prediction_layers_have_to_be_counted(said, checkpoint):
 
 
 def test_prediction_layers_may_be_left_out(checkpoint, caplog):
-    """By a model that has none, and by a checkpoint, as transformers writes it; both are said."""
     trunk = tiny_model(checkpoint.config, seed=6)
     assert any(name.startswith("model.layers.2.") for name in checkpoint.load(trunk).unused)
     assert "tensors of multi-token prediction were not read" in caplog.text
@@ -72,7 +69,6 @@ def test_experts_beyond_the_count_are_refused_on_every_rank(checkpoint):
 
 
 def test_a_rank_notices_experts_in_its_dense_layer(checkpoint):
-    """config.json and model say dense, the checkpoint has experts; the first of two stages."""
     expert = "model.layers.0.mlp.experts.0.up_proj.weight"
     checkpoint.tensors[expert] = torch.ones(20, 32)
     checkpoint.write()
@@ -98,7 +94,6 @@ def test_a_rank_notices_experts_in_its_dense_layer(checkpoint):
     ],
 )
 def test_dtypes_of_no_weight_are_refused(name, dtype, called, checkpoint):
-    """With and without scales beside them."""
     checkpoint.tensors[name] = checkpoint.tensors[name].abs().to(dtype)
     for _ in range(2):
         with pytest.raises(ConfigError, match=rf"{name} is {called}[ ,]"):
@@ -113,14 +108,13 @@ def test_scales_beside_plain_weights_are_refused(checkpoint):
 
 
 def fp8(checkpoint, scale, block=(16, 8)):
-    """Turn one weight into fp8."""
     quantised = {"quant_method": "fp8", "weight_block_size": list(block)}
     checkpoint.config["quantization_config"] = quantised
     checkpoint.tensors |= {WEIGHT: torch.ones(24, 32).to(torch.float8_e4m3fn), SCALE: scale}
 
 
 def test_scales_are_as_many_as_blocks(checkpoint):
-    """Blocks twice as large as the true ones would take every other scale, and fit."""
+    """Blocks twice as large would take every other scale, and fit."""
     scale = torch.arange(8.0).reshape(2, 4)
     fp8(checkpoint, scale)
     checkpoint.load()
@@ -143,7 +137,6 @@ def test_scales_are_as_many_as_blocks(checkpoint):
 @pytest.mark.parametrize("words", [60, 75])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_vocabularies_of_another_size_are_refused(name, words, checkpoint, tmp_path):
-    """Fewer words than config.json says, and more, which still fit the model's 80 rows."""
     weight = checkpoint.tensors[name]
     checkpoint.tensors[name] = torch.cat([weight, weight])[:words].contiguous()
     message = rf"{name} is \({words}, 32\), and by config\.json vocab_size = 70"
@@ -154,7 +147,6 @@ def test_vocabularies_of_another_size_are_refused(name, words, checkpoint, tmp_p
 
 
 def test_values_that_are_no_numbers_are_counted_and_named(checkpoint, tmp_path):
-    """All of them at once; nothing is left that a run would load."""
     checkpoint.tensors[WEIGHT][3, :5] = math.nan
     checkpoint.tensors[WEIGHT][4, 2] = -math.inf
     checkpoint.tensors[UP][0, 0] = math.inf
@@ -168,7 +160,7 @@ def test_values_that_are_no_numbers_are_counted_and_named(checkpoint, tmp_path):
         assert f"{WEIGHT}: 5 NaN, 1 infinite of 768 values" in said
         assert f"{UP}: 1 infinite of 1536 values" in said
     assert not (out / "latest_checkpointed_iteration.txt").exists()
-    # The same directory takes the checkpoint when it is whole.
+    # The same directory accepts the complete checkpoint.
     for name in (WEIGHT, UP):
         checkpoint.tensors[name].nan_to_num_(0, 0, 0)
     checkpoint.write()

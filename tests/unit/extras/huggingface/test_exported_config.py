@@ -1,4 +1,4 @@
-"""export-hf compares config.json with the arguments of the training in the checkpoint."""
+"""export-hf: config.json compared with the training's arguments."""
 
 import argparse
 import copy
@@ -28,7 +28,7 @@ MODELS = {
     "glm-5": tiny_config("glm_moe_dsa", **SHARED),
     "v4": transformers_v4(num_hash_layers=0, num_nextn_predict_layers=0),
 }
-#: The embedding has 70 entries, more than the tokenizer has tokens.
+#: The embedding has 70 entries, more than the tokenizer.
 RUN = "--micro-batch-size 1 --seq-length 24 --train-iters 1 --lr 1e-4 --lr-decay-style constant "
 RUN += "--dsa-indexer-loss-coeff 1 --tokenizer-type NullTokenizer --vocab-size 66"
 
@@ -38,9 +38,8 @@ OPTIONS = (CSATransformerConfig, DSAOptions)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Function that returns config.json, model of transformers and checkpoint by name, made once.
-
-    The checkpoint holds the arguments that the entry point validates.
+    """Return a function that returns config.json, transformers' model and checkpoint by name, made
+    once, with the entry point's arguments.
     """
     made = {}
 
@@ -49,7 +48,7 @@ def trained(tmp_path_factory):
             folder = tmp_path_factory.mktemp("trained")
             theirs = published(MODELS[name], folder / "hf")
             path = folder / "hf" / "config.json"
-            # As released: what transformers writes has the base inside of the rope's object.
+            # transformers writes the base inside of the rope's object.
             config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
             path.write_text(json.dumps(config))
             capsys.readouterr()
@@ -74,14 +73,13 @@ def trained(tmp_path_factory):
 
 
 def export(config, checkpoint, folder, *more):
-    """Export with this config.json into ``folder/back``."""
     (folder / "config.json").write_text(json.dumps(config))
     paths = ["--input", checkpoint, "--config", folder / "config.json", "--output", folder / "back"]
     return main(["export-hf", *map(str, paths), *more])
 
 
 def changed(config, changes):
-    """A copy with other values; a dot goes into an object, and None removes a key."""
+    """Return a copy with other values; a dot enters an object, None removes a key."""
     config = copy.deepcopy(config)
     for key, value in changes.items():
         *path, last = key.split(".")
@@ -102,7 +100,7 @@ def test_the_config_of_the_training_gives_the_model(name, trained, tmp_path, cap
         assert torch.equal(back(tokens()).logits, theirs(tokens()).logits)
 
 
-#: Model -> changes of its config.json, and the part of the error with both values.
+#: Model -> changes of its config.json, and the error's part with both values.
 CHANGES = {
     "v3.2": (
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05, and --norm-epsilon was 1e-06 in training"),
@@ -176,7 +174,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_config_is_refused(name, trained, tmp_path, capsys):
-    """Most of them no shape of a tensor shows."""
+    """Most of these changes affect no shape."""
     config, _, checkpoint, _ = trained(name, capsys)
     changes, message = CHANGES[name][0]
     with pytest.raises(ConfigError, match=f"config.json is not the config.json of .*{message}"):
@@ -225,7 +223,6 @@ def test_what_a_user_may_want_is_noted(changes, note, trained, tmp_path, capsys)
     ],
 )
 def test_trainings_of_other_models_are_refused(changes, message, trained, tmp_path, capsys):
-    """Flags that no key of config.json says, and layers that it does not count."""
     config, _, checkpoint, args = trained("v3.2", capsys)
     hf = parse_config(config | {"num_nextn_predict_layers": 1})
     with pytest.MonkeyPatch.context() as patch:
@@ -235,13 +232,12 @@ def test_trainings_of_other_models_are_refused(changes, message, trained, tmp_pa
 
 
 def save(patch, args, changes):
-    """Let all checkpoints hold changed arguments."""
+    """Save changed arguments in all checkpoints."""
     saved = {"args": argparse.Namespace(**vars(args) | changes)}
     patch.setattr(trained_config.dist_checkpointing, "load_common_state_dict", lambda _: saved)
 
 
 def test_equal_models_are_taken(trained, capsys):
-    """Flags or keys of another form, or none, describe the same model."""
     config, _, checkpoint, args = trained("glm-5", capsys)
     listed = ["full", "full", "shared", "full"]
     assert config["indexer_types"] == listed
@@ -280,9 +276,9 @@ def test_how_it_was_trained_does_not_matter(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
 def test_trainings_by_other_programs_are_compared(kind, monkeypatch):
-    """Megatron's own have no arguments of this package, and its attention drops."""
+    """Megatron's own runs lack this package's arguments, and its attention has dropout."""
     hf = parse_config(tiny_config(kind))
-    # The dense stage has no loss of an indexer.
+    # The dense stage has no indexer loss.
     run = RUN if hf.has_indexer else RUN.replace("--dsa-indexer-loss-coeff 1 ", "")
     args = parsed([*flags_of(hf), *run.split()], 1, monkeypatch)
     own = {about.dest for each in OPTIONS for _, about in option_fields(each)}

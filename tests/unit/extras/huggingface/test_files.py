@@ -1,4 +1,4 @@
-"""Files of a checkpoint: damaged ones are named, and nothing but JSON and safetensors is read."""
+"""Files of a checkpoint: damaged ones are named; only JSON and safetensors are read."""
 
 import json
 import pickle
@@ -19,7 +19,6 @@ WEIGHT = "model.layers.0.self_attn.q_a_proj.weight"
 
 
 def index(folder, shard_of):
-    """Write an index."""
     (folder / INDEX).write_text(json.dumps({"weight_map": shard_of}))
 
 
@@ -36,7 +35,6 @@ def test_an_index_does_not_lead_out_of_its_directory(checkpoint, tmp_path):
 
 
 def test_links_and_folders_are_followed(checkpoint, tmp_path):
-    """The cache of Hugging Face's hub links to files outside; some checkpoints have folders."""
     folder = checkpoint.write()
     cache = tmp_path / "snapshot"
     (cache / "shards").mkdir(parents=True)
@@ -69,7 +67,7 @@ def test_broken_indices_are_named(content, message, tmp_path):
 
 
 def lying(content):
-    """Say in the header that a tensor is twice as large as it is."""
+    """Double a tensor's size in the header."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header[WEIGHT]["shape"][0] *= 2
@@ -112,7 +110,6 @@ def test_a_shard_without_the_tensor_is_named(checkpoint):
 
 
 def test_two_names_of_one_tensor_are_refused(tmp_path):
-    """DeepSeek-V4 has released names and those of transformers."""
     from safetensors.torch import save_file
 
     save_file({"embed.weight": torch.ones(1)}, tmp_path / SINGLE)
@@ -125,7 +122,7 @@ def test_two_names_of_one_tensor_are_refused(tmp_path):
 
 
 class Bomb:
-    """An object whose pickle makes a file when it is loaded."""
+    """An object whose pickle creates a file when loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -135,7 +132,6 @@ class Bomb:
 
 
 def test_pickle_files_are_refused(checkpoint, tmp_path):
-    """By themselves, named by an index, and under a name that promises safetensors."""
     folder, made = checkpoint.write(), tmp_path / "made"
     (folder / SINGLE).unlink()
     command = ["import-hf", "--input", str(folder), "--output", str(tmp_path / "out")]
@@ -155,7 +151,6 @@ def test_pickle_files_are_refused(checkpoint, tmp_path):
 
 
 def test_import_unpickles_nothing(checkpoint, monkeypatch):
-    """Neither with torch nor with pickle, whatever lies beside the weights."""
     folder = checkpoint.write()
     torch.save({}, folder / "pytorch_model.bin")
     torch.save({}, folder / "training_args.bin")
@@ -179,7 +174,6 @@ def test_import_unpickles_nothing(checkpoint, monkeypatch):
     ],
 )
 def test_buffers_of_rope_are_no_weights(name, checkpoint):
-    """Old versions of transformers saved them; they are neither read nor checked."""
     checkpoint.tensors[name] = torch.full((4,), torch.nan)
     report = checkpoint.load()
     assert not report.fresh and name not in report.unused

@@ -1,4 +1,4 @@
-"""The command ``flags``: what it prints makes the entry point build the model of config.json."""
+"""The command ``flags``: its output makes the entry point build the model of config.json."""
 
 import json
 
@@ -71,7 +71,6 @@ def test_what_flags_cannot_say_is_noted(tmp_path, capsys):
 
 
 def test_released_shape_in_full():
-    """DeepSeek-V4-Flash: flags as its launch script writes them by hand."""
     from megatron_dsa.extras.huggingface.config_json import parse_config
 
     config = tiny_v4(

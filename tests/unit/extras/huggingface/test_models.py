@@ -1,4 +1,4 @@
-"""Import and export against the classes of the package transformers: logits are equal.
+"""Import and export compared with transformers' classes: equal logits.
 
 ``pytest -s`` prints the table of ``docs/guide/huggingface.md``.
 """
@@ -27,7 +27,7 @@ pytest.importorskip("safetensors")
 YARN = tiny_models.YARN | {"beta_fast": 32, "mscale_all_dim": 1.0}
 YARN4 = {key: x for key, x in YARN.items() if "mscale" not in key}
 
-#: The third layer reuses the selection of the second.
+#: The third layer reuses the second's selection.
 SHARED = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
 
 
@@ -44,7 +44,7 @@ SHARED = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset"
     ids=["v3", "v3-yarn", "v3.2", "v3.2-yarn", "glm-5", "glm-5.2"],
 )
 def test_logits_equal_those_of_transformers(kind, changes, tmp_path):
-    """Six of up to 24 keys are selected: a wrong rope of the indexer shows."""
+    """Only six of 24 keys are selected, so a wrong rope of the indexer is noticed."""
     theirs = published(tiny_config(kind, **changes), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     ours = tiny_model(config, stage="dense" if kind == "deepseek_v3" else "sparse")
@@ -63,13 +63,13 @@ def test_logits_equal_those_of_transformers(kind, changes, tmp_path):
     print(f"logits of {kind} {sorted(changes)}: {error:.1e}; {len(before)} tensors back to the bit")
 
     if kind != "deepseek_v3":
-        # The comparison above would have seen the other rope.
+        # The other rope would have failed above.
         ours.config.dsa_indexer_rope_interleaved ^= True
         assert relative_error(logits_of(ours, tokens()), reference) > 1e-3
 
 
 MLA = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-#: Keys that say one thing twice, or not at all: models, the keys, and how many notes there are.
+#: Redundant or missing keys: models, keys, number of notes.
 TWICE = {
     "theta-and-yarn": (
         MLA,
@@ -138,7 +138,6 @@ TWICE = {
     ],
 )
 def test_logits_equal_where_keys_say_one_thing_twice(kind, changes, count, tmp_path):
-    """The config.json as a user has it, not as transformers writes it again."""
     v4 = kind == "deepseek_v4"
     config = transformers_v4() if v4 else tiny_config(kind)
     config = {key: x for key, x in (config | changes).items() if x is not None}

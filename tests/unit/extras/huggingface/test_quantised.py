@@ -1,4 +1,4 @@
-"""Weights in fp8 and fp4: scales, rounding, and blocks that keep the scale of a release."""
+"""Weights in fp8 and fp4: scales, rounding, and released scales of unchanged blocks."""
 
 import json
 import math
@@ -28,23 +28,21 @@ FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 FORMATS = {Format.FP8: ((16, 8), 448.0), Format.FP4: ((1, 32), 6.0)}
 
 
-#: Parts of the names of a DeepSeek-V3.2's tensors that are not quantised.
+#: Parts of the names of V3.2's tensors that stay unquantised.
 PLAIN = ("norm", "embed", "head", "gate.", "weights_proj", "eh_proj")
 
 
 def values_of(done, form):
-    """What quantised numbers are, without their scales."""
     return done.weight.float() if form is Format.FP8 else unpack(done.weight)
 
 
 def wide(scales, block, shape):
-    """Scales, one for every element."""
     out = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return out[: shape[0], : shape[1]]
 
 
 def nearest(values, form):
-    """The nearest number of a format by comparing all, with an even code of two equally near."""
+    """Find the nearest number of a format exhaustively; ties to the even code."""
     if form is Format.FP8:
         numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     else:
@@ -58,7 +56,6 @@ def nearest(values, form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_numbers_are_the_nearest(form):
-    """All numbers of a format, the middles between them, and random ones."""
     numbers = FP8[:127].float() if form is Format.FP8 else CODES[:8]
     middles = (numbers[1:] + numbers[:-1]) / 2
     generator = torch.Generator().manual_seed(2)
@@ -71,13 +68,12 @@ def test_numbers_are_the_nearest(form):
     assert torch.equal(done.scales, torch.ones(len(values), 1)) and done.kept == 0
     assert torch.equal(values_of(done, form).double(), nearest(values, form))
     signs = values_of(done, form).signbit()
-    assert torch.equal(signs, values.signbit())  # of zeros, too
+    assert torch.equal(signs, values.signbit())  # also of zeros
 
 
 @pytest.mark.parametrize("powers", [True, False])
 @pytest.mark.parametrize("form", FORMATS)
 def test_scales_are_those_of_the_largest_number(form, powers, monkeypatch):
-    """Also at the edges, where blocks are smaller, and in slices of few rows."""
     monkeypatch.setattr(quantised, "_ELEMENTS", 700)
     (height, width), largest = FORMATS[form]
     shape = (37, 20 if form is Format.FP8 else 64)
@@ -103,7 +99,7 @@ def test_scales_are_those_of_the_largest_number(form, powers, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_blocks_keep_the_scales_that_they_came_from(form):
-    """Scales are not those of the largest numbers; a block that changed gets one of its own."""
+    """Unchanged blocks keep released scales; a changed block gets a new one."""
     block, _ = FORMATS[form]
     generator = torch.Generator().manual_seed(4)
     shape = (40, 96)
@@ -137,7 +133,7 @@ def test_blocks_keep_the_scales_that_they_came_from(form):
 
 
 def v32(tmp_path, **changes):
-    """A DeepSeek-V3.2 with multi-token prediction in fp8; return where it is."""
+    """Write a DeepSeek-V3.2 with multi-token prediction in fp8; return its path."""
     config = tiny_config(num_nextn_predict_layers=1, **changes)
     model = tiny_model(config, mtp_num_layers=1, dtype=torch.bfloat16)
     export_model(model, tmp_path / "wide", config)
@@ -147,7 +143,7 @@ def v32(tmp_path, **changes):
 
 @pytest.mark.parametrize("mode", ["fp8", "released"])
 def test_fp8_comes_back_to_the_byte(mode, tmp_path, capsys):
-    """Scales of any value: they cannot be told from the weights alone."""
+    """Scales are arbitrary, so they cannot be derived from the weights."""
     there = v32(tmp_path)
     back = there_and_back(there, tmp_path, "--quantise", mode)
     before, after = stored_bytes(there), stored_bytes(back)
@@ -162,7 +158,6 @@ def test_fp8_comes_back_to_the_byte(mode, tmp_path, capsys):
 
 
 def test_without_the_release_blocks_get_scales_of_their_own(tmp_path, capsys):
-    """Powers of two (scale_fmt): weights that were fp8 with such scales keep their values."""
     config = tiny_config(num_nextn_predict_layers=1, torch_dtype="bfloat16")
     model = tiny_model(config, mtp_num_layers=1, dtype=torch.bfloat16)
     first = tmp_path / "first"
@@ -190,7 +185,6 @@ def test_without_the_release_blocks_get_scales_of_their_own(tmp_path, capsys):
 
 
 def test_fp4_without_the_release(tmp_path):
-    """32 columns share a scale; scales are e8m0, and a program that reads V4 finds fp4 said."""
     config = tiny_v4(moe_intermediate_size=64)
     method = {"quant_method": "fp8", "weight_block_size": [16, 8], "scale_fmt": "ue8m0"}
     config |= {"quantization_config": method, "expert_dtype": "fp4", "torch_dtype": "bfloat16"}
@@ -215,7 +209,6 @@ def test_fp4_without_the_release(tmp_path):
 
 
 def test_other_tensors_have_the_dtypes_of_the_release(tmp_path):
-    """An indexer's projection in fp32, though the model is bf16."""
     there = v32(tmp_path)
     name = "model.layers.0.self_attn.indexer.weights_proj.weight"
     from safetensors.torch import load_file, save_file

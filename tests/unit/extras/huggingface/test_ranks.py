@@ -19,7 +19,7 @@ pytest.importorskip("safetensors")
 
 
 def full_tensors(entry, seed=0):
-    """Random tensors of a shape that 4 ranks can share, different per part."""
+    """Draw tensors of a shape that 4 ranks can share, different per part."""
     generator = torch.Generator().manual_seed(seed)
     shape = (8,) if "norm" in entry.hf[0] or "bias" in entry.hf[0] else (16, 12)
     return [torch.randn(shape, generator=generator) for _ in entry.hf]
@@ -55,7 +55,7 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
 
 
 def test_gate_and_up_are_split_one_by_one():
-    """Megatron halves a rank's rows into gate and up."""
+    """Megatron splits a rank's part into gate and up."""
     entry = V3.match("decoder.layers.0.mlp.linear_fc1.weight", 1).entry
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
     place = Place(tensor=(1, 2))
@@ -65,7 +65,6 @@ def test_gate_and_up_are_split_one_by_one():
 
 @pytest.mark.parametrize(("names", "config"), [(V3, tiny_config), (V4, tiny_v4)], ids=["v3", "v4"])
 def test_table_splits_as_megatron_does(names, config):
-    """The attributes that Megatron's layers put on their parameters say the same."""
     plain = tiny_model(config(num_nextn_predict_layers=1), mtp_num_layers=1)
     whole = tiny_model(config(), features=names.features.keys() - {PREDICTION})
     dims = {Split.COLUMNS: 1, Split.WHOLE: None}
@@ -122,7 +121,6 @@ class Shell(torch.nn.Module):
     ids=["v3", "v4, plain", "v4"],
 )
 def test_every_rank_of_a_grid_is_filled_with_its_slices(names, config, features, tmp_path):
-    """TP 2 (experts 1) x EP 2, second of two pipeline stages: put together, it is the model."""
     config = config()
     model = tiny_model(config, features=features)
     export_model(model, tmp_path, config, shard_bytes=40_000)
@@ -151,7 +149,7 @@ def test_every_rank_of_a_grid_is_filled_with_its_slices(names, config, features,
 
 
 def local_name(name, place):
-    """What a rank of the second stage calls a parameter of the model; None if it has it not."""
+    """Return the second stage's name of a parameter; None if another rank has it."""
     if name.startswith("decoder.layers.0."):
         return None
     name = re.sub(r"(decoder\.layers\.)(\d+)", lambda x: f"{x[1]}{int(x[2]) - 1}", name)
@@ -165,7 +163,6 @@ def local_name(name, place):
 
 
 def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
-    """70 words over 4 ranks of 20 rows, or of 30: words end on the last rank, or on the third."""
     config = tiny_config()
     model = tiny_model(config)
     export_model(model, tmp_path, config)
@@ -180,7 +177,6 @@ def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
 
 
 def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
-    """The hook fills the model, but not if the run has a Megatron checkpoint to resume from."""
     from megatron_dsa.extras.huggingface.load_hf import importing_hook, place_of
 
     config = tiny_config("deepseek_v3")

@@ -1,4 +1,4 @@
-"""Importing from Hugging Face reads JSON and safetensors only: nothing in a file can run."""
+"""Import from Hugging Face reads JSON and safetensors only: no file can run code."""
 
 import ast
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[4] / "megatron_dsa/extras/huggingface"
-#: Modules that turn bytes of a file into objects of any class.
+#: Modules that unpickle objects of any class.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "cloudpickle", "yaml"}
 UNSAFE_CALLS = {
     "torch.load", "numpy.load", "np.load", "eval", "exec", "compile", "__import__",
     "importlib.import_module", "torch.jit.load", "torch.package.PackageImporter",
 }  # fmt: skip
-#: Classes of transformers that may run code of the folder that they read.
+#: transformers' methods that may run code of a folder.
 UNSAFE_METHODS = {"from_pretrained"}
 
 
 def unsafe(source: str) -> list[str]:
-    """Return what a source does that may run code of the files that it reads."""
+    """Return a source's calls that may run code of files."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

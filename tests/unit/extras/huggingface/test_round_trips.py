@@ -25,7 +25,7 @@ MTP = {"num_nextn_predict_layers": 1}
 
 
 def test_names_are_those_of_released_checkpoints():
-    """Written down from the index files of DeepSeek-V3.2 and from Megatron-Bridge's tables."""
+    """Names come from index files of DeepSeek-V3.2 and Megatron-Bridge's tables."""
     layer = "decoder.layers.7."
     indexer = f"{layer}self_attention.core_attention.indexer."
     hf = "model.layers.7."
@@ -64,7 +64,6 @@ def test_names_are_those_of_released_checkpoints():
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
 def test_round_trip_is_exact(kind, tmp_path):
-    """Megatron to shards and back, with padding of the vocabulary and multi-token prediction."""
     config = tiny_config(kind, **MTP)
     stage = "dense" if kind == "deepseek_v3" else "sparse"
     model = tiny_model(config, stage, mtp_num_layers=1)
@@ -72,7 +71,7 @@ def test_round_trip_is_exact(kind, tmp_path):
     other = tiny_model(config, stage, mtp_num_layers=1, seed=6)
     report = import_model(other, tmp_path)
     assert not report.fresh and not report.rounded
-    # Only the copies that Megatron does not have.
+    # Only copies that Megatron lacks.
     assert set(report.unused) == {
         "model.layers.2.embed_tokens.weight",
         "model.layers.2.shared_head.head.weight",
@@ -171,7 +170,7 @@ def test_rounding_to_a_narrower_dtype_is_reported(tmp_path):
 
 
 def fp8_copy(config, source, target):
-    """Copy a checkpoint with its linears in fp8, one scale for every 16 x 8 block."""
+    """Copy a checkpoint with fp8 linears, one scale per 16 x 8 block."""
     reader = CheckpointReader(source)
     expected = {}
     with CheckpointWriter(target, shard_bytes=30_000) as writer:
@@ -308,7 +307,6 @@ def test_another_model_is_refused():
 
 
 def test_commands_there_and_back(tmp_path, capsys):
-    """Through a distributed checkpoint of Megatron, experts and multi-token prediction included."""
     config = tiny_config(**MTP)
     there, back = tmp_path / "hf", tmp_path / "back"
     export_model(tiny_model(config, mtp_num_layers=1), there, config)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 checkpoints: attention, what is around it, and what Megatron cannot hold."""
+"""DeepSeek-V4 checkpoints: attention, its surroundings, and unsupported parts."""
 
 import json
 
@@ -33,7 +33,7 @@ MTP = {"num_nextn_predict_layers": 1}
 
 
 def test_names_are_those_of_released_checkpoints():
-    """Written down from the tensors of a released V4-Flash file, not from our table."""
+    """Names come from a released V4-Flash file, not from our table."""
     attention = "decoder.layers.2.self_attention."
     core = f"{attention}core_attention."
     expected = {
@@ -79,7 +79,6 @@ def test_names_are_those_of_released_checkpoints():
 
 @pytest.mark.parametrize("config", [tiny_config(), tiny_v4()], ids=["V3.2", "V4"])
 def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
-    """They run none. What was not settled then is, and is logged, when a model is built to run."""
     there = tmp_path / "hf"
     export_model(tiny_model(config), there, config)
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
@@ -98,7 +97,6 @@ def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
 
 
 def add_tensors(folder, tensors):
-    """Add a shard to a checkpoint."""
     with CheckpointWriter(folder / "more") as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
@@ -108,7 +106,7 @@ def add_tensors(folder, tensors):
 
 
 def test_predictions_of_another_kind_are_refused_or_left_out(tmp_path, capsys):
-    """Stages of DSpark, as in DeepSeek-V4-Flash-0731: more ratios than layers that are counted."""
+    """Stages of DSpark, as in DeepSeek-V4-Flash-0731: more ratios than counted layers."""
     config = tiny_v4()
     model = tiny_model(config)
     export_model(model, tmp_path, config)
@@ -161,7 +159,7 @@ def test_what_megatron_lacks_is_refused_and_named(tmp_path):
     assert report.fresh == ("decoder.layers.0.mlp.router.expert_bias",)
     before, after = tensors_of(model), tensors_of(other)
     assert all(torch.equal(before[name], after[name]) for name in report.filled)
-    # The command writes what a whole model would start from.
+    # The command writes a start for a whole model.
     command = ["import-hf", "--input", str(tmp_path), "--output", str(tmp_path / "megatron")]
     assert main([*command, "--without", *both]) == 0
 
@@ -185,16 +183,13 @@ def test_released_formats_are_dequantised(tmp_path):
         assert reader.shape(name) == expected[name].shape
 
 
-# ------------------------------------------------------------- against the classes of transformers
-
-
 def test_logits_equal_those_of_transformers(tmp_path):
-    """Our export, read by transformers: its hyper-connections leave plain residuals."""
+    """transformers' hyper-connections keep our export's residuals plain."""
     _, model_class = transformers_classes("deepseek_v4")
     config = transformers_v4(hc_eps=0.0)
     ours = tiny_model(config)
     with torch.no_grad():
-        for layer in ours.decoder.layers:  # other experts are chosen when it is left out
+        for layer in ours.decoder.layers:  # without it other experts are chosen
             layer.mlp.router.expert_bias.mul_(3)
     export_model(ours, tmp_path, config, shard_bytes=40_000)
     theirs = model_class.from_pretrained(tmp_path, attn_implementation="eager").float()

@@ -36,18 +36,16 @@ HASH_LAYERS = {"mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"]}
 
 
 def built(*features):
-    """A test's parameter with these features."""
     names = [x for group in features for x in group]
     return pytest.param(names, id=" and ".join(names))
 
 
-#: Models with streams, by what else they have.
+#: Models with streams, by further features.
 WHOLE = [built(STREAMS), built(STREAMS, HASHED), built(STREAMS, PREDICTED)]
 WHOLE += [built(STREAMS, HASHED, PREDICTED)]
 
 
 def whole(features, **changes):
-    """config.json and a model with these features."""
     more = {"num_hash_layers": 2} if HASH_ROUTING in features else {}
     if PREDICTION in features:
         more |= {"num_nextn_predict_layers": 1}
@@ -61,7 +59,7 @@ def model_of(config, features, **settings):
 
 
 def check_equal(there, back):
-    """Compare all tensors of two checkpoints by their released names; return how many."""
+    """Compare all tensors of two checkpoints by released names; return their number."""
     before, after = (open_checkpoint(x, read_config(x)) for x in (there, back))
     assert set(before.names()) == set(after.names())
     for name in before.names():
@@ -69,9 +67,6 @@ def check_equal(there, back):
         assert ours.dtype == theirs.dtype or "tid2eid" in name
         assert torch.equal(ours.to(theirs.dtype), theirs), name
     return len(before.names())
-
-
-# ------------------------------------------------------------- against the classes of transformers
 
 
 @pytest.mark.parametrize("streams", [3, 4])
@@ -97,7 +92,7 @@ def test_logits_equal_those_of_transformers(features, rope, streams, tmp_path):
 
 
 def test_connections_are_those_of_transformers(tmp_path):
-    """Each parameter by hand, to the bit: equal logits would not show all that are exchanged."""
+    """Equal logits would not show all exchanged parameters."""
     theirs = published(transformers_v4(hc_mult=4), tmp_path)
     ours = tiny_model(json.loads((tmp_path / "config.json").read_text()), features=STREAMS)
     import_model(ours, tmp_path)
@@ -115,7 +110,6 @@ def test_connections_are_those_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("features", [built(STREAMS), built(STREAMS, HASHED)])
 def test_checkpoint_of_transformers_there_and_back(features, tmp_path):
-    """With the commands, every tensor to the bit."""
     there = tmp_path / "hf"
     hashed = HASH_LAYERS if HASH_ROUTING in features else {}
     published(transformers_v4(**hashed), there)
@@ -123,9 +117,6 @@ def test_checkpoint_of_transformers_there_and_back(features, tmp_path):
     print(f"{check_equal(there, back)} tensors of deepseek_v4 with {features} back to the bit")
     before, after = read_config(there), read_config(back)
     assert after.fields == before.fields and after.fields["hc_mult"] == 3
-
-
-# ------------------------------------------------------------------------------- there and back
 
 
 @pytest.mark.parametrize("features", [built(PREDICTED), *WHOLE])
@@ -161,7 +152,7 @@ def test_commands_there_and_back(features, tmp_path):
 
 @pytest.mark.parametrize("features", [built(HASHED), built(STREAMS, HASHED)])
 def test_tables_are_padded_with_the_vocabulary(features, tmp_path):
-    """80 rows for 70 tokens: those behind name experts that exist, each once."""
+    """80 entries for 70 tokens: padding names existing experts, each once."""
     config, model = whole(features)
     export_model(model, tmp_path, config)
     stored = stored_bytes(tmp_path)["layers.1.ffn.gate.tid2eid"]
@@ -211,18 +202,14 @@ def test_wrong_tables_are_refused(table, message, tmp_path):
 
 
 def test_the_plain_model_is_still_imported(tmp_path):
-    """Without the features, with the commands; the export's connections do nothing."""
     config, model = whole(STREAMS)
     export_model(model, tmp_path / "hf", config)
     back = there_and_back(tmp_path / "hf", tmp_path, without=STREAMS)
-    check_equal(back, there_and_back(back, tmp_path / "again"))  # nothing has to be left out
+    check_equal(back, there_and_back(back, tmp_path / "again"))  # nothing has to be omitted
     before, after = (open_checkpoint(x, read_config(x)) for x in (tmp_path / "hf", back))
     assert set(before.names()) == set(after.names())
     changed = {x for x in before.names() if not torch.equal(before.read(x), after.read(x))}
     assert changed == {x for x in before.names() if "hc_" in x}
-
-
-# --------------------------------------------------------------------------------- wrong input
 
 
 def test_models_and_checkpoints_that_differ_are_refused(tmp_path):
@@ -253,7 +240,7 @@ def test_models_and_checkpoints_that_differ_are_refused(tmp_path):
 
 
 def rewrite(folder, tensors):
-    """Write all tensors of a checkpoint anew, into one file."""
+    """Rewrite a checkpoint's tensors into one file."""
     from safetensors.torch import save_file
 
     for shard in folder.glob("*.safetensors*"):
@@ -262,7 +249,7 @@ def rewrite(folder, tensors):
 
 
 def test_streams_have_no_place_in_other_models(tmp_path):
-    """--hc-mult works around any attention; checkpoints of DeepSeek-V3.2 cannot hold it."""
+    """--hc-mult works with any attention; DeepSeek-V3.2's checkpoints cannot hold streams."""
     config = tiny_config()
     model = tiny_model(config, hc_mult=2)
     with pytest.raises(ConfigError, match=r"hyper-connections, and config\.json, of a deepseek"):
@@ -274,12 +261,8 @@ def test_streams_have_no_place_in_other_models(tmp_path):
         import_model(tiny_model(config), tmp_path, without=STREAMS)
 
 
-# ------------------------------------------------------------------------- the released precision
-
-
 @pytest.mark.parametrize("features", WHOLE)
 def test_released_formats_come_back_to_the_byte(features, tmp_path):
-    """fp8 and fp4 weights with their scales, and all other tensors, with the commands."""
     wide, there = tmp_path / "wide", tmp_path / "hf"
     config, model = whole(features)
     export_model(model.bfloat16(), wide, config)

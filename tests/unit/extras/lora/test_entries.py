@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of adapters: its own, and those of the base that its model has."""
+"""Tensors of an adapters' checkpoint: its own, and its base's."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ BASE = (
     [("sparse", 1, (0, 1, 2)), ("sparse", None, (0, 1)), ("dense", 1, (0, 2)), ("dense", 0, (0,))],
 )
 def test_the_base_may_hold_more_than_the_model(stage, mtp, kept, monkeypatch):
-    """An export would look for adapters, or indexers, that the run did not have."""
+    """An export would otherwise look for adapters or indexers that the run lacked."""
     args = Namespace(mtp_num_layers=mtp, dsa_stage=stage, dsa_indexer_loss_coeff=1.0)
     frozen = SimpleNamespace(frozen_entries=lambda _base: dict.fromkeys(BASE, "base"))
     monkeypatch.setattr(checkpoints, "load_extra", lambda *_: frozen)

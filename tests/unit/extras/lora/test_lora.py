@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: what they compute and train, and where they are refused."""
+"""Adapters on frozen weights: computation, training, rejected configurations."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ SCALE = ALPHA / RANK
 
 
 def merged(model, config):
-    """The same model without adapters: their products are added to its weights, which train."""
+    """Return the model with merged, trained weights instead of adapters."""
     plain = model_of(config)
     modules = dict(plain.named_modules())
     with torch.no_grad():
@@ -37,7 +37,7 @@ def merged(model, config):
 
 @pytest.mark.parametrize("variant", VARIANTS | V4_VARIANTS)
 def test_loss_and_gradients_are_those_of_merged_weights(variant):
-    """With ``W' = W + s B A``: ``dA = s B^T dW'`` and ``dB = s dW' A^T``, the indexer's too."""
+    """With ``W' = W + s B A``: ``dA = s B^T dW'`` and ``dB = s dW' A^T``, also the indexer's."""
     model = model_of(config_of(variant))
     plain = merged(model, config_of(variant, ()))
     losses = [forward(each, 7) for each in (model, plain)]
@@ -65,7 +65,6 @@ def test_loss_and_gradients_are_those_of_merged_weights(variant):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 @pytest.mark.parametrize("variant", ["sparse", "masked", "dense", "V4"])
 def test_a_run_starts_with_the_loss_of_its_base(variant, dtype):
-    """To the bit, since every B is zero, and so is the gradient of every A."""
     base = model_of(config_of(variant, (), dtype=dtype))
     model = model_of(config_of(variant, dtype=dtype), ups=False)
     losses = [forward(each, 7) for each in (base, model)]
@@ -107,7 +106,6 @@ def routers(model):
     ids=["V3", "V4"],
 )
 def test_a_frozen_warm_up_trains_the_adapters_of_indexers(config, linears):
-    """They learn what they do where everything is trained; the rest has no backward."""
     frozen = small_options(stage="warmup", targets=("all-linear",))
     everything = small_options(stage="warmup", targets=("all-linear",), freeze_main=False)
     models = [
@@ -128,7 +126,7 @@ def small_options(targets, **options):
 
 
 def test_indexers_without_adapters_are_not_trained():
-    """No loss is formed that nothing would learn from."""
+    """No loss is computed without learning parameters."""
     model = model_of(config_of("sparse", ("o_proj",)))
     cores = [m for m in model.modules() if getattr(m, "indexer", None) is not None]
     assert len(cores) == 2 and not any(core.indexer_is_trained for core in cores)
@@ -136,7 +134,6 @@ def test_indexers_without_adapters_are_not_trained():
 
 
 def test_initial_values():
-    """A as in PEFT (uniform, by the width of the input), B zero."""
     from megatron_dsa.extras.lora.lora import add_adapters
     from tests.cases.models import gpt
 
@@ -155,7 +152,6 @@ def test_initial_values():
     ("names", "config"), [(V3, small_config), (V4, lambda: small_csa_config(4))], ids=["V3", "V4"]
 )
 def test_the_table_of_linears_is_that_of_checkpoints(names, config):
-    """Every linear of a layer but routed experts is in it, with the module that holds it."""
     matrices = {
         hf.removesuffix(".weight"): entry.megatron[0].removesuffix(".weight")
         for entry in names.layer
@@ -164,7 +160,7 @@ def test_the_table_of_linears_is_that_of_checkpoints(names, config):
     }
     linears = modules_of_linears(config())
     assert matrices == linears
-    for hf, module in linears.items():  # halves come in this order
+    for hf, module in linears.items():  # halves are in this order
         halves = [name for name, where in linears.items() if where == module]
         entry = next(e for e in names.layer if f"{hf}.weight" in e.hf)
         assert entry.hf == tuple(f"{half}.weight" for half in halves)
@@ -211,7 +207,7 @@ def test_refused(targets, changes, message):
     from megatron_dsa.config.model import validate
 
     config = small_config(options=options, **MIXED | settings)
-    for name, value in late.items():  # Megatron refuses it without more
+    for name, value in late.items():  # Megatron rejects it by itself
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):
         validate(config)

@@ -1,4 +1,4 @@
-"""Models with adapters on tensor- and context-parallel ranks: loss and gradients are one rank's."""
+"""Models with adapters on tensor- and context-parallel ranks equal one rank."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from tests.cases.lora import config_of, model_of
 from tests.helpers import relative_error
 from tests.ranks import spawn, summed_gradients
 
-#: Variant of :mod:`tests.cases.lora`, and further options of attention under tensor parallelism.
+#: Variant of :mod:`tests.cases.lora`, and options of tensor parallelism.
 CASES = {
     "heads": ("sparse", {"tp_mode": "heads"}),
     "by sequence": ("sparse", {"tp_mode": "sequence"}),
@@ -26,7 +26,7 @@ CASES = {
 
 
 def part_of(name, parameter, full):
-    """Return what this tensor-parallel rank holds of full values."""
+    """Return the tensor-parallel rank's shard of full values."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -39,7 +39,7 @@ def part_of(name, parameter, full):
 
 
 def run_case(case, tp, cp):
-    """Run a microbatch; ``case`` is a variant, and options where ranks divide heads or tokens."""
+    """Run a microbatch; ``case`` is a variant, with options for divided heads or tokens."""
     from megatron.core import parallel_state
 
     variant, options = case
@@ -56,11 +56,11 @@ def run_case(case, tp, cp):
     ids = torch.randint(0, 96, (1, 64), generator=torch.Generator().manual_seed(5))
     places = dataclasses.replace(DSA, rows=64).global_positions(cp)
     own = torch.tensor(places[parallel_state.get_context_parallel_rank()])
-    # Megatron's loss of labels is formed in fp32.
+    # Megatron computes the loss of labels in fp32.
     losses = model(ids[:, own], own[None], None).square().sum(-1)
     losses.sum().backward()
     losses = losses.detach()
-    if tp > 1:  # of a part of the vocabulary each
+    if tp > 1:  # a part of the vocabulary each
         group = parallel_state.get_tensor_model_parallel_group()
         torch.distributed.all_reduce(losses, group=group)
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
@@ -104,7 +104,7 @@ def test_ranks_equal_one(tp, cp, single, tmp_path):
 
 
 def check_splits(splits, names):
-    """B of column-parallel linears and A of row-parallel ones are split, and nothing else is."""
+    """Check that only B of column-parallel and A of row-parallel linears are split."""
     by_columns = r".*\.(o_proj|down_proj|wo_b|w2)_lora_A"
     by_rows = r".*\.((q_a|q_b|kv_a_proj_with_mqa|kv_b|gate|up)(_proj)?|wo_a|w1|w3)_lora_B"
     by_rows += r"|.*\.linear_q_up_proj\.wq_b_lora_B"  # not the indexer's

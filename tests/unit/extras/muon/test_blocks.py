@@ -1,4 +1,4 @@
-"""Marks of parameters: which blocks a rank holds, and what is refused."""
+"""Marks of parameters: a rank's blocks, and rejected marks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from megatron_dsa.layers.weight_blocks import (
 def weight(rows, columns=6, partition_dim=None):
     parameter = torch.nn.Parameter(torch.zeros(rows, columns))
     parameter.tensor_model_parallel = partition_dim is not None
-    # As transformer-engine marks replicated weights, too.
+    # transformer-engine also marks replicated weights like this.
     parameter.partition_dim = partition_dim or 0
     return parameter
 
@@ -28,7 +28,7 @@ def weight(rows, columns=6, partition_dim=None):
     [
         (32, (4,), 1, LocalBlocks((4,) * 8)),
         (16, (4,), 2, LocalBlocks((4,) * 4)),
-        (4, (4,), 8, LocalBlocks((4,))),  # exactly one: a block, not a part of the matrix
+        (4, (4,), 8, LocalBlocks((4,))),  # exactly one block, not a part of the matrix
         (2, (4,), 16, LocalBlocks((2,), 2)),
         (1, (4,), 4, LocalBlocks((1,), 4)),
         (14, (3, 4), 2, LocalBlocks((3, 4, 3, 4))),
@@ -56,7 +56,6 @@ def test_wrong_blocks_are_refused(rows, pattern, ranks, message):
 
 
 def test_a_mark_is_the_same_on_every_rank():
-    """It names the rows of a block: nothing of it depends on how many blocks a rank holds."""
     for ranks in (1, 2, 8):
         part = weight(32 // ranks, partition_dim=0 if ranks > 1 else None)
         mark_row_blocks(part, (4,), ranks)

@@ -1,4 +1,4 @@
-"""Updates of Muon against a float64 reference: blocks, scales, and blocks over several ranks."""
+"""Updates of Muon against a float64 reference: blocks, scales, blocks over several ranks."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def muon(parameters, group=None, adaptive=False, **settings):
 
 def full_gradient(rows, columns):
     generator = torch.Generator().manual_seed(rows + columns)
-    # Blocks of different sizes of their own: what is orthogonalised together shows.
+    # Blocks of different sizes, so that joint orthogonalisation is noticed.
     factor = torch.linspace(0.2, 3, rows)[:, None]
     return torch.randn(rows, columns, generator=generator) * factor
 
@@ -55,7 +55,6 @@ def marked(gradient, pattern, ranks=1, partition_dim=None):
     ],
 )
 def test_a_step_equals_the_reference(rows, columns, pattern, coefficients):
-    """Decoupled decay, then a step along every block's own update, scaled by the block's shape."""
     host.start()
     gradient = full_gradient(rows, columns)
     parameter = marked(gradient, pattern)
@@ -71,7 +70,6 @@ def test_a_step_equals_the_reference(rows, columns, pattern, coefficients):
 
 @pytest.mark.parametrize("pattern", [(8,), (6, 10), None])
 def test_a_step_of_adaptive_muon_equals_the_reference(pattern):
-    """The second moment divides each orthogonalised block; the block's scale follows."""
     host.start()
     gradient = full_gradient(32, 12)
     parameter = marked(gradient, pattern)
@@ -86,13 +84,13 @@ def test_a_step_of_adaptive_muon_equals_the_reference(pattern):
 
 
 ROWS, COLUMNS = 32, 24
-#: Rows of a block -> on four ranks: two blocks each, exactly one, a half, a quarter.
+#: Height of a block -> blocks on each of four ranks: two, one, a half, a quarter.
 SHARED = {"two blocks": 4, "one block": 8, "half a block": 16, "a quarter of a block": 32}
 MODES = ("duplicated", "distributed", "blockwise")
 
 
 def shared_updates(case, tp, _cp):
-    """Return this rank's part of the update and the sizes of groups that communicated."""
+    """Return this rank's part of the update, and sizes of communicating groups."""
     from megatron.core import parallel_state
 
     rows, mode, partition_dim = case
@@ -136,7 +134,7 @@ def on_four_ranks(tmp_path_factory):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SHARED)
 def test_blocks_on_four_ranks(name, mode, on_four_ranks):
-    """Equal to one process; only the ranks that share a block talk to each other."""
+    """Only the ranks of a block may communicate."""
     results = [result[f"{name}, {mode}"] for result in on_four_ranks]
     rows, held = SHARED[name], ROWS // 4
     sizes = [min(rows, held) if mode == "blockwise" else rows]
@@ -151,7 +149,7 @@ def test_blocks_on_four_ranks(name, mode, on_four_ranks):
 
 
 def test_unmarked_matrices_on_four_ranks(on_four_ranks):
-    """As Megatron has it: gathered over all; a replicated one is not gathered with its copies."""
+    """Megatron gathers them over all ranks; replicated ones must not be gathered."""
     full = full_gradient(ROWS, COLUMNS)
     expected = scaled_blocks(full, [ROWS], COEFFICIENTS["quintic"], EXTRA)
     whole = torch.cat([result["whole"]["update"] for result in on_four_ranks])

@@ -1,4 +1,4 @@
-"""What updates which parameter of the released models, in tiny dims; and Megatron's groups."""
+"""Optimizers of the released models' parameters, in tiny dims; and Megatron's groups."""
 
 import re
 
@@ -21,7 +21,7 @@ V4 = {
     "rotary_scaling_factor": 4,
     "original_max_position_embeddings": 16,
 }
-#: Preset -> dims that are its own, cut down: heads, groups, widths of keys and values.
+#: Preset -> reduced dims: heads, groups, widths of keys and values.
 TINY = {
     "v3.2": {"num_attention_heads": 8, "qk_head_dim": 12, "v_head_dim": 12},
     "glm-5": {"num_attention_heads": 4, "qk_head_dim": 12, "v_head_dim": 16},
@@ -61,7 +61,7 @@ MLP = {f"{EXPERTS}linear_fc1.weight", f"{EXPERTS}linear_fc2.weight", f"{EXPERTS}
     for part in ("experts.local_experts.*", "shared_experts")
     for n in (1, 2)
 }
-#: Matrices that Muon updates.
+#: Matrices updated by Muon.
 MLA = MLP | INDEXER | {f"{CORE}indexer.linear_wk.weight"} | {
     f"{ATTENTION}linear_{name}.weight"
     for name in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
@@ -118,7 +118,6 @@ def test_muon_updates_matrices_and_adamw_the_rest(name):
 @pytest.mark.parametrize("per_head", ["none", "attention", "all"])
 @pytest.mark.parametrize("name", TINY)
 def test_blocks(name, per_head):
-    """Output groups always, up projections and the indexer's queries by option."""
     from megatron_dsa.extras.muon.table import kinds_of
 
     kinds = kinds_of([tiny_model(name, per_head)], tensor_ranks=1)
@@ -140,7 +139,6 @@ def test_blocks(name, per_head):
 
 @pytest.mark.parametrize("name", TINY)
 def test_megatron_groups_parameters_like_the_table(name):
-    """The optimizer that Megatron builds holds what the table says, in 16 bits as well."""
     pytest.importorskip("emerging_optimizers", minversion="0.3")
     import torch
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -169,7 +167,6 @@ def test_megatron_groups_parameters_like_the_table(name):
 
 
 def test_layer_wise_buffers_leave_tables_out():
-    """The layer-wise optimizer's own question has the same answer."""
     model = tiny_model("v4-flash")
     from megatron.core.optimizer import layer_wise_optimizer
 

@@ -1,4 +1,4 @@
-"""``info --muon``: the list of a released model's parameters by optimizer."""
+"""``info --muon``: a released model's parameters by optimizer."""
 
 import pytest
 
@@ -12,7 +12,7 @@ ATTENTION = "decoder.layers.*.self_attention."
 
 @pytest.fixture(autouse=True)
 def no_groups():
-    """The command makes process groups of its own."""
+    """The command makes its own process groups."""
     host.stop()
 
 
@@ -42,7 +42,6 @@ def test_released_models(model, rows, capsys):
 
 
 def test_heads(capsys):
-    """128 heads of 128 + 64 rows; GLM-5's keys and values have other sizes."""
     lines = shown(capsys, "v3.2", "--muon-per-head", "attention")
     query = "linear_q_up_proj.weight [24576, 1536] 61 128 blocks of 192 rows"
     assert f"Muon {ATTENTION}{query}" in lines

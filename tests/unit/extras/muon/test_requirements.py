@@ -1,4 +1,4 @@
-"""The package that Muon needs, and settings that have no meaning without it."""
+"""Muon's package, and settings that are meaningless without it."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ MUON = types.SimpleNamespace(
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Function that pretends a version of the package, or none."""
+    """Return a function that imitates a version of the package, or none."""
 
     def pretend(version):
         spec = None if version is None else types.SimpleNamespace()

@@ -1,4 +1,4 @@
-"""Planned memory of one attention layer, against the peaks that were measured on a GPU."""
+"""Planned memory of one attention layer, against peaks measured on a GPU."""
 
 import gc
 from pathlib import Path
@@ -24,14 +24,14 @@ ONE_GPU = SimpleNamespace(
 )  # fmt: skip
 
 
-#: Rows before it are of layers whose indexers learned from all query tokens.
+#: Earlier measurements trained indexers on all query tokens.
 SHARE_SINCE = "2026-11-28"
 
 
 def planned_mib(
     way: str, heads: int, tokens: int, workspace_mib: int, queries: float = 1.0
 ) -> float:
-    """Peak of a step above weights, input and gradients, as ``benchmarks/layer`` measures it."""
+    """Return a step's peak above weights, input and gradients, like ``benchmarks/layer``."""
     nothing_is_drawn = SimpleNamespace(manual_seed=lambda _seed: None)
     with (
         host((9, 0)),
@@ -55,7 +55,7 @@ def planned_mib(
     return tracker.peak / 2**20
 
 
-#: Way, heads and tokens, measured with today's layers.
+#: Way, heads and tokens, measured with present layers.
 CASES = [
     ("ours-dense", 16, 4096), ("ours-dense", 16, 8192), ("dense", 128, 12288), ("dense", 64, 8192),
     ("dense", 16, 8192), ("dense", 16, 32768), ("sparse", 128, 12288), ("masked", 128, 12288),
@@ -66,7 +66,7 @@ CASES = [
     ("dense", 16, 131072), ("recomputed", 16, 131072), ("ours", 128, 4096), ("ours", 128, 8192),
     ("all-queries", 128, 8192), ("frozen", 128, 8192),
 ]  # fmt: skip
-#: Measured before index queries were made again in the backward. To be measured again.
+#: Measured before the backward recomputed index queries. To be measured again.
 LESS_NOW = [("sparse", 64, 8192)]
 
 
@@ -98,7 +98,7 @@ def test_planned_is_measured(way, heads, tokens):
 )  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark's layer is for a CPU here")
 def test_few_heads_take_the_memory_of_dense_attention(way, tokens, most):
-    """With 16 heads, as a plan has it: what the indexer's 64 heads make does not exist at once."""
+    """With 16 heads, tensors of the indexer's 64 heads must not coexist."""
     pytest.importorskip("tilelang", reason="tilelang is not installed")
     process.stop()
     dense = planned_mib("dense", 16, tokens, 256)

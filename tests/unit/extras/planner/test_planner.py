@@ -1,4 +1,4 @@
-"""Plans of jobs: memory as real modules take it, schedules, checks, the command."""
+"""Plans of jobs: memory like real modules, schedules, checks, the command."""
 
 import contextlib
 import os
@@ -28,13 +28,13 @@ from tests.plans import BF16, CPU, EXPERTS, HYBRID, command, forget_layouts, onl
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_groups():
-    """Plans have process groups of their own."""
+    """Plans need their own process groups."""
     host.stop()
 
 
 @pytest.fixture(autouse=True)
 def no_layouts_yet():
-    """Tables of layouts are made once per process: another test's would not be counted."""
+    """Layout tables are cached per process, and would not be counted again."""
     forget_layouts()
 
 
@@ -80,7 +80,6 @@ CASES = {
 
 
 def test_fp8_is_planned_as_bf16(monkeypatch):
-    """With the layers of transformer-engine, which a plan does not build."""
     engine = BF16 | {"--transformer-impl": "transformer_engine"}
     fp8 = {
         "--fp8-format": "e4m3", "--fp8-recipe": "blockwise", "--fp8-param-gather": True,
@@ -91,7 +90,7 @@ def test_fp8_is_planned_as_bf16(monkeypatch):
     same = {"--use-distributed-optimizer": True, "--dsa-indexer-n-heads": 8}
     expected, found = plan(engine | same), plan(engine | fp8)
     assert found.config.fp8 == "e4m3" and found.config.dsa.fp8_indexer
-    # The first plan of a process makes tables that the second one finds.
+    # The first plan of a process builds tables that the second one finds.
     for size in ("weights", "gradients", "optimizer", "activations", "step"):
         got, wanted = (getattr(each.stages[0].memory, size) for each in (found, expected))
         assert got == pytest.approx(wanted, rel=1e-5), size
@@ -99,7 +98,7 @@ def test_fp8_is_planned_as_bf16(monkeypatch):
 
 
 def test_a_storage_that_is_emptied_counts_no_more():
-    """As Megatron does with what it will compute again."""
+    """Megatron empties storages that it recomputes."""
     with MemoryTracker() as tracker:
         x = torch.empty(1000, device="meta")
         before = tracker.restart()
@@ -113,7 +112,7 @@ def test_a_storage_that_is_emptied_counts_no_more():
 
 
 class Term(torch.autograd.Function):
-    """Has a gradient that is a new tensor, which ``seen`` is called with."""
+    """Its gradient is a new tensor, passed to ``seen``."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -143,13 +142,13 @@ def terms(x, count, seen=lambda _: None):
     return sum(Term.apply(x, seen) for _ in range(count))
 
 
-#: What is differentiated, and the tensors that its backward holds at once.
+#: Differentiated function, and tensors that its backward holds at once.
 SUMS = {
     "one term": (lambda x, kept: terms(x, 1), 1),
     "two terms": (lambda x, kept: terms(x, 2), 2),
     "three terms": (lambda x, kept: terms(x, 3), 2),
     "two terms that stay": (lambda x, kept: terms(x, 2, kept.append), 3),
-    # The first sum is a new tensor, the second is written to it.
+    # The first sum is a new tensor, the second is accumulated into it.
     "three terms that stay": (lambda x, kept: terms(x, 3, kept.append), 4),
     "a node in Python": (lambda x, kept: OwnSum.apply(x), 3),
 }
@@ -157,7 +156,7 @@ SUMS = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_gradients(name):
-    """Autograd writes a sum to a term that nothing else refers to; a node's own sum is new."""
+    """Autograd accumulates into a term without other references; a node's own sum is new."""
     differentiate, expected = SUMS[name]
     x = torch.zeros(1000, device="meta", requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
@@ -169,7 +168,6 @@ def test_sums_of_gradients(name):
 
 
 def test_autograd_writes_sums_to_terms():
-    """But not under a dispatch mode, such as the tracker is."""
     for mode, is_written in ((contextlib.nullcontext(), True), (MemoryTracker(), False)):
         x, places = torch.zeros(1000, requires_grad=True), []
         loss = terms(x, 2, lambda term, places=places: places.append(term.data_ptr()))
@@ -182,7 +180,7 @@ def test_autograd_writes_sums_to_terms():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, real modules take other kernels")
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_is_what_real_modules_keep(name, monkeypatch):
-    # Wide enough that what a layer keeps outweighs tables and masks.
+    # Wide enough that saved tensors outweigh tables and masks.
     changes = {"--seq-length": 192, "--max-position-embeddings": 192, "--dsa-workspace-mib": 1}
     changes |= CASES[name]
     expected = only_chunk(plan(changes, gpu=CPU))
@@ -200,7 +198,7 @@ def test_what_is_kept_is_what_real_modules_keep(name, monkeypatch):
     assert expected.kept == pytest.approx(real.kept, rel=0.02)
     for layer, real_layer in zip(expected.layers, real.layers, strict=True):
         assert layer.kept == pytest.approx(real_layer.kept, rel=0.03), layer
-    # Stand-ins take the whole workspace, torch's implementations what fits.
+    # Fakes of kernels take the whole workspace, torch's implementations only what they need.
     workspace = 2**20
     assert real.forward_peak - 0.02 * real.kept <= expected.forward_peak
     assert expected.forward_peak <= real.forward_peak + workspace
@@ -234,7 +232,7 @@ TENSOR = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
 
 @pytest.mark.parametrize("attention", ["sparse", "masked"])
 def test_exchanged_bytes_are_those_of_the_documented_formula(attention):
-    # docs/guide/parallelism.md, with the widths of the tiny model.
+    # docs/guide/parallelism.md, with the tiny model's widths.
     changes = {"--context-parallel-size": 2, "--dsa-selected-attention": attention}
     one = plan(BF16 | changes | {"--global-batch-size": 2}, world=2)
     assert one.attention.masked == (attention == "masked")
@@ -271,23 +269,23 @@ def test_experts_are_divided_and_their_tokens_travel():
     changes = BF16 | EXPERTS | {"--expert-model-parallel-size": 4}
     alone, sharding = plan(BF16 | EXPERTS, world=4), plan(changes, world=4)
     assert sharding.stages[0].memory.weights < alone.stages[0].memory.weights
-    # Out and back, forward and backward: hidden states (64) of two experts each, 3 / 4 elsewhere;
+    # There and back, forward and backward: hidden states (64) of two experts each, 3 / 4 remote;
     # and their probabilities (fp32).
     hidden = 2 * 96 * 2 * 64 * 2 * 3 // 4
     assert sharding.stages[0].received["expert"] == pytest.approx(4 * hidden, rel=0.05)
 
 
 def test_a_machine_with_transformer_engine_plans_alike(monkeypatch):
-    """Its routers multiply on a GPU only, and it lets gradients be accumulated fused."""
+    """Its routers need a GPU, and it fuses gradient accumulation."""
     from megatron.core.transformer.moe import moe_utils
 
-    # Not --transformer-impl local, nor what follows from it.
+    # Without --transformer-impl local and its consequences.
     job = {name: value for name, value in (BF16 | EXPERTS).items() if "impl" not in name}
     job |= {"--moe-router-dtype": "fp32", "--no-gradient-accumulation-fusion": None}
     expected = plan(job)
     presets = "megatron_dsa.training.preset_flags.why_not_transformer_engine"
     monkeypatch.setattr(presets, lambda has_gpu: None)
-    monkeypatch.setattr(backends, "_te_backend", lambda: None)  # asked whether it can be imported
+    monkeypatch.setattr(backends, "_te_backend", lambda: None)  # queried for importability
     monkeypatch.setattr(moe_utils, "te_general_gemm", mock.Mock(side_effect=RuntimeError("no GPU")))
     found = plan(job)
     assert found.stages[0].memory == expected.stages[0].memory
@@ -312,7 +310,7 @@ NORMS = {"--recompute-granularity": "selective", "--recompute-modules": "core_at
     ids=["norms recomputed", "precision of linears", "norms around one", "tokens padded"],
 )  # fmt: skip
 def test_what_transformer_engine_alone_can_is_planned(flags, same, tmp_path, monkeypatch):
-    """Local layers, which stand for its layers in a plan, refuse these flags."""
+    """A plan's local layers would reject these flags."""
     from megatron.core.transformer import transformer_config
 
     (tmp_path / "precision.yaml").write_text("configs: {}\nmatchers: {}\n")
@@ -351,7 +349,7 @@ def test_what_a_plan_cannot_build_of_transformer_engine_is_named(flags, message,
 
 
 def test_routers_are_planned_unfused(monkeypatch):
-    """transformer-engine's kernel needs a GPU; without it the job would not start."""
+    """transformer-engine's router kernel needs a GPU."""
     from megatron.core.transformer.moe import moe_utils
 
     job = BF16 | EXPERTS
@@ -368,21 +366,20 @@ def test_routers_are_planned_unfused(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "size"),
     [
-        ({}, 2 + 4 + 4),  # 16 bits that the weight lacks, and moments
+        ({}, 2 + 4 + 4),  # 16 bits missing in the weight, and moments
         ({"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}, 2 + 2 + 2),
         ({"--main-params-dtype": "fp16"}, 2 + 4 + 4),
-        ({"--fp8-recipe": "blockwise"}, 4 + 4 + 4),  # Megatron keeps them
+        ({"--fp8-recipe": "blockwise"}, 4 + 4 + 4),  # kept by Megatron
     ],
 )
 def test_states_of_the_precision_aware_optimizer(flags, size, monkeypatch):
-    """transformer-engine's, which Megatron looks for when the job starts, not the plan."""
+    """transformer-engine's, required at the job's start, not by the plan."""
     job = BF16 | {"--use-precision-aware-optimizer": True, "--use-distributed-optimizer": True}
     memory = plan(job | flags).stages[0].memory
     assert memory.optimizer == memory.weights // 2 * size
 
 
 def test_tables_of_hash_routing_are_buffers():
-    """4 bytes per token id and expert, without gradients."""
     learned, hashed = (plan(c) for c in (HASH | {"--moe-hash-layers": None}, HASH))
     before, after = (p.stages[0].memory for p in (learned, hashed))
     assert after.weights - before.weights == 264 * 2 * 4
@@ -404,8 +401,8 @@ def test_microbatches_in_flight(virtual):
     for rank, stage in enumerate(stages_of_plan):
         extra = max(max(c.forward_peak, c.backward_peak) - c.kept for c in stage.chunks)
         if virtual:
-            # (4 - 1 - rank) * 2 in the warm-up, all microbatches of a group in the first chunk,
-            # and one that is under way; the chunks keep about the same.
+            # (4 - 1 - rank) * 2 in the warm-up, all microbatches of a group in the first chunk, and
+            # one in progress; chunks keep about the same.
             flying = 2 * (3 - rank) + 4 + 1
             assert len(stage.chunks) == 2
         else:
@@ -417,7 +414,6 @@ def test_microbatches_in_flight(virtual):
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_what_stages_exchange(streams):
-    """Streams between layers; what the main head has read and made; and outputs of all heads."""
     changes = BF16 | {"--num-layers": 2, "--mtp-num-layers": 2, "--hc-mult": streams}
     changes |= {"--pipeline-model-parallel-size": 4}
     changes |= {"--pipeline-model-parallel-layout": "Et|t|mm|L"}
@@ -517,7 +513,7 @@ def test_nothing_is_left_behind(monkeypatch):
         MTPLossLoggingHelper,
     )
 
-    # As a model that was trained in this process leaves them.
+    # As after a training in this process.
     logged = {"loss_values": torch.ones(1)}
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", logged)
     monkeypatch.setattr(get_moe_metrics_tracker(), "_metrics", {"load_balancing_loss": None})
@@ -541,12 +537,10 @@ def test_nothing_is_left_behind(monkeypatch):
 
 
 def test_flags_of_weights_are_no_part_of_a_plan():
-    """It reads no files; the job that starts from them may leave features out."""
     assert plan(BF16 | {"--dsa-load-hf": "nowhere", "--dsa-hf-without": "hash-routing"}).stages
 
 
 def test_a_model_of_this_process_keeps_its_log(monkeypatch):
-    """Of fewer layers than the plan's; as after a training in the same process."""
     sums = torch.zeros(1, len(NAMES))
     monkeypatch.setattr(IndexerLog._state, "sums", sums)
     plan(BF16)
@@ -554,7 +548,7 @@ def test_a_model_of_this_process_keeps_its_log(monkeypatch):
 
 
 def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, caplog):
-    """Its probes may have answered without the GPU, for a call that is the same."""
+    """Its fakes may have chosen without the GPU for an equal call."""
     asked = []
     add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.on_meta()))
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
@@ -569,7 +563,7 @@ def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, 
 
 
 def test_a_job_with_cuda_graphs_is_planned_uncaptured():
-    """Megatron's managers of graphs would need a GPU to be built."""
+    """Megatron's graph managers need a GPU."""
     captured, plain = plan(BF16 | {"--cuda-graph-impl": "local"}), plan(BF16)
     assert captured.stages[0].memory == plain.stages[0].memory
     assert [remark for remark in captured.remarks if "CUDA graphs" in remark]

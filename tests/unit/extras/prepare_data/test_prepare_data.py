@@ -1,4 +1,6 @@
-"""Data sets of ``prepare-data``: tokens against transformers, refusals, kills and resumes."""
+"""Data sets of ``prepare-data``: tokens compared with transformers, rejected input, kills and
+resumes.
+"""
 
 import gzip
 import json
@@ -27,7 +29,7 @@ from tests.cases.tokenizers import END, write_tokenizer
 from tests.helpers import no_room
 
 ROOT = Path(__file__).resolve().parents[4]
-#: Ends of lines that JSON escapes, blanks, several scripts, what looks like a special token.
+#: Line ends that JSON escapes, blanks, several scripts, text like a special token.
 TEXTS = [
     "one\r\ntwo\rthree\n", "  blanks  \t", "déjà vu: ÷ ∑ 深度 🙂", f"{END} in a text", "\u2028",
     *(text[:3000] for text in python_documentation()[:40]),
@@ -116,7 +118,7 @@ def test_tokens_are_those_of_transformers(kind, workers, shard_mb, tokenizer, tm
 
 
 def test_ids_of_the_training(tokenizer, tmp_path):
-    """Megatron builds its tokenizer from the flags that the summary prints."""
+    """Megatron builds its tokenizer from the printed flags."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     from tests.functional.launch import TINY, command_line
@@ -132,7 +134,7 @@ def test_ids_of_the_training(tokenizer, tmp_path):
 
 
 def test_another_tokenizer_has_another_identity(tokenizer, tmp_path):
-    """By which finished shards are kept."""
+    """The identity decides which finished shards are kept."""
     same, other = tmp_path / "same", tmp_path / "other"
     shutil.copytree(tokenizer, same)
     shutil.copytree(tokenizer, other)
@@ -148,10 +150,9 @@ def test_another_tokenizer_has_another_identity(tokenizer, tmp_path):
 
 
 def test_large_vocabularies_take_four_bytes():
-    """Megatron's rule."""
     assert replace(byte_tokens(), vocabulary=65500).document("a").dtype == numpy.int32
     narrow = replace(byte_tokens(), encode=lambda text: [65536])
-    with pytest.raises(OverflowError):  # an id above the vocabulary is not wrapped
+    with pytest.raises(OverflowError):  # an id above the vocabulary must not wrap
         narrow.document("a")
 
 
@@ -284,7 +285,6 @@ def test_tokenizers_that_do_not_do(tokenizer, tmp_path):
 
 
 def test_files_of_a_data_set_are_replaced_whole(tmp_path):
-    """A link is not followed, and a failure leaves the files that were there."""
     target, prefix, text = tmp_path / "target", tmp_path / "data", tmp_path / "text"
     target.write_text("kept")
     text.write_text("text" * 1000)
@@ -308,7 +308,7 @@ def test_files_of_a_data_set_are_replaced_whole(tmp_path):
 
 @pytest.fixture
 def lines(tmp_path):
-    """A file of JSON lines that is tokenised in a few seconds, and its data set."""
+    """Return a file of JSON lines that takes a few seconds, and its data set."""
     path = tmp_path / "data.jsonl"
     path.write_bytes(json_lines(python_documentation() * 6))
     return path
@@ -319,7 +319,6 @@ def shards_of(prefix):
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(lines, tokenizer, tmp_path, capsys):
-    """The parent is killed; its workers end by themselves."""
     flags = {"tokenizer": tokenizer, "append_eod": True, "shard_mb": 0.1, "workers": 2}
     prepare(tmp_path / "whole", lines, **flags)
     prefix = tmp_path / "killed"
@@ -383,14 +382,13 @@ def test_a_stop_while_results_are_moved(shard_mb, moved, lines, tmp_path, monkey
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", stop)
         prepare(prefix, lines, shard_mb=shard_mb)
-    assert not Path(f"{prefix}.idx").exists()  # no half data set that could be trained on
+    assert not Path(f"{prefix}.idx").exists()  # no trainable half data set
     prepare(prefix, lines, shard_mb=shard_mb)
     assert contents(prefix) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("change", ["input", "key", "tokenizer", "cut off"])
 def test_shards_of_another_command_are_not_kept(change, lines, tmp_path, monkeypatch, capsys):
-    """Nor what a machine that went down cut off."""
     prefix, flags = tmp_path / "data", {"shard_mb": 0.3}
     lines.write_bytes(json_lines(["a" * 1000] * 500, body="b"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -423,8 +421,6 @@ def _interrupt(*_):
 
 
 def test_a_worker_that_is_killed(lines, tmp_path):
-    """As by the kernel where memory runs out."""
-
     def encode(text):
         if text.startswith("killer"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -473,7 +469,7 @@ def test_files_of_others_stay_in_the_folder_of_shards(tmp_path):
 
 @pytest.mark.parametrize("ending", [".json", ".bin", ".idx"])
 def test_a_shard_that_is_cut_off_is_done_again(ending, tmp_path):
-    """As a machine leaves it that loses its power."""
+    """Like after a loss of power."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(["one", "two"]))
     workspace = Workspace(str(tmp_path / "data"), byte_tokens(), "text")

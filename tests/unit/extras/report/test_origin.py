@@ -18,13 +18,13 @@ from megatron_dsa.extras.report.events import RunLog, read_run
 from megatron_dsa.training import provenance
 from tests.cases.chromium import WIDTHS, opened, windows
 
-#: Seconds since 1970 of 2026-01-02 03:04:05 UTC.
+#: Unix time of 2026-01-02 03:04:05 UTC.
 BEGUN = 1767323045
 ROOT = Path(__file__).resolve().parents[4]
 
 
 def write_run(folder):
-    """A run that was started twice: 100 s, then 65 s half an hour later."""
+    """Write a run of two starts: 100 s, then 65 s half an hour later."""
     arguments = {
         "seq_length": 100, "save": str(folder / "check points"), "dsa_stage": "dense",
         "data_path": ["0.3", "data/a", "0.7", "data/b"], "dsa_machine": "8 x NVIDIA H200",
@@ -67,7 +67,7 @@ def test_files_of_a_run(tmp_path):
 
 
 def test_what_the_entry_point_writes(monkeypatch):
-    """Alike on all ranks, as Megatron wants arguments; the commit is this clone's."""
+    """Equal on all ranks, as Megatron requires of arguments."""
     args = argparse.Namespace(tensorboard_dir=None, wandb_project="")
     provenance.record_provenance(args)
     assert not hasattr(args, provenance.MACHINE)
@@ -89,7 +89,6 @@ def test_what_the_entry_point_writes(monkeypatch):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_page_in_a_browser(width, tmp_path):
-    """No message on the console, nothing wider than the window, and every link leads somewhere."""
     write_run(tmp_path)
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "events"), "--output", str(page)]) == 0

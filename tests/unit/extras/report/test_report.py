@@ -1,4 +1,4 @@
-"""The command report, on event files that are written here."""
+"""The command report, on event files written here."""
 
 import html
 import html.parser
@@ -28,7 +28,7 @@ LAYERS = (2, 3, 10)
 
 
 def write_session(folder, steps, *, arguments=(), loss=0.0, calls=1):
-    """What one process of a sparse run writes."""
+    """Write one process's events of a sparse run."""
     with SummaryWriter(str(folder)) as writer:
         for name, value in dict(arguments).items():
             writer.add_text(name, str(value), global_step=steps[0] - 1)
@@ -58,7 +58,7 @@ def write_session(folder, steps, *, arguments=(), loss=0.0, calls=1):
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
-    """Folders of a dense and a sparse run; the sparse one was resumed from an older step."""
+    """Write folders of a dense and a sparse run, resumed from an earlier step."""
     folder = tmp_path_factory.mktemp("logs")
     arguments = {"num_layers": 10, "hidden_size": 64, "num_attention_heads": 4, "bf16": True}
     arguments |= {"seq_length": 100, "csa_compress_ratios": None, "dsa_indexer_topk": 16}
@@ -95,7 +95,7 @@ def test_a_run_may_lie_in_the_folder_of_another(tmp_path):
 
 
 def test_a_resumed_run_is_one_run(runs):
-    """The later value of a step counts, and counters that began anew are added up."""
+    """A repeated step's later value must count, and reset counters must be added."""
     sparse = runs[1]
     losses = dict(sparse.scalars["lm loss"])
     assert list(losses) == list(range(1, 13))
@@ -106,7 +106,7 @@ def test_a_resumed_run_is_one_run(runs):
 
 
 def test_no_value_of_a_long_run_is_left_out(tmp_path):
-    """TensorBoard's reader keeps a random sample of long series by default."""
+    """TensorBoard's reader subsamples long series by default."""
     with SummaryWriter(str(tmp_path)) as writer:
         for step in range(10_050):
             writer.add_scalar("lm loss", step, step)
@@ -152,7 +152,6 @@ def test_the_first_tenth_of_the_losses_does_not_scale_the_chart(every):
 
 
 def test_a_run_that_becomes_nan_is_reported_as_nan():
-    """Wherever it stands; the chart shows the losses before."""
     for place in range(10, 20):
         losses = [(step, math.nan if step == place else 2.0 + step) for step in range(20)]
         run = RunLog("run", {"lm loss": losses}, {}, {})
@@ -165,7 +164,6 @@ def test_a_run_that_becomes_nan_is_reported_as_nan():
 
 
 def test_smoothed_lines_follow_their_series():
-    """Exponential means, from the first value on; a NaN is left out."""
     series = [(step, float(step % 2)) for step in range(400)]
     series[10] = (10, math.nan)
     means = dict(smoothed(series))
@@ -215,7 +213,6 @@ class Page(html.parser.HTMLParser):
 
 
 def test_page_needs_nothing_else(logs, tmp_path, capsys):
-    """No scripts, nothing to fetch, foreign text escaped, charts with colours of the page."""
     target = tmp_path / "report.html"
     shutil.copytree(logs, tmp_path / "logs")
     command = ["report", str(tmp_path / "logs"), "--output", str(target), "--title", "a < b"]
@@ -255,7 +252,6 @@ def test_no_axis_prints_a_formula(runs):
 
 
 def test_a_short_range_of_a_logarithmic_axis_prints_no_formula():
-    """Between two powers of ten the ticks in between have labels."""
     series = {"dsa/indexer-loss/layer-1": [(1, 2.1e-3), (2, 4.2e-3)]}
     (panel,) = (panel for panel in PANELS if panel.title == "Indexer loss")
     svg = draw_svg(panel, [RunLog("run", series, {}, {})])
@@ -264,7 +260,6 @@ def test_a_short_range_of_a_logarithmic_axis_prints_no_formula():
 
 @pytest.mark.parametrize("name", ["$\\frac{$", "a\nb", "name"])
 def test_names_and_texts_that_are_no_markup(name, tmp_path):
-    """Formulas in names; texts of event files and titles that are not UTF-8."""
     from torch.utils.tensorboard import summary
 
     folder = tmp_path / "events"
@@ -300,7 +295,7 @@ def test_picture(logs, tmp_path):
     assert main(["report", str(logs), "--output", str(target)]) == 0
     picture = image.imread(target)
     assert picture.shape[1] == 1560
-    # Something is drawn in every one of its parts.
+    # Every part must be drawn.
     for part in (picture[:, :520], picture[:, 520:1040], picture[:, 1040:]):
         assert part[..., :3].std() > 0.02
     assert not pyplot.get_fignums()

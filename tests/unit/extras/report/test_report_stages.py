@@ -1,4 +1,4 @@
-"""Reports of runs that were resumed or went through several stages: time, speed, what is marked."""
+"""Reports of resumed or staged runs: time, speed, marks."""
 
 import itertools
 
@@ -24,7 +24,7 @@ PANEL = {panel.title: panel for panel in PANELS}
 
 
 def write_stage(folder, stage, loaded, times, operations=()):
-    """What one process of a staged run writes of its time."""
+    """Write one process's times of a staged run."""
     with SummaryWriter(str(folder)) as writer:
         writer.add_text("dsa_stage", stage, global_step=loaded)
         for step, seconds in enumerate(times, loaded + 1):
@@ -45,7 +45,7 @@ def test_shares_are_of_the_steps_of_the_last_stage(tmp_path, before):
 
 
 def test_operations_that_take_turns_do_not_exceed_the_step():
-    """Medians of each would: 0.5 + 0.5 + 0.5 of a step that they fill."""
+    """Medians would: 0.5 + 0.5 + 0.5 of the step."""
     turns = {"indexer_topk": (1, 1, 0), "indexer_scores": (0, 1, 1), "dense_attention": (1, 0, 1)}
     scalars = {"iteration-time": [(step, 1.0) for step in range(1, 25)]}
     for name, turn in turns.items():
@@ -61,9 +61,9 @@ def test_operations_longer_than_the_step_leave_a_negative_rest():
 
 
 def test_only_compilation_is_left_out_of_speed(tmp_path):
-    """Stalls are drawn; a start is logged by itself, and its time again with the next interval."""
+    """Stalls are drawn; a start is logged alone, and included in the next interval."""
     with SummaryWriter(str(tmp_path)) as writer:
-        for start, end in ((0, 60), (40, 100)):  # resumed from an older step
+        for start, end in ((0, 60), (40, 100)):  # resumed from an earlier step
             writer.add_text("seq_length", "100", global_step=start)
             for step in range(start + 10, end + 1, 10):
                 value = {start + 10: 2.0, 70: 3.0}.get(step, 300.0)
@@ -88,7 +88,7 @@ def test_of_unknown_starts_only_the_first_point_is_left_out():
 
 
 def test_starts_that_were_written_over_do_not_count(tmp_path):
-    """Failed at once twice, then resumed from an older checkpoint; the last one has no step yet."""
+    """Failed twice at once, then resumed; the last one has no step yet."""
     for loaded, stage in ((0, "dense"), (20, "warmup"), (20, "sparse"), (10, "warmup"), (30, "x")):
         write_stage(tmp_path, stage, loaded, [1.0] * (30 - loaded))
     run = read_run("run", tmp_path)

@@ -10,7 +10,6 @@ from megatron_dsa.extras.rl.agreement import log_prob_gap
 
 
 def test_log_prob_gap_estimates_the_divergence():
-    """Samples of one distribution, seen by another: both estimates near KL(rollout || training)."""
     generator = torch.Generator().manual_seed(0)
     rollout = torch.randn(50, generator=generator).double().log_softmax(0)
     training = (rollout + 0.3 * torch.randn(50, generator=generator)).log_softmax(0)

@@ -1,4 +1,4 @@
-"""Given selections: capture and replay to the last bit, refusals."""
+"""Given selections: exact capture and replay, rejected indices."""
 
 import os
 
@@ -17,11 +17,9 @@ from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks
 
-# Capture and replay
-
 
 def step(model, seeds):
-    """Two microbatches in flight: both forwards, then the backwards in their order."""
+    """Run two microbatches in flight: both forwards, then the backwards in order."""
     model.zero_grad()
     losses = [forward(model, seed) for seed in seeds]
     for loss in losses:
@@ -39,7 +37,6 @@ def equal(one, other):
 @pytest.mark.parametrize("recompute", [{}, full(1), full(2), CORE], ids=["", "1", "2", "core"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_was_captured_replays_to_the_last_bit(kind, recompute):
-    """Also when layers run again in the backward, with two microbatches in flight."""
     config, arguments, changes = MODELS[kind]
     model = gpt(config(*arguments, **changes, **recompute))
     capture = IndexCapture()
@@ -65,9 +62,8 @@ def test_what_was_captured_replays_to_the_last_bit(kind, recompute):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("coefficient", [0.7, 0.0])
 def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, monkeypatch):
-    """Other keys than the indexer's: as if the indexer had selected them, microbatch by microbatch.
-
-    Without a loss the indexer does not even run.
+    """Given keys must act like the indexer's selection, microbatch by microbatch; without a loss
+    the indexer must not run.
     """
     from megatron_dsa.layers.core import CoreAttention
 
@@ -90,7 +86,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
     assert bool(runs) == bool(coefficient)
     assert not replayed[0][0].equal(selected[0][0]) and len(own.microbatches) == 2
 
-    # Every layer's calls come in the order of microbatches, in forward and recomputed passes.
+    # Every layer's calls are in microbatch order, in forward and recomputed passes.
     calls, current = {}, []
 
     def instead(core, inputs, layout, ranks, compressed=None):
@@ -137,7 +133,7 @@ def gradients(module, x, packing=None):
 
 
 def test_chunks_of_an_interleaved_schedule():
-    """All microbatches run through one chunk before the next; every layer has its own queue."""
+    """Every layer needs its own queue: all microbatches pass one chunk before the next."""
     config = small_config(**CORE)
     chunks = [attention_module(config, layer_number=n, seed=n).train() for n in (1, 2)]
     inputs = [hidden_like(chunks[0], 64), hidden_like(chunks[0], 64).detach().flip(0)]
@@ -240,7 +236,7 @@ def replay_keys_that_are_not_seen():
 
 
 def test_indices_that_break_a_rule_are_refused():
-    """On a GPU by an assertion there, without waiting for it; no kernel runs after one."""
+    """On a GPU by an assertion, without synchronisation; no kernel may run after it."""
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"indices\[1\]: one of these"):
             replay_keys_that_are_not_seen()
@@ -296,7 +292,6 @@ def test_layers_of_multi_token_prediction_select_for_themselves():
 
 @pytest.mark.gpu
 def test_no_host_synchronisation():
-    """Captured, then replayed from the host."""
     module = attention_module(small_config(dtype=torch.bfloat16)).train()
     x = hidden_like(module, 96, 2)
     with IndexCapture().on(module) as first:

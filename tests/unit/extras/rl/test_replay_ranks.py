@@ -1,4 +1,4 @@
-"""Capture and replay on tensor- and context-parallel ranks: to the last bit, and the same keys."""
+"""Capture and replay on tensor- and context-parallel ranks: exact, with the same keys."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.cases.layers import case
 from tests.helpers import deterministic
 from tests.ranks import build, spawn
 
-#: Ranks -> (layer, rows, mode).
+#: Ranks -> (layer, batch, mode).
 CASES = {
     (1, 2): [
         ("DSA", "packed", "zigzag"),
@@ -32,7 +32,7 @@ CASES = {
 
 
 def step(module, x, packing):
-    """Output and every gradient; x is a leaf."""
+    """Return output and every gradient; x is a leaf."""
     module.zero_grad()
     x.grad = None
     out, _ = module(x, None, packed_seq_params=packing)
@@ -45,7 +45,7 @@ def equal(one, other):
 
 
 def _run_case(given, tp, cp):
-    """On a GPU, torch adds gradients up in the same order every time in its deterministic mode."""
+    """Run a case, on a GPU in torch's deterministic mode for equal sums of gradients."""
     with deterministic():
         return _replayed(given, tp, cp)
 
@@ -78,7 +78,6 @@ def _replayed(given, tp, cp):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one rank selects, by case."""
     from megatron_dsa.extras.rl.replay import IndexCapture
 
     def positions(layer, rows, mode):
@@ -92,7 +91,6 @@ def alone():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, alone):
-    """Results of every rank, by grid and case."""
     found = {}
     for (tp, cp), names in CASES.items():
         folder = tmp_path_factory.mktemp("replay")
@@ -127,12 +125,12 @@ def test_replay_with_nccl(tp, cp, alone, tmp_path):
 
 
 def check(name, ranks, tp, cp, alone):
-    """Check what every rank found, beside what one rank selects."""
+    """Check every rank's results against one rank's selections."""
     one = case(*name)
     for index, rank in enumerate(ranks):
-        assert all(rank["repeated"])  # otherwise the following would prove nothing
+        assert all(rank["repeated"])  # otherwise the rest would prove nothing
         assert all(rank["replayed"]) and all(rank["replayed of all"])
-        assert rank["selected"] == (False, True)  # in the replays, in the step after them
+        assert rank["selected"] == (False, True)  # in the replays, in the following step
         place = torch.tensor(one.global_positions(cp)[index // tp])
         own = place.chunk(tp)[index % tp]
         rows = place if len(rank["positions"]) == len(place) * one.batch else own

@@ -1,4 +1,4 @@
-"""Records as SGLang and vLLM write them, replayed and compared; the writers here are our own."""
+"""Records of SGLang and vLLM, replayed and compared; written here."""
 
 import base64
 import io
@@ -27,14 +27,14 @@ FIELD = "indexer_topk"
 
 
 def sglang_json(values, field=FIELD, dtype=None):
-    """The JSON of ``/generate``: raw numbers in base64; ``values [tokens, layers, K]``."""
+    """Return the JSON of ``/generate``: raw numbers in base64; ``values [tokens, layers, K]``."""
     data = np.ascontiguousarray(values, dtype or np.int32)
     meta = {field: base64.b64encode(data.tobytes()).decode(), "prompt_tokens": 3}
     return {"text": "", "meta_info": meta | ({f"{field}_dtype": dtype} if dtype else {})}
 
 
 def vllm_json(values, field=FIELD, dtype=np.int32):
-    """A choice of ``/v1/completions``: the bytes of a ``.npy`` file in base64."""
+    """Return a choice of ``/v1/completions``: a ``.npy`` file in base64."""
     file = io.BytesIO()
     np.save(file, np.asarray(values, dtype))
     return {"index": 0, "text": "", field: base64.b64encode(file.getvalue()).decode()}
@@ -53,8 +53,9 @@ def logits(model, seed):
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_whole_loop(kind, engine):
-    """Record, write as the engine does, read, compare, replay: outputs to the last bit, but for
-    the last token, which the engine did not run."""
+    """Record, write like the engine, read, compare, replay: exact, except for the last token, which
+    the engine did not run.
+    """
     model = model_of(kind).eval()
     capture = IndexCapture()
     with torch.no_grad(), capture.on(model):
@@ -62,7 +63,7 @@ def test_the_whole_loop(kind, engine):
     (captured,) = capture.microbatches
     count, columns = record_layers(model.config, engine)
     assert sorted(columns) == SELECTING[kind]
-    # What other columns hold is not read.
+    # Other columns are not read.
     values = np.full((63, count, model.config.dsa_indexer_topk), 10_000)
     for layer, column in columns.items():
         values[:, column] = captured[layer][:63]
@@ -91,7 +92,7 @@ def test_the_whole_loop(kind, engine):
 
 
 def record(length, layers=2, width=3, first=0):
-    """A record whose entries tell sequence, token and layer."""
+    """Return a record whose entries encode sequence, token and layer."""
     values = torch.arange(length)[:, None, None] * 100 + torch.arange(layers)[:, None] * 10
     return EngineRecord((values + torch.arange(width) + first).int())
 
@@ -120,7 +121,6 @@ def test_the_last_token_of_compressed_keys():
 
 @pytest.mark.parametrize("dtype", ["int32", "uint16", "uint8"])
 def test_routed_experts(dtype):
-    """SGLang names the dtype; Megatron's router gathers scores by what comes out."""
     values = np.arange(5 * 3 * 2).reshape(5, 3, 2) % 7
     one = read_sglang(sglang_json(values, "routed_experts", dtype), "routed_experts", 3, 2)
     other = read_vllm(vllm_json(values, "routed_experts", dtype), "routed_experts")
@@ -132,7 +132,6 @@ def test_routed_experts(dtype):
 
 
 def test_megatron_replays_the_experts():
-    """The list that ``RouterReplay`` takes."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     RouterReplay.clear_global_router_replay_instances()
@@ -204,7 +203,7 @@ def test_wrong_records_are_refused_by_name():
 
 
 def test_no_pickle_is_read():
-    """A record comes over the network."""
+    """Records come over the network."""
     file = io.BytesIO()
     np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigError, match=r"must be base64 of a \.npy file"):

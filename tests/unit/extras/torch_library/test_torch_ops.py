@@ -1,4 +1,6 @@
-"""Registered operations: equal to the eager calls to the bit, opcheck, compiled without a break."""
+"""Registered operations: equal to eager calls to the bit, opcheck, compiled without a graph
+break.
+"""
 
 import dataclasses
 import subprocess
@@ -25,13 +27,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.fixture(autouse=True)
 def compiling():
-    """Let ``torch.compile`` compile: Megatron on a CPU, in tests before, makes it run eagerly."""
+    """Enable ``torch.compile``, which Megatron on a CPU makes eager."""
     with torch.compiler.set_stance("default"):
         yield
 
 
 def results(function, case: Case, without: tuple[str, ...] = (), change=lambda x: x):
-    """Return what a call returns and the gradients of its leaves, those that exist."""
+    """Return a call's results and the existing gradients of its leaves."""
     leaves = {
         name: change(x.clone()).detach().requires_grad_(name not in without)
         for name, x in case.leaves.items()
@@ -64,7 +66,7 @@ def test_equal_to_the_eager_call(name, dtype):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Sums in a fixed order, without which two calls on a GPU differ in their last bits."""
+    """Fix the order of sums, for equal bits on a GPU."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -72,7 +74,7 @@ def deterministic(monkeypatch):
 
 
 def check_compiled(case: Case, change=lambda x: x) -> None:
-    """Compare with the eager call, as it is and compiled without a break."""
+    """Compare with the eager call, uncompiled and compiled without a break."""
     theirs = results(case.eager, case, change=change)
     torch._dynamo.reset()
     for function in (case.op, torch.compile(case.op, fullgraph=True, backend="aot_eager")):
@@ -98,7 +100,7 @@ def test_released_sizes(name):
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values with a gap behind each row, and dims swapped where there are three."""
+    """Return the same values with gaps in memory, and swapped dims if there are three."""
     if x.dim() == 3:
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     return torch.cat([x, x], -1)[..., : x.shape[-1]]
@@ -112,7 +114,6 @@ def test_compiled_without_a_break(name, change):
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):
-    """Every registered operation that a call and its backward run, with its arguments."""
     seen = calls_of(name)
     assert seen
     for op, arguments in seen:
@@ -124,7 +125,7 @@ def test_opcheck(name):
             opcheck(op, tuple(leaves.get(id(x), x) for x in arguments))
 
 
-#: What has a backward; others are not differentiable.
+#: Operations with a backward.
 DIFFERENTIABLE = {
     "sparse_attention", "sparse_indexer_loss", "dense_indexer_loss", "masked_attention",
     "compress", "read_streams", "read_head", "write_streams",
@@ -145,7 +146,7 @@ class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def calls_of(name: str) -> list:
-    """Return the registered operations that a case and its backward run, with arguments."""
+    """Return the registered operations of a case and its backward, with arguments."""
     case = CASES[name](torch.float32, "cpu")
     with Recorder() as calls:
         results(case.op, case)
@@ -180,7 +181,7 @@ def every_other(x: torch.Tensor) -> torch.Tensor:
 
 
 def repeated(x: torch.Tensor) -> torch.Tensor:
-    """Return the first entry for all: floats only, as lists may not name a key twice."""
+    """Repeat the first entry of floats; lists must not repeat a key."""
     return x[:1].expand(x.shape) if x.dim() and x.is_floating_point() else x
 
 
@@ -197,7 +198,7 @@ def test_fake_results_are_like_the_real_ones(name, change):
 
 
 def described(op, arguments):
-    """Return what a fake result has in common with the real one, or how the call is refused."""
+    """Return a fake result's properties, or the error of a call."""
     try:
         found = op(*arguments)
     except ConfigError as error:
@@ -275,7 +276,7 @@ def test_no_second_derivative(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_autocast_stays_outside(name):
-    """It would round in the forward what the backward, outside of it, does not."""
+    """It would round in the forward, but not in the backward."""
     case = CASES[name](torch.float32, "cpu")
     if name == "read and write":
         pytest.skip("a function of torch lies between the operations")
@@ -304,7 +305,7 @@ def test_no_tokens():
 
 
 def test_other_lengths_share_one_graph():
-    """Other numbers of tokens compile once more, with a symbolic size, and no further."""
+    """Other numbers of tokens must compile only once more, with a symbolic size."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -425,7 +426,7 @@ def test_a_loss_without_gradients_has_no_backward():
 
 
 def test_results_share_no_memory():
-    """A caller may overwrite them: the layout of one sequence is kept, with its lengths."""
+    """A caller may overwrite results: a cached layout's lengths must not be shared."""
     case = CASES["indexer_topk"](torch.float32, "cpu")
     first = case.op(**case.leaves)
     expected = [x.clone() for x in first]

@@ -1,4 +1,4 @@
-"""Absorbed attention in blocks of tokens against plain MLA in float64, and what it keeps."""
+"""Absorbed attention in blocks of tokens against plain MLA in float64, and its saved tensors."""
 
 import dataclasses
 import gc
@@ -57,7 +57,6 @@ class Call:
         return absorbed_attention(*self.leaves, self.indices, **settings)
 
     def as_double(self):
-        """The same values in float64."""
         like = {"dtype": torch.float64}
         leaves = [x.detach().to(**like).requires_grad_() for x in self.leaves]
         return Call(*leaves, self.indices, self.length, self.dout.to(**like), self.scale)
@@ -70,7 +69,7 @@ def make_call(
     tokens=37, keys=53, heads=3, own=5, rope=4, value=7, rank=11, width=9, *, device="cpu",
     dtype=torch.float64, scale=SCALE,
 ):  # fmt: skip
-    """Random leaves; lists in ascending order, two of them empty, one shortened to nothing."""
+    """Draw leaves; ascending lists, two empty, one shortened to nothing."""
     generator = torch.Generator().manual_seed(7)
     indices = torch.full((tokens, width), -1, dtype=torch.int32)
     for t in range(tokens):
@@ -92,7 +91,9 @@ def make_call(
 
 
 def plain(call):
-    """Plain MLA, not absorbed: ``out``, ``lse``, ``p_sum``; gradients of a query without keys."""
+    """Compute plain MLA, not absorbed: ``out``, ``lse``, ``p_sum``; also for queries
+    without keys.
+    """
     rank, rope = call.weights.shape[2], call.kv.shape[1] - call.weights.shape[2]
     own = call.q.shape[2] - rope
     expanded = torch.einsum("kr,hdr->khd", call.kv[:, :rank], call.weights)
@@ -110,7 +111,7 @@ def plain(call):
 
 
 def whole(call, **settings):
-    """The chain of whole-sequence tensors: absorb, attend, apply ``W_uv``."""
+    """Compute with whole-sequence tensors: absorb, attend, apply ``W_uv``."""
     rank = call.weights.shape[2]
     own = call.q.shape[2] - (call.kv.shape[1] - rank)
     absorbed = torch.einsum("tha,har->thr", call.q[..., :own], call.weights[:, :own])
@@ -122,27 +123,23 @@ def whole(call, **settings):
 
 
 def per_token(call):
-    """Bytes that a token of a block takes."""
+    """Return the bytes per token of a block."""
     return 2 * call.q.shape[1] * (call.kv.shape[1] + call.weights.shape[2]) * call.q.itemsize
 
 
 def policy(call, tokens):
-    """Blocks of at most so many tokens."""
     return Policy(workspace_bytes=tokens * per_token(call))
 
 
 @pytest.fixture
 def blocks_of(monkeypatch):
-    """``blocks_of(n)``: blocks of ``n`` tokens, whatever the GPU."""
+    """``blocks_of(n)``: blocks of ``n`` tokens on any GPU."""
 
     def use(size):
         cut = lambda tokens, *_: tuple(slices(tokens, size)) or (slice(0, 0),)  # noqa: E731
         monkeypatch.setattr(module, "token_blocks", cut)
 
     return use
-
-
-# Values and gradients
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -177,7 +174,7 @@ def test_no_tokens(recompute):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_less_exact_than_whole_tensors(dtype):
-    """Weight gradients are added up over blocks and rounded once."""
+    """Weight gradients are summed over blocks and rounded once."""
     call = make_call(90, dtype=dtype)
     exact = call.as_double()
     out = plain(exact)[0]
@@ -194,7 +191,7 @@ def test_no_less_exact_than_whole_tensors(dtype):
 
 
 def test_strided_inputs_and_gradients(blocks_of):
-    """Megatron's gradients come transposed or expanded, and queries as views."""
+    """Megatron's gradients are transposed or expanded, and its queries are views."""
     blocks_of(10)
     call = make_call()
     strided = [torch.cat([x, x], dim=-1)[..., : x.shape[-1]] for x in call.leaves]
@@ -255,7 +252,6 @@ def test_the_key_gradient_reaches_its_proxy_unrounded(block, blocks_of):
 
 
 def test_a_graph_can_be_walked_twice(blocks_of):
-    """Nothing that was saved is overwritten, and nothing is added to the gradients before."""
     blocks_of(10)
     call = make_call()
     out = call.run().out
@@ -264,11 +260,8 @@ def test_a_graph_can_be_walked_twice(blocks_of):
         assert torch.equal(one, other)
 
 
-# The indexer
-
-
 def indexer_of(tokens, record, dtype=torch.float64, device="cpu"):
-    """An indexer's leaves and its training."""
+    """Return an indexer's leaves and its training."""
     like = {"dtype": dtype, "device": device}
     inputs = IndexerInputs(
         leaf(tokens, 2, 8, seed=11, **like), leaf(tokens, 8, seed=12, **like),
@@ -281,7 +274,6 @@ def indexer_of(tokens, record, dtype=torch.float64, device="cpu"):
 @pytest.mark.parametrize("teacher_bytes", [1, 8 * 10 * 9 * 4 * 2, 2**20])
 @pytest.mark.parametrize("gives", [True, False])
 def test_the_indexer_learns_the_same_in_any_blocks(gives, teacher_bytes, blocks_of, add):
-    """By teachers of one block, of two and of all."""
     wrap = (lambda torchs: torchs) if gives else lambda f: lambda *x: (*f(*x)[:3], None)
     add("sparse_attention_backward", wrap, gives_teacher=gives)
     blocks_of(10)
@@ -301,7 +293,6 @@ def test_the_indexer_learns_the_same_in_any_blocks(gives, teacher_bytes, blocks_
 
 
 def test_an_indexer_alone_is_trained(blocks_of):
-    """A frozen main model: gradients of the indexer and of nothing else."""
     blocks_of(10)
     call = make_call(keys=37)
     trained = indexer_of(37, lambda _: None)
@@ -315,11 +306,8 @@ def test_an_indexer_alone_is_trained(blocks_of):
         assert torch.equal(x.grad, reference)
 
 
-# The gradient of the keys, added up by a backward
-
-
 def adding(torchs):
-    """A backward that adds to the sum that it is given, in an order of its own."""
+    """Return a backward that accumulates into a given sum, in its own order."""
 
     def backward(inputs, *saved):
         dq, dkv, dsink, p_sum = torchs(inputs, *saved)
@@ -343,7 +331,7 @@ def test_a_backward_may_add_up_the_key_gradient(blocks_of, add):
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 100.0])
 def test_bounds_of_sums_in_fixed_point_hold_and_are_not_far(spread, blocks_of, add):
-    """Absorbed queries and gradients of the latent output are never seen whole."""
+    """Absorbed queries and gradients of the latent output never exist whole."""
     blocks_of(10)
     call = make_call(own=32, value=24, rank=40)
     with torch.no_grad():
@@ -366,11 +354,8 @@ def test_bounds_of_sums_in_fixed_point_hold_and_are_not_far(spread, blocks_of, a
         assert most <= bound < 16 * most
 
 
-# What is kept
-
-
 def saved_by(call, **settings):
-    """Sizes of what autograd saves besides the leaves."""
+    """Return sizes of saved tensors without the leaves."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         call.run(**settings)
@@ -387,7 +372,7 @@ def test_what_is_saved(blocks_of):
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_nothing_waits_for_the_garbage_collector(trains, blocks_of, monkeypatch):
-    """A cycle would keep a layer's tensors alive in the backward of the layers before."""
+    """A cycle would keep a layer's tensors alive in earlier layers' backwards."""
     blocks_of(10)
     made = []
 
@@ -409,7 +394,7 @@ def test_nothing_waits_for_the_garbage_collector(trains, blocks_of, monkeypatch)
 
 
 def wide_call():
-    """A call in which an absorbed tensor of all tokens would be most of the memory."""
+    """Return a call whose memory an absorbed tensor of all tokens would dominate."""
     return make_call(
         2048, 64, heads=16, own=8, rope=4, value=8, rank=124, width=4, dtype=torch.float32
     )
@@ -417,11 +402,7 @@ def wide_call():
 
 @pytest.mark.parametrize("way", ["kept", "recomputed", "without gradients"])
 def test_no_wide_tensor_has_all_tokens(way):
-    """Peak of a call; torch's temporaries stay within the workspace.
-
-    On a GPU, cuBLAS takes more than all of it.
-    """
-    # An absorbed tensor of all tokens would be most of the memory.
+    # An absorbed tensor of all tokens would dominate the memory.
     call = make_call(
         2048, 64, heads=16, own=8, rope=4, value=8, rank=124, width=4, dtype=torch.float32
     )
@@ -442,11 +423,8 @@ def test_no_wide_tensor_has_all_tokens(way):
     assert peak_bytes(torch.device("cpu"), step) < limit < latents + wide
 
 
-# Blocks
-
-
 def blocks_on(monkeypatch, tokens, heads, workspace=2**28, processors=132, keys=1000, **support):
-    """Sizes of the blocks on a GPU with so many processors."""
+    """Return the sizes of blocks on a GPU with so many processors."""
     properties = SimpleNamespace(multi_processor_count=processors, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     chosen = dataclasses.replace(BACKWARD.candidates[-1].support, adds_keys=True, **support)
@@ -463,7 +441,6 @@ def blocks_on(monkeypatch, tokens, heads, workspace=2**28, processors=132, keys=
 @pytest.mark.parametrize("heads", [1, 6, 16, 64, 96, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 4096, 8192, 131072])
 def test_blocks_fill_the_gpu_with_whole_waves(tokens, heads, monkeypatch):
-    """The workspace is too small for that here, and does not count."""
     sizes = blocks_on(monkeypatch, tokens, heads, workspace=1)
     rows_at_once = max(1, min(64 // heads, 8))
     wave = 132 * rows_at_once // -(-heads // 64)
@@ -491,7 +468,7 @@ def test_blocks_of_a_cpu_follow_the_workspace_alone(monkeypatch):
 
 
 def test_few_key_gradients_of_their_own(monkeypatch):
-    """A backward that does not add to the one before makes at most 16 of them."""
+    """A backward that does not accumulate must make at most 16 of them."""
     adds = blocks_on(monkeypatch, 131072, 128, keys=131072)
     assert len(adds) > 100
     monkeypatch.undo()
@@ -501,9 +478,6 @@ def test_few_key_gradients_of_their_own(monkeypatch):
     makes = token_blocks(131072, 131072, call, Policy(), torch.device("cuda"))
     assert 12 < len(makes) <= 16
     assert len(token_blocks(131072, 131072, call, Policy(), torch.device("cuda"), False)) > 100
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -535,9 +509,6 @@ def test_heads_that_ranks_cannot_share_are_refused():
         make_call().run(group=SimpleNamespace(size=lambda: 2))
 
 
-# On a GPU, with fused kernels at the dims of the models
-
-
 def real_call(heads, tokens=300, keys=700, width=256):
     return make_call(
         tokens, keys, heads, 128, 64, 128, 512, width, device="cuda", dtype=torch.bfloat16,
@@ -555,7 +526,6 @@ OURS = Policy(
 @pytest.mark.parametrize("block", [64, 128, 300])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_fused_kernels_against_float64(heads, block, recompute, blocks_of, hopper):
-    """In blocks that do not divide the tokens: no less exact than whole tensors."""
     blocks_of(block)
     call = real_call(heads)
     exact = call.as_double()
@@ -592,7 +562,7 @@ def test_fused_kernels_train_the_indexer_in_blocks(heads, blocks_of, hopper):
 
 @pytest.fixture
 def fixed_point(monkeypatch):
-    """Key gradients as in torch's deterministic mode, in which cuBLAS wants a variable set."""
+    """Key gradients as in torch's deterministic mode, without cuBLAS's variable."""
     return lambda: monkeypatch.setattr(launch, "deterministic_mode", lambda: True)
 
 
@@ -606,12 +576,12 @@ def test_fixed_point_repeats_every_bit_over_blocks(heads, blocks_of, hopper, fix
     first, second = (call.gradients(call.run(in_order=True, policy=OURS).out) for _ in "12")
     for one, other, plain in zip(first, second, free, strict=True):
         assert torch.equal(one, other)
-        assert relative_error(one, plain) < 4e-3  # of bf16: both are rounded
+        assert relative_error(one, plain) < 4e-3  # both are rounded to bf16
 
 
 @pytest.mark.gpu
 def test_fixed_point_hides_nothing_that_is_not_finite(blocks_of, hopper, fixed_point):
-    """A key that is not finite, selected by a query of the last block: no finite gradient."""
+    """A non-finite key of the last block must give no finite gradient."""
     blocks_of(64)
     call = real_call(64)
     last = call.indices[-1, 0].long()
@@ -626,7 +596,7 @@ def test_fixed_point_hides_nothing_that_is_not_finite(blocks_of, hopper, fixed_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_host_synchronisation(recompute, blocks_of, hopper):
-    """The host runs ahead of the device: a synchronisation per layer would stall it."""
+    """The host runs ahead of the device; synchronisation per layer would stall it."""
     blocks_of(64)
     call = real_call(64)
     never_waits(
@@ -638,7 +608,6 @@ def test_no_host_synchronisation(recompute, blocks_of, hopper):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_peak_memory(heads, recompute, hopper):
-    """Narrow tensors of all tokens, the latent output unless recomputed, and one block."""
     call = real_call(heads, 16384, 16384, 64)
 
     def step():
@@ -654,7 +623,7 @@ def test_peak_memory(heads, recompute, hopper):
 
 
 def blocks_taken(heads):
-    """Bytes of a block of 16384 tokens."""
+    """Return the bytes of a block of 16384 tokens."""
     call = describe_call("cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=64)
     blocks = token_blocks(16384, 16384, call, OURS, torch.device("cuda"))
     return blocks[0].stop * heads * 2 * (576 + 512) * 2

@@ -1,4 +1,4 @@
-"""Ranks that score rows for each other: equal work, nothing needless sent, the same selection."""
+"""Ranks that score each other's tokens: equal work, minimal traffic, the same selection."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from tests.ranks import spawn
 
 CPU = torch.device("cpu")
 TOTAL = 96
-#: ``(cp, layout, sp)`` whose rows cost more on some ranks than on others.
+#: ``(cp, layout, sp)`` with unequal work per rank.
 UNEVEN = [
     (2, "contiguous", 1),
     (3, "contiguous", 1),
@@ -37,12 +37,8 @@ UNEVEN = [
 
 
 def shardings(cp, cp_layout, sp):
-    """The sharding of every rank, in order."""
     for cp_rank, sp_rank in itertools.product(range(cp), range(sp)):
         yield Sharding(cp, cp_rank, cp_layout, sp, sp_rank)
-
-
-# What is exchanged
 
 
 @pytest.mark.parametrize(("cp", "cp_layout", "sp"), UNEVEN)
@@ -55,7 +51,7 @@ def test_every_rank_scores_the_mean(cp, cp_layout, sp):
     assert size == total // (2 * cp * sp)
     work, before = [], []
     for rank, swap in enumerate(swaps):
-        # Its rows are the halves that it is said to hold, in this order.
+        # Tokens are the declared halves, in this order.
         own = (swap.given, swap.kept) if swap.kept_second else (swap.kept, swap.given)
         halves = [range(half * size, (half + 1) * size) for half in own]
         assert places[rank].tolist() == [place for half in halves for place in half]
@@ -75,7 +71,7 @@ def test_every_rank_scores_the_mean(cp, cp_layout, sp):
 
 @pytest.mark.parametrize(("cp", "cp_layout", "sp"), [u for u in UNEVEN if u[0] * u[2] <= 6])
 def test_as_many_halves_as_possible_stay(cp, cp_layout, sp):
-    """Of all ways to give pairs of equal work to ranks, none leaves more halves where they are."""
+    """No assignment of equal work may leave more halves in place."""
     swaps = [swap_of(sharding, TOTAL) for sharding in shardings(cp, cp_layout, sp)]
     ranks = cp * sp
     held = [{swap.kept, swap.given} for swap in swaps]
@@ -99,9 +95,6 @@ def test_rows_that_have_no_equal_halves():
     assert swap_of(Sharding(sp=2), 10) is None
 
 
-# When nothing is
-
-
 NOTHING = {
     "even": (Sharding(cp=2), TOTAL, None, 3),
     "one rank": (Sharding(), TOTAL, None, 3),
@@ -113,7 +106,6 @@ NOTHING = {
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_exchanged(name, monkeypatch):
-    """Then it is a call of the plain selection with the layout as it is."""
     sharding, total, lengths, topk = NOTHING[name]
     params = None if lengths is None else packed(*lengths)
     layout = layout_from_megatron(total // sharding.ranks, 1, CPU, params, sharding)
@@ -126,13 +118,10 @@ def test_nothing_is_exchanged(name, monkeypatch):
     monkeypatch.setattr(module, "indexer_topk", plain)
     inputs = object()
     reset_report()
-    # Without a group, there is nobody to exchange with.
+    # Without a group there is no exchange.
     assert balanced_topk(inputs, layout, topk, Ranks(sharding)) is called
     assert called == [(inputs, layout, topk)] and called[0][1] is layout
     assert "indexer_balance" not in report()
-
-
-# The selection
 
 
 #: Grids ``(cp, layout, sp, by sequence)``.
@@ -150,25 +139,27 @@ KINDS = list(itertools.product((1, 2), (1, 4)))  # batch, ratio
 
 
 def _select(grid, *_):
-    """Selections of a grid's ranks by batch and ratio; the other processes help to make groups."""
+    """Return selections of a grid's ranks by batch and ratio; other processes only create
+    groups.
+    """
     ranks = _ranks(torch.distributed.get_rank(), *grid)
     return ranks and {kind: _selections(ranks, *kind) for kind in KINDS}
 
 
 def _ranks(rank, cp, cp_layout, sp, by_sequence):
-    """The first processes form the grid; the others, which are none of it, help to make groups."""
+    """Use the first processes as grid; the others only help to create groups."""
     group = torch.distributed.new_group(range(cp * sp))
     across = [torch.distributed.new_group(range(part, cp * sp, sp)) for part in range(sp)]
     if rank >= cp * sp:
         return None
     sharding = Sharding(cp, rank // sp, cp_layout, sp, rank % sp)
-    tp = object() if sp > 1 else None  # not used by the selection
+    tp = object() if sp > 1 else None  # unused by the selection
     mode = "sequence" if by_sequence else "heads"
     return Ranks(sharding, group, tp, across[rank % sp] if cp > 1 else None, mode)
 
 
 def _selections(ranks, batch, ratio):
-    """Select alone and together; return both, and the visible pairs that were scored."""
+    """Select separately and together; return both, and the scored visible pairs."""
     layout = layout_from_megatron(
         TOTAL // ranks.sharding.ranks, batch, CPU, None, ranks.sharding, ranks.query_sharding
     )
@@ -185,7 +176,7 @@ def _selections(ranks, batch, ratio):
     reset_report()
     with torch.inference_mode():
         evaluated = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
-    # What the evaluation has formed serves the training step, too.
+    # Computations of the evaluation are reused by the training step.
     trained = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
     as_engine = {"policy": Policy(indexer_numerics="deepgemm-fp8")}
     engine = balanced_topk(inputs, layout, topk, ranks, compressed=compressed, **as_engine)
@@ -202,7 +193,7 @@ def _selections(ranks, batch, ratio):
 
 
 def random_inputs(layout, num_keys):
-    """Inputs of a rank's rows, with many equal scores; keys are the same on all ranks."""
+    """Draw inputs of a rank's tokens, with many equal scores; keys are equal on all ranks."""
     generator = torch.Generator().manual_seed(5)
 
     def whole(*shape):
@@ -210,9 +201,9 @@ def random_inputs(layout, num_keys):
 
     rows = layout.all_tokens.num_queries
     q, weights, k = whole(rows, 2, 3), whole(rows, 2), whole(num_keys, 3)
-    # By slot, so that a row has the same values on any number of ranks.
+    # By slot, independent of the number of ranks.
     own = layout.start + layout.position
-    # Other weights than those above, in reverse.
+    # Other weights, in reverse.
     return IndexerInputs(
         q[own].requires_grad_(), k, weights[own], fp32_weights=weights.flip(1)[own].float()
     )
@@ -220,7 +211,7 @@ def random_inputs(layout, num_keys):
 
 @pytest.fixture(scope="module")
 def selections(tmp_path_factory):
-    """What every rank selected, by grid, then ``(batch, ratio)``."""
+    """Return every rank's selections, by grid, then ``(batch, ratio)``."""
     return spawn(_select, {grid: grid for grid in GRIDS}, 4, tmp_path_factory.mktemp("balance"))
 
 
@@ -241,7 +232,7 @@ def test_the_selection_is_that_of_the_rank_alone(grid, batch, ratio, selections)
         for got in one["together"]:
             assert got[0].dtype == torch.int32 and got[0].equal(indices)
             assert got[1].dtype == torch.int32 and got[1].equal(length)
-        # Compressed keys come into sight one group at a time.
+        # Compressed keys become visible one group at a time.
         assert one["scored"] == pytest.approx(mean, rel=0 if ratio == 1 else 0.05)
         assert one["count"] == {"exchanged": 3}
         assert all(a.equal(b) for a, b in zip(one["engine"], one["engine alone"], strict=True))

@@ -24,7 +24,7 @@ V4 = {
     "o_lora_rank": 32, "csa_window_size": 128, "dsa_indexer_n_heads": 16,
     "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 128,
 }  # fmt: skip
-#: What a CPU has less of.
+#: Smaller sizes for a CPU.
 FEW = {"hidden_size": 64, "num_attention_heads": 8, "dsa_indexer_n_heads": 4}
 MASKED = {"selected_attention": "masked"}
 WARM_UP = {"stage": "warmup", "freeze_main": False, "cp_exchange": "latents"}
@@ -64,10 +64,10 @@ RANKS = {
         ("HCA", True, "zigzag"),
     ],
 }
-#: Largest relative error of outputs and gradients, of gradients of the indexer (whose relu makes
-#: them jump where scores round differently), and share of keys that one rank does not select.
+#: Largest relative error of outputs and gradients, of the indexer's gradients (the relu jumps where
+#: scores round differently), and share of differing keys.
 BOUNDS = {"nccl": (2e-2, 0.1, 0.01), "gloo": (1e-5, 1e-5, 0.0)}
-#: Operations that have a fused kernel for these layers on a Hopper GPU.
+#: Operations with a fused kernel for these layers on Hopper.
 FUSED = (
     "sparse_attention_forward", "sparse_attention_backward", "masked_attention_forward",
     "masked_attention_backward",
@@ -75,7 +75,7 @@ FUSED = (
 
 
 def names_of(tp, cp, backend):
-    """Cases of a number of ranks: on the CPU, where test_ranks.py has all layers, a few."""
+    """Return the cases of a number of ranks: on the CPU a few, because test_ranks.py has all."""
     return RANKS[tp, cp] if backend == "nccl" else RANKS[tp, cp][::3]
 
 
@@ -92,7 +92,7 @@ def case_of(layer, is_packed, mode, backend):
     else:
         options, cp_layout = options | {"cp_layout": mode}, mode
     rows = 2048 if on_gpu else 256
-    # Longer than a window, shorter than a group, empty, and with padding behind.
+    # Longer than a window, shorter than a group, empty, and with padding.
     long, short = rows * 5 // 8, rows // 4
     lengths, padded = (long - 6, 3, 0, short + 1), (long, 8, 0, short + 16)
     packing = {"lengths": lengths, "padded": padded} if is_packed else {}
@@ -104,7 +104,7 @@ def case_of(layer, is_packed, mode, backend):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, backend):
-    """What one rank computes, by layer and packing."""
+    """Return one rank's results, by layer and packing."""
     every = {name[:2] for ranks in RANKS for name in names_of(*ranks, backend)}
     cases = {name: case_of(*name, "zigzag", backend) for name in sorted(every)}
     return run(cases, 1, tmp_path_factory.mktemp("one"), 1, backend)[0]
@@ -112,7 +112,7 @@ def single(tmp_path_factory, backend):
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"tp{ranks[0]}-cp{ranks[1]}")
 def ranks(request, tmp_path_factory, backend):
-    """Numbers of ranks, and what each of them computes, by case."""
+    """Return numbers of ranks, and their results by case."""
     tp, cp = request.param
     cases = {name: case_of(*name, backend) for name in names_of(tp, cp, backend)}
     return tp, cp, run(cases, tp, tmp_path_factory.mktemp("two"), cp, backend)
@@ -158,7 +158,7 @@ def check(name, one, several, tp, cp, backend):
 
 
 def share_of_others(got, expected):
-    """Share of the keys of ``expected`` that ``got`` has not, row by row; -1 is no key."""
+    """Return the share of ``expected``'s keys missing in ``got``, per query; -1 is no key."""
     got, expected = got.long(), expected.long()
     selected = torch.zeros(len(got), int(max(got.max(), expected.max())) + 2, dtype=torch.bool)
     selected.scatter_(1, got + 1, True)  # column 0 is no key

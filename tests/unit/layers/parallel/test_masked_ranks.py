@@ -1,7 +1,7 @@
 """Masked dense attention over ranks, beyond one layer's step.
 
-Layers that share a selection, recompute, figures of the log, evaluation, declared operations, what
-is kept, and gradients that are not rounded before the sum over ranks; the operation itself.
+Shared selections, recompute, log, evaluation, declared operations, saved tensors, unrounded
+gradients before the sum over ranks; and the operation itself.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from tests.tiers import cases_run
 
 SHARING = {"num_layers": 2, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
 UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-#: All tokens are sampled for the log, so that ranks together sample what one rank does.
+#: All tokens are sampled for the log, so that ranks together match one rank.
 OPTIONS = DSAOptions(selected_attention="masked", health_tokens=192, evaluate_indexer=True)
-#: Layout of tokens, then fields of the case; the packed documents have between 0 and 40 tokens.
+#: Layout of tokens, then fields of the case; packed documents have 0 to 40 tokens.
 CASES = {
     "zigzag": ("zigzag", {}),
     "contiguous, two sequences": ("contiguous", {"batch": 2}),
@@ -38,7 +38,7 @@ CASES = {
     "up recomputed": ("zigzag", {"changes": UP}),
     "full recompute": ("zigzag", PACKED),
 }
-#: Ranks of tensor and context parallelism, and what the former divide.
+#: Tensor- and context-parallel ranks, and the former's division.
 ONE = (1, 1, "heads")
 GRIDS = [
     (1, 2, "heads"), (2, 2, "heads"), (2, 2, "select"), (2, 1, "select"), (4, 1, "select"),
@@ -53,7 +53,7 @@ def sharing_layers(name, mode="heads"):
 
 
 def _run_layers(given, tp, cp):
-    """Two layers, of which the second attends to the keys of the first."""
+    """Run two layers; the second attends to the first one's keys."""
     from megatron.core import tensor_parallel
 
     from megatron_dsa.layers.dsa_core import TopKIndices
@@ -104,7 +104,7 @@ def _run_layers(given, tp, cp):
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory, backend):
-    """``results(grid)``: what every rank found."""
+    """``results(grid)``: results of every rank."""
 
     @functools.cache
     def found(grid):
@@ -132,10 +132,10 @@ def test_layers_that_share_selections_equal_one_rank(name, grid, results):
     assert len(one["gradients"]) > 15
     check_parts(sharing_layers(name), one, several, 1e-12, tp, cp)
     for index, rank in enumerate(several):
-        if cp == 1:  # local lists alone are handed on
+        if cp == 1:  # only local lists are passed on
             assert rank["lists"].equal(one["lists"].chunk(tp)[index])
         assert tp == 1 or list(rank["divided"]) == [mode]
-    # Where latents are gathered, autograd has the gradient of the up projection's weight.
+    # If latents are gathered, autograd has the gradient of the up projection's weight.
     for found, ranks in ((one, 1), (several[0], cp)):
         assert "linear_q_up_proj" in found["late"]
         assert ("linear_kv_up_proj" in found["late"]) == (ranks == 1)
@@ -145,14 +145,14 @@ def test_layers_that_share_selections_equal_one_rank(name, grid, results):
 @pytest.mark.parametrize("name", CASES)
 def test_the_log_says_the_same_as_on_one_rank(name, grid, results):
     one, several = of_case(results, grid, name)
-    # By heads a rank sees the attention of its heads alone.
+    # By heads a rank has only its heads' attention.
     same = ["indexer loss"] + ["dsa attention mass captured"] * (grid[0] == 1)
     for rank in several:
         for figure in same:
             assert rank["trained"][figure] == pytest.approx(one["trained"][figure], rel=1e-6)
         assert rank["trained"].keys() == one["trained"].keys()
         assert 0 < rank["trained"]["dsa attention mass captured"] < 1
-        # The same loss, of an evaluation pass.
+        # The same loss, from an evaluation pass.
         assert rank["evaluated"].keys() == one["evaluated"].keys() and len(one["evaluated"]) == 1
         for figure, value in one["evaluated"].items():
             assert rank["evaluated"][figure] == pytest.approx(value, rel=1e-6)
@@ -162,7 +162,6 @@ def test_the_log_says_the_same_as_on_one_rank(name, grid, results):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_is_declared_and_recomputed_keys_are_not_kept(name, grid, results):
-    """Without recompute each of the two layers keeps the keys of all ranks."""
     case, (tp, *_) = sharing_layers(name), grid
     size = case.rows * case.batch * 4 // tp * (12 + 10) * 8
     expected = 0 if "recompute" in name else 2
@@ -171,14 +170,13 @@ def test_what_runs_is_declared_and_recomputed_keys_are_not_kept(name, grid, resu
         assert rank[name]["kept"].count(size) == expected
 
 
-# The operation
-
-
 HEADS, KEYS, WIDTH, INDEX_HEADS = 4, 24, 6, 2
 
 
 def _tensors():
-    """q, kv, k_pe, the indexer's tensors, and lists in any order with lengths; of all tokens."""
+    """Draw q, kv, k_pe, the indexer's tensors, and lists in any order with lengths; of all
+    tokens.
+    """
     generator = torch.Generator().manual_seed(9)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     tensors = [draw(KEYS, HEADS, 7), draw(KEYS, HEADS, 9), draw(KEYS, 3)]
@@ -189,7 +187,7 @@ def _tensors():
 
 
 def _attend(policy, tp, cp):
-    """Output, head sums, recorded loss and gradients of a rank's heads and tokens."""
+    """Return output, head sums, recorded loss and gradients of a rank's heads and tokens."""
     from megatron.core import parallel_state
 
     from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
@@ -245,7 +243,7 @@ def test_the_operation_equals_one_rank(name, attended):
 
     q, kv, k_pe, *index = one["grads"]
     for rank, found in enumerate(several):
-        # The bits of its own tokens, and no lists.
+        # Bits of local tokens, and no lists.
         assert [x.shape for x in found["kept"]] == [(KEYS // 2, groups(KEYS), WORDS)]
         equals(found["out"], one["out"].chunk(2, 1)[rank])
         equals(found["lse"], one["lse"].chunk(2, 1)[rank])
@@ -254,13 +252,13 @@ def test_the_operation_equals_one_rank(name, attended):
         equals(found["grads"][1], kv.chunk(2, 1)[rank])
         equals(found["grads"][3], index[0].chunk(2)[rank])
         equals(found["grads"][5], index[2].chunk(2)[rank])
-    for place, expected in ((2, k_pe), (4, index[1])):  # of a rank's heads, of its tokens
+    for place, expected in ((2, k_pe), (4, index[1])):  # of local heads, of local tokens
         equals(sum(found["grads"][place] for found in several), expected)
     assert math.isclose(sum(f["loss"] for f in several), one["loss"], rel_tol=1e-12)
 
 
 class Group:
-    """Two ranks, of which nothing is sent."""
+    """Two ranks without communication."""
 
     def size(self):
         return 2
@@ -289,16 +287,13 @@ def test_wrong_arguments_are_named(tokens, lists, head_group, message):
         )  # fmt: skip
 
 
-# Gradients for the sum over ranks
-
-
 def _draw(*shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.bfloat16)
 
 
 def test_gradients_of_latents_are_not_rounded():
-    """The product with bf16 operands arrives in fp32; that of the weight is rounded once."""
+    """Products of bf16 operands must arrive in fp32; the weight's gradient is rounded once."""
     x, weight, grad = _draw(30, 8, seed=1), _draw(12, 8, seed=2), _draw(30, 12, seed=3)
     proxy = grad_proxy_for(x).requires_grad_()
     weight.requires_grad_()
@@ -309,7 +304,7 @@ def test_gradients_of_latents_are_not_rounded():
     assert dx.dtype == torch.float32 and relative_error(dx, exact) < 1e-6
     assert relative_error(dx.bfloat16(), exact) > 1e-4
     assert dweight.equal(mm(grad.t(), x).bfloat16())
-    # Where the weight is frozen, and where nothing below it is trained.
+    # With a frozen weight, and with nothing trained below it.
     frozen = gathered_product(x, proxy, weight.detach())
     assert torch.autograd.grad(frozen, proxy, grad)[0].equal(dx)
     above = gathered_product(x, proxy.detach(), weight)
@@ -317,7 +312,6 @@ def test_gradients_of_latents_are_not_rounded():
 
 
 def test_gradients_of_rope_keys_are_not_rounded():
-    """As they are without a proxy, before they are rounded."""
     heads, rope = 2, 4
     q, kv, k_pe = (
         _draw(20, heads, 6 + rope, seed=1), _draw(20, heads, 6 + 5, seed=2), _draw(20, rope, seed=3)

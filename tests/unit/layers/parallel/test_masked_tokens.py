@@ -1,4 +1,4 @@
-"""Losses and gradients of a batch with masked tokens do not depend on who holds the tokens."""
+"""Losses and gradients of a batch with masked tokens do not depend on their division over ranks."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ TOLERANCE = 3e-6  # the cross entropy is in fp32
 
 
 def masks():
-    """Ten masks ``[96]`` that leave ranks with different numbers of tokens."""
+    """Return ten masks ``[96]`` that leave ranks different numbers of tokens."""
     generator = torch.Generator().manual_seed(11)
     found = [torch.ones(LENGTH) for _ in range(3)]
     found[0][:20] = 0
@@ -52,12 +52,12 @@ CASES = LAYOUTS | {
     f"{name}, per token": SimpleNamespace(**vars(value) | {"per_token": True})
     for name, value in LAYOUTS.items()
 }
-#: Tensor parallelism adds nothing to the layouts.
+#: Tensor parallelism adds no layouts.
 WITH_TENSORS = {name: CASES[name] for name in ("zigzag", "prediction", "prediction, per token")}
 
 
 def model_of(case, tp, cp):
-    """Two layers in Megatron's wrapper that reduces gradients, with weights of a common model."""
+    """Return two layers in Megatron's gradient-reducing wrapper, with common weights."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -103,7 +103,7 @@ def model_of(case, tp, cp):
 
 
 def run_case(case, tp, cp):
-    """Losses as logged and all gradients of a step, for each pair of masks."""
+    """Return logged losses and all gradients of a step, for each pair of masks."""
     from megatron.training import global_vars
 
     global_vars._GLOBAL_ARGS = SimpleNamespace(calculate_per_token_loss=case.per_token)
@@ -153,7 +153,7 @@ def step(model, config, case, pair):
         forward_step_func=forward, data_iterator=iter(pair), model=[model], num_microbatches=2,
         seq_length=LENGTH, micro_batch_size=1, forward_only=False,
     )  # fmt: skip
-    # As Megatron's training sums them.
+    # Sums like Megatron's training.
     loss = torch.stack([log["lm loss"] for log in logs]).sum(0)
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(loss, group=group)
@@ -174,7 +174,6 @@ def step(model, config, case, pair):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """Results of one rank."""
     return ranks.spawn(run_case, CASES, 1, tmp_path_factory.mktemp("single"))[0]
 
 

@@ -1,4 +1,4 @@
-"""Absorbed queries are written with the padding that the forward's kernel wants."""
+"""Absorbed queries are written with the padding that the forward's kernel requires."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from tests.helpers import leaf, relative_error
 
-#: Heads that the made-up kernel takes.
+#: Heads supported by the made-up kernel.
 SIZES = (4, 8)
 OWN, ROPE, RANK, VALUE = 5, 4, 11, 7
 
 
 class Forward:
-    """Torch's forward as a kernel that takes 4 or 8 heads and returns a view of as many."""
+    """Torch's forward as a kernel for 4 or 8 heads that returns a view of as many."""
 
     def __init__(self):
         self.buffers, self.copied = [], 0
@@ -40,7 +40,7 @@ class Forward:
 
 
 def watching(torchs):
-    """A backward that takes what kernels take: no padding."""
+    """Return a backward that requires unpadded inputs, like kernels."""
 
     def backward(inputs, out, lse, dout):
         assert inputs.padded_q is None
@@ -65,7 +65,7 @@ def lists(tokens=37):
 
 
 def attend(leaves, indices, **settings):
-    """Output and gradients, in blocks of about ten tokens."""
+    """Return output and gradients, in blocks of about ten tokens."""
     heads = leaves[0].shape[1]
     workspace = 10 * 2 * heads * (2 * RANK + ROPE) * 8
     policy = Policy(workspace_bytes=workspace)
@@ -86,13 +86,13 @@ def test_results_with_padding(heads, recompute, add):
     for ours, reference in zip((*found, own_lse), (*expected, lse), strict=True):
         assert relative_error(ours, reference) < 1e-12
     padded = heads not in SIZES
-    # One buffer for all blocks of the forward; the backward writes queries for its own kernels.
+    # One buffer for all blocks of the forward; the backward writes queries for its kernels.
     assert (len(kernel.buffers) > 2) == padded and len(set(kernel.buffers)) == padded
     assert bool(kernel.copied) == (padded and recompute)
 
 
 def test_padding_is_not_kept(add):
-    """Saved outputs have the heads of the call, and no memory behind them."""
+    """Saved outputs must have the call's heads, without memory behind."""
     add("sparse_attention_forward", Forward().wrap, head_sizes=SIZES)
     leaves, indices = leaves_of(5), lists()
     kept = []
@@ -118,7 +118,6 @@ def test_sparse_attention_returns_no_view_of_padding(add):
 
 
 def test_blocks_count_padding():
-    """Queries and outputs of more than twice the heads take what their gradients would."""
     call = describe_call("cpu", dtype=torch.bfloat16, heads=8, qk_dim=576, v_dim=512, topk=64)
     policy = Policy(workspace_bytes=2 * 100 * 8 * (576 + 512) * 2)
 

@@ -10,7 +10,7 @@ VARIANTS = (
     "DSA in blocks", "CSA old teacher", "CSA warm-up", "HCA of long groups",
     "dense MLA, keys in a ring",
 )  # fmt: skip
-#: Ranks, and how they divide rows and heads.
+#: Ranks, and their division of tokens and heads.
 GRIDS = {
     (1, 2): ("zigzag", "contiguous", "zigzag_rows"),
     (1, 4): ("zigzag", "contiguous"),
@@ -28,7 +28,7 @@ def names():
 
 
 def exists(layer, rows, mode, ranks):
-    """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
+    """Return whether a combination is run: variants independent of ranks run on two ranks only."""
     words = set(mode.split())
     if "pooled" in layer:
         if words & {"zigzag", "contiguous", "zigzag_rows"}:
@@ -37,7 +37,7 @@ def exists(layer, rows, mode, ranks):
     if "visible" in layer:
         return words == {"heads"} and rows != "two"
     if layer.endswith("by heads") and rows == "packed":
-        return False  # its chunks have no equal parts
+        return False  # its chunks are unequal
     if mode == "contiguous heads":
         return layer in ("DSA", "CSA") and rows == "one"
     if "select" in words:
@@ -56,7 +56,7 @@ def exists(layer, rows, mode, ranks):
 
 @pytest.fixture(scope="module")
 def grid(request, tmp_path_factory, backend):
-    """Results of a grid of ranks, by ``(layer, rows, mode)``."""
+    """Return results of a grid of ranks, by ``(layer, batch, mode)``."""
     done = {}
 
     def get(tp, cp):
@@ -76,7 +76,6 @@ def grid(request, tmp_path_factory, backend):
 
 @pytest.fixture(scope="module")
 def single(request, tmp_path_factory, backend):
-    """What one rank computes."""
     cases = {n: case(*n) for n in cases_run(request, "layer", "rows")}
     return run(cases, 1, tmp_path_factory.mktemp("one"), backend=backend)[0]
 
@@ -106,7 +105,7 @@ def test_ranks_equal_one(tp, cp, mode, layer, rows, single, grid):
     calls = layer.startswith(("DSA", "CSA")) and "warm-up" not in layer
     selections = calls * (2 if layer.endswith("recomputed") else 1)
     assert len(several[0]["slots"]) == len(single[layer, rows]["slots"]) == selections
-    # Tokens that see more keys on one rank than on another are scored by both.
+    # Tokens with unequal work are scored by both ranks.
     uneven = "contiguous" in mode or mode.endswith(("sequence", "select"))
     exchanged = {"exchanged": selections} if selections and uneven and rows != "packed" else None
     assert all(rank["report"].get("indexer_balance") == exchanged for rank in several)

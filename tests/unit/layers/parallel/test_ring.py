@@ -1,4 +1,4 @@
-"""Ring attention on several ranks equals attention in one process, and sends what it should."""
+"""Ring attention on several ranks equals attention in one process, with the expected traffic."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def run_local(case, rows, group, local):
-    """Call the function under test on leaf tensors; return results, then gradients and bytes."""
+    """Call the tested function on leaves; return results, gradients and bytes."""
     counted = {"sent": 0}
     original = distributed.batch_isend_irecv
 
@@ -68,7 +68,7 @@ def run_local(case, rows, group, local):
     forward, counted["sent"] = counted["sent"], 0
     out.backward(dout)
     distributed.batch_isend_irecv = original
-    # What travels must not be written over, were it the caller's.
+    # Sent buffers must not be overwritten, even if the caller's.
     assert all(torch.equal(leaves[name].detach(), x) for name, x in local.items())
     return {
         "out": out.detach(),
@@ -79,7 +79,6 @@ def run_local(case, rows, group, local):
 
 
 def run_rank(case, _tp, world):
-    """Run a case on this rank's rows."""
     rank, device = distributed.get_rank(), host.start()
     mine = case.local_rows(world, rank)
     local = {n: x if n in WEIGHTS else x[mine] for n, x in case.inputs().items()}
@@ -89,7 +88,7 @@ def run_rank(case, _tp, world):
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def results(request, tmp_path_factory):
-    """Context-parallel size, and what every rank computed for all cases."""
+    """Return the context-parallel size, and every rank's results of all cases."""
     world = request.param
     return world, spawn(run_rank, CASES, 1, tmp_path_factory.mktemp("ring"), world)
 
@@ -100,7 +99,7 @@ def test_ranks_equal_one_process(name, results):
 
 
 def check(case, several):
-    """Compare what the ranks computed with one process."""
+    """Compare ranks with one process."""
     assert all(rank["out"].dtype == case.dtype for rank in several)
     for what, right in expected(case).items():
         found = together(case, several, what)
@@ -117,7 +116,7 @@ def check(case, several):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_with_nccl(world, tmp_path):
-    """A GPU per rank: the ring runs on NCCL's stream, beside the attention kernels."""
+    """The ring runs on NCCL's stream, parallel to attention kernels."""
     large = {"dtype": torch.bfloat16, "dims": (8, 192, 128, 64, 512)}
     batches = {"sbhd": {"length": 2048, "batch": 2}}
     batches["packed"] = {"real": (2000, 0, 300, 1001), "padded": (2000, 16, 512, 1008), "tail": 16}
@@ -148,7 +147,7 @@ def test_padding_gets_and_gives_nothing(name, results):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_on_the_ring(name, results):
-    """A block per hop and no more; gradients travel in fp32 or wider, and one hop further: home."""
+    """One block per hop; gradients are fp32 or wider, with one more hop to return."""
     world, several = results[0], [rank[name] for rank in results[1]]
     case = CASES[name]
     size, accumulated = case.dtype.itemsize, max(4, case.dtype.itemsize)
@@ -162,7 +161,7 @@ def test_bytes_on_the_ring(name, results):
 
 
 def test_every_step_is_the_same_work():
-    """Zigzag: pairs of query and key are as many for every rank at every step."""
+    """In zigzag order every rank has equally many pairs at every step."""
     cp, length = 4, 64
     pairs = {}
     for rank in range(cp):
@@ -183,7 +182,7 @@ def test_every_step_is_the_same_work():
     ],
 )
 def test_nothing_is_read_from_the_device(name, monkeypatch):
-    """On the CPU nothing waits, but what would wait on a GPU goes through these."""
+    """Anything that would synchronise on a GPU passes through these functions."""
     case = CASES[name]
     local = case.inputs()
     rows, several = case.describe(1, 0), case.describe(4, 2)

@@ -1,4 +1,4 @@
-"""Joining parts of attention: all query rows, the first ones, the last ones or some between."""
+"""Merging parts of attention: all queries, the first, the last, or some in the middle."""
 
 import pytest
 import torch
@@ -9,12 +9,11 @@ from tests.helpers import relative_error
 
 KERNELS = "megatron_dsa.ops.dense_attention.ring.combine_triton"
 SHAPES = [(52, 3, 24), (64, 128, 128)]
-#: Of the query rows that the second and the third part are of.
+#: Queries of the second and third part.
 RANGES = [(0, None), (40, None), (0, 17), (9, 50)]
 
 
 def test_rows_without_keys_combine():
-    """No key in the first part, in the second, in neither: 0 and -inf where there is none."""
     none = float("-inf")
     lse = torch.tensor([[none, 1.0, none, 2.0]]).t()
     other = torch.tensor([[0.5, none, none, 2.0]]).t()
@@ -27,7 +26,7 @@ def test_rows_without_keys_combine():
 
 
 def make_parts(shape, ranges, dtype):
-    """Three parts: of all rows, and twice of a range of them."""
+    """Return three parts: of all queries, and two of a range."""
     generator = torch.Generator().manual_seed(1)
     parts = []
     for index in range(3):
@@ -44,7 +43,7 @@ def make_parts(shape, ranges, dtype):
 def combined(parts, dtype, device="cpu"):
     found = Combined(dtype)
     for index, (rows, out, lse) in enumerate(parts):
-        # Copies: parts are written over.
+        # Copies, because parts are overwritten.
         out, lse = out.to(device, copy=True), lse.to(device, copy=True)
         found.add(out, lse, rows, last=index == 2)
     assert found.out.dtype == dtype and found.out.is_contiguous()
@@ -52,7 +51,7 @@ def combined(parts, dtype, device="cpu"):
 
 
 def by_softmax(parts, shape):
-    """Output and lse over all parts at once, in float64."""
+    """Return output and lse over all parts at once, in float64."""
     out = torch.zeros(3, *shape, dtype=torch.float64)
     lse = torch.full((3, *shape[:2]), float("-inf"), dtype=torch.float64)
     for index, (rows, part, part_lse) in enumerate(parts):
@@ -77,12 +76,11 @@ def test_parts_of_some_rows(dtype, ranges):
 
 
 def test_triton_interpreted():
-    """The kernel, see :func:`main`."""
     interpret(__file__)
 
 
 def main():
-    """What runs in the interpreter: into sums in place, and into a result of another dtype."""
+    """Run in the interpreter: accumulate in place, and write another dtype."""
     from megatron_dsa.ops.dense_attention.ring.combine_triton import merge
 
     prepare_interpreter()
@@ -97,7 +95,6 @@ def main():
 
 
 def test_compiles_once_without_a_gpu(monkeypatch):
-    """The same code for any rows of the part."""
     kernels = pytest.importorskip(KERNELS)
     recorder = Recorder(kernels._merge)
     monkeypatch.setattr(kernels, "_merge", recorder)

@@ -1,4 +1,4 @@
-"""What a rank's rows see of other ranks' rows, for every layout, against the plain statement."""
+"""Visibility of other ranks' tokens, for every layout, against brute force."""
 
 import random
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def cumulative(lengths):
 
 
 def packed(*lengths, padded=None, bound=None):
-    """What is read of Megatron's ``PackedSeqParams``."""
+    """Return the fields read from Megatron's ``PackedSeqParams``."""
     return SimpleNamespace(
         qkv_format="thd",
         cu_seqlens_q=cumulative(lengths),
@@ -43,7 +43,7 @@ def packed(*lengths, padded=None, bound=None):
 
 
 def seen(rows, source):
-    """Int ``[own rows, rows of the source]``: how often a pair is computed, by the parts."""
+    """Return int ``[local tokens, source tokens]``: computations of each pair, by the parts."""
     count = torch.zeros(rows.tokens, rows.tokens, dtype=torch.int64)
     for part in rows.parts(source):
         block = torch.zeros_like(count[part.queries, part.keys])
@@ -51,7 +51,7 @@ def seen(rows, source):
         if isinstance(sequences, Dense):
             for e in range(sequences.batch):
                 block[e :: sequences.batch, e :: sequences.batch] = 1
-            # Rows of one batch element: positions are in order.
+            # Tokens of one batch element: positions ascend.
             block = block.tril() if part.causal else block
         else:
             for cu, size in zip((sequences.cu_q, sequences.cu_k), block.shape, strict=True):
@@ -68,7 +68,7 @@ def seen(rows, source):
 
 
 def visible(whole, own, source, batch=1):
-    """The same, from the layout of all rows and the places of both ranks."""
+    """Return the same from the layout of all tokens and both ranks' positions."""
     element = torch.arange(batch)
     queries = (own[:, None] * batch + element).flatten()
     slots = (element * (whole.num_keys // batch) + source[:, None]).flatten()
@@ -79,7 +79,7 @@ def check(rows, places, whole, batch=1):
     for source in range(rows.cp):
         right = visible(whole, places[rows.rank], places[source], batch)
         assert seen(rows, source).equal(right.long()), (rows, source)
-    # A rank's own rows are one call of a kernel, which the loop over blocks relies on.
+    # Local tokens are one kernel call, which the loop over blocks relies on.
     (own,) = rows.parts(rows.rank)
     assert own.causal and own.queries == own.keys == slice(None)
 
@@ -97,7 +97,7 @@ def test_unpacked(cp_layout, cp, batch):
 
 
 def documents(draw, total, multiple):
-    """Random lengths: real, and with padding (``None`` without); they fill ``total`` or less."""
+    """Return random document lengths: real, and padded (``None`` without); at most ``total``."""
     real, padded, left = [], [], total
     with_padding = draw.random() < 0.5
     while left > 0 and len(real) < 12:
@@ -117,7 +117,6 @@ def documents(draw, total, multiple):
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
 def test_packed(cp_layout, cp):
-    """Documents of any length: empty, shorter than a chunk, longer than a rank's rows."""
     draw = random.Random(cp)
     for _ in range(60):
         total = 2 * cp * draw.choice((1, 4, 9))
@@ -136,7 +135,6 @@ def test_packed(cp_layout, cp):
 
 
 def test_runs_in_any_order():
-    """Ranks may hold any runs: then some blocks are seen in several parts."""
     draw, several = random.Random(0), 0
     for _ in range(100):
         cp, pieces, size = draw.choice((2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 5))
@@ -156,7 +154,7 @@ def test_runs_in_any_order():
 
 
 def test_what_is_too_far_away_is_not_computed():
-    """Short documents: a rank needs its neighbour's last rows and nothing of the others."""
+    """With short documents a rank needs only its neighbour's last tokens."""
     for rank in range(4):
         params = packed(*[5] * 12, bound=5)
         layout = layout_from_megatron(16, 1, CPU, params, Sharding(4, rank, "contiguous"))
@@ -192,7 +190,7 @@ HEADS, NOPE, ROPE, VALUE, RANK = 3, 8, 4, 8, 10
 
 
 def latent_inputs(rows):
-    """``q, latents, w_uk, w_uv`` and the gradient of the output, float64."""
+    """Draw ``q, latents, w_uk, w_uv`` and the output's gradient, float64."""
     generator = torch.Generator().manual_seed(3)
     shapes = (
         (rows, HEADS, NOPE + ROPE), (rows, RANK + ROPE), (HEADS, NOPE, RANK), (HEADS, VALUE, RANK),
@@ -204,7 +202,6 @@ def latent_inputs(rows):
 @pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
 @pytest.mark.parametrize("kind", ["two", "packed"])
 def test_gathered_latents_of_a_layout(cp_layout, kind):
-    """All ranks' outputs and gradients are those of dense attention over everything."""
     cp, batch, total, params = 4, 2, 32, None
     if kind == "packed":
         batch, total, params = 1, 64, packed(13, 0, 24, 8, padded=(16, 0, 24, 8), bound=24)
@@ -274,7 +271,7 @@ def test_wrong_latents_are_explained():
 
 @pytest.mark.parametrize("function", ["dense", "gathered"])
 def test_the_budget_of_the_policy_is_kept(function, monkeypatch):
-    """Forward and backward cut their work by the workspace of the policy, not by the default."""
+    """Forward and backward must respect the policy's workspace, not the default."""
     budgets, original = [], torch_block.rows_in_budget
 
     def recorded(budget, bytes_per_row):

@@ -1,4 +1,4 @@
-"""What is kept beside CUDA graphs."""
+"""Values kept with CUDA graphs."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from megatron_dsa.ops.layout import layout
 
 @pytest.fixture
 def graph():
-    """Be inside of a capture where it is set to ``True``."""
+    """Imitate a capture where set to ``True``."""
     state = {"on": False}
     with (
         mock.patch.object(capture, "capturing", lambda: state["on"]),
@@ -75,7 +75,7 @@ def test_a_layout_outside_of_a_graph_keeps_nothing_of_one(graph):
 
 
 def test_a_graph_makes_the_layout_of_packed_sequences_itself(graph):
-    """The one of the steps before has the lengths of then."""
+    """A layout of earlier steps has their lengths."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = torch.tensor([0, 3, 8], dtype=torch.int32)

@@ -15,6 +15,5 @@ def test_the_cpu_raises_the_message():
 
 @pytest.mark.gpu
 def test_the_longest_message_is_taken():
-    """A longer one raises on the host."""
     require_on_device(torch.tensor(True, device="cuda"), "x" * 300, lambda: "")
     torch.cuda.synchronize()

@@ -26,7 +26,6 @@ def test_against_einsum(device, tokens, strided):
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_frozen(wanted):
-    """What needs no gradient gets none, and what does gets it side by side."""
     tensors = [leaf(4, 2, 3, seed=1), leaf(2, 3, 5, seed=2)]
     tensors[1 - wanted].requires_grad_(False)
     head_products(*tensors).sum().backward()

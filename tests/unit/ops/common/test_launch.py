@@ -1,4 +1,4 @@
-"""Launches of Triton kernels by a key of our own."""
+"""Launches of Triton kernels by this package's key."""
 
 import itertools
 
@@ -11,7 +11,7 @@ VALUES = [0, 1, 2, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, -(2**31), 2**63, 0.5, 
 
 
 def test_key_separates_what_triton_compiles_apart():
-    """Compare with Triton's own classes of arguments."""
+    """The key must separate Triton's classes of arguments."""
     launch = pytest.importorskip("megatron_dsa.ops.common.launch")
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -43,7 +43,6 @@ def test_other_kernels_launch_by_themselves():
 
 @pytest.mark.gpu
 def test_same_results_as_triton():
-    """Every launch twice: compiled by Triton, then found by the key."""
     from megatron_dsa.ops.common import launch as module
     from megatron_dsa.ops.masked_attention.triton.numbers import _numbers
 

@@ -1,4 +1,4 @@
-"""A gradient times a number: rounded once, in any of the dtypes that gradients have."""
+"""A gradient times a number: rounded once, for all dtypes of gradients."""
 
 import itertools
 

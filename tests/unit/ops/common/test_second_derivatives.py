@@ -1,4 +1,4 @@
-"""Second derivatives: right for ``rotate``, refused everywhere else."""
+"""Second derivatives: right for ``rotate``, rejected everywhere else."""
 
 import ast
 import pathlib
@@ -86,7 +86,7 @@ def rows():
 
 
 class Echo:
-    """A ring whose neighbours send what they get."""
+    """A ring whose neighbours return what they get."""
 
     def start(self, send, receive):
         receive.copy_(send)
@@ -195,13 +195,13 @@ def test_is_refused(name, linear):
     with pytest.raises(RuntimeError, match="has no second derivative"):
         gradients = torch.autograd.grad(loss, leaves, create_graph=True)
         penalty = sum(x.square().sum() for x in gradients)
-        # Another term keeps a graph: without an error the gradient of the penalty is missing.
+        # Another term keeps a graph: otherwise the penalty's gradient is missing silently.
         torch.autograd.grad(penalty + leaves[0].sum(), leaves, allow_unused=True)
 
 
 @pytest.mark.parametrize("name", ["sparse_attention", "sparse_indexer_loss"])
 def test_first_derivatives_in_a_checkpoint_are_not(name):
-    """A recomputed operation runs with gradients within a backward pass."""
+    """A recomputed operation runs with gradients inside a backward pass."""
     make, operation = OPERATIONS[name]
     want = torch.autograd.grad(operation(*(leaves := make())).sum(), leaves)
     for reentrant in (True, False):
@@ -216,7 +216,7 @@ def test_rotate_has_one(inverse):
     x = double(*Q, seed=1)
     cos, sin = tables()
     assert torch.autograd.gradgradcheck(lambda x: rotate(x, cos, sin, inverse=inverse), [x])
-    # Its gradient is constant, so that a product makes a second derivative that is not 0.
+    # Its gradient is constant; a product gives a second derivative other than 0.
     assert torch.autograd.gradgradcheck(lambda x: rotate(x * x, cos, sin, inverse=inverse), [x])
 
 
@@ -239,7 +239,7 @@ def test_rotate_has_one_on_a_gpu(inverse):
 
 
 def functions():
-    """Every autograd function of the package: ``file:name`` and its ``backward``."""
+    """Yield every autograd function of the package: ``file:name`` and its ``backward``."""
     package = pathlib.Path(megatron_dsa.__file__).parent
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -251,7 +251,7 @@ def functions():
 
 
 def is_safe(name: str, backward: ast.FunctionDef) -> bool:
-    """Whether it is decorated, or computes its gradient through its own ``apply``."""
+    """Return whether it is decorated, or computes its gradient by its own ``apply``."""
     decorators = [ast.unparse(x) for x in backward.decorator_list]
     if decorators == ["staticmethod", "once_differentiable"]:
         return True

@@ -6,7 +6,7 @@ import torch
 from megatron_dsa.ops.common.tokens import select_tokens
 from tests.cases.triton_kernels import assembly, interpret, recorded
 
-#: Sizes around the blocks of a program, of one element, and none.
+#: Around a program's blocks, one element, and none.
 SHAPES = [(3, 700), (), (1024,), (5000,), (0,), (2, 3)]
 DTYPES = [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float64, torch.float16]
 

@@ -1,4 +1,4 @@
-"""Dispatch: the choice, the reasons, one log line per operation, strictness, the report."""
+"""Dispatch: choice, reasons, one log line per operation, strictness, report."""
 
 import logging
 from collections import defaultdict
@@ -100,7 +100,6 @@ def all_candidates(monkeypatch):
 
 
 def test_a_fallback_is_one_short_warning(operation, caplog, monkeypatch):
-    """Also for tensors on the CPU, beside a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO):
         for _ in range(3):
@@ -121,7 +120,6 @@ def test_a_short_line_holds_what_is_wrong(having):
 
 
 def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeypatch):
-    """Each once, though it was made before; a fallback warns all the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     operation = having(
         candidate("first", True, lambda p: None if p.heads == 7 else "not 7 heads"),
@@ -133,7 +131,7 @@ def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeyp
                 for call in (HOPPER, CPU, HOPPER):
                     operation.choose(call, Policy())
             assert [choice.candidate.name for choice in choices] == ["second", "torch"]
-        for heads in (7, 128):  # the table says what runs the second
+        for heads in (7, 128):  # the table names the second
             operation.choose(replace(HOPPER, heads=heads), Policy())
         assert len(choices) == 2
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
@@ -160,7 +158,6 @@ def test_fallback_names_every_rejected_candidate_once(
 def test_without_a_gpu_one_line_stands_for_all_fallbacks(
     operation, operations, caplog, monkeypatch
 ):
-    """Details are there for those who debug; the choice, strictness and counts stay as they are."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     other = operations("other_made_up", *operation.candidates)
     dispatch.reset_report()
@@ -195,7 +192,6 @@ def test_a_fallback_on_a_gpu_is_loud(having, caplog, monkeypatch):
 
 
 def test_torch_alone_runs_without_a_gpu():
-    """No fused candidate takes a call on the CPU."""
     index = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048}
     for name in OPERATIONS:
         for shape in ({}, index, {"dtype": torch.float32}):
@@ -204,7 +200,6 @@ def test_torch_alone_runs_without_a_gpu():
 
 
 def test_unfused_is_no_fallback(operation, caplog):
-    """Asked for torch, got torch: no warning, and strictness has nothing to refuse."""
     with caplog.at_level(logging.WARNING):
         assert operation.run(HOPPER, Policy(fused=False, strict=True)) == "torch"
     assert not caplog.records
@@ -235,14 +230,13 @@ def test_every_operation_runs_everywhere():
 
 
 def test_a_named_implementation_runs_or_raises(operation, monkeypatch):
-    """Naming goes before dsa_unfused; what cannot run raises with the reason."""
     named = Policy(fused=False, named=((operation.name, "second"),))
     assert operation.run(HOPPER, named) == "second"
     with pytest.raises(ImplementationError, match=r"--dsa-impl .* made_up=second: .* needs a GPU"):
         operation.choose(CPU, named)
     with pytest.raises(ConfigError, match="must be auto or one of first, second, torch"):
         operation.choose(CPU, Policy(named=((operation.name, "thrid"),)))
-    # Naming the torch implementation is a choice, not a fallback.
+    # Naming torch is a choice, not a fallback.
     assert operation.run(HOPPER, Policy(strict=True, named=((operation.name, "torch"),))) == "torch"
 
 
@@ -250,7 +244,7 @@ def test_the_environment_names_one_too(operation, monkeypatch):
     monkeypatch.setenv("MEGATRON_DSA_IMPL", "indexer_topk=torch, made_up=first")
     with pytest.raises(ImplementationError, match=r"MEGATRON_DSA_IMPL.*made_up=first.*no first"):
         operation.choose(HOPPER, Policy())
-    # The policy (a flag) goes before the environment; auto takes the name back.
+    # The policy (a flag) overrides the environment; auto removes the name.
     assert operation.run(HOPPER, Policy(named=((operation.name, "torch"),))) == "torch"
     assert operation.run(HOPPER, Policy(named=((operation.name, "auto"),))) == "second"
     monkeypatch.setenv("MEGATRON_DSA_IMPL", "made_up=auto")
@@ -284,7 +278,7 @@ def test_a_variable_that_only_begins_like_ours_is_a_warning(operation, monkeypat
 
 
 def test_nvtx_ranges_have_stable_names(operation, having, monkeypatch):
-    """Opened on a GPU and closed also when the implementation raises."""
+    """Ranges must close even if the implementation raises."""
     seen = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
@@ -314,7 +308,6 @@ def test_asking_whether_kernels_are_fused_neither_logs_nor_refuses(operation, ca
 
 
 def test_a_plan_runs_fakes(operation):
-    """Of the candidate for the planned GPU, with the arguments of the implementation."""
     dispatch.reset_report()
     shape = {"dtype": torch.bfloat16, "heads": 64, "qk_dim": 576, "v_dim": 512}
     with dispatch.meta_dispatch((9, 0)):
@@ -333,12 +326,11 @@ def test_a_plan_runs_fakes(operation):
 
 
 def test_determinism_is_asked_for(monkeypatch):
-    """Kernels that add with atomics step aside under torch.use_deterministic_algorithms(True)."""
     torch.use_deterministic_algorithms(True)
     shape = {"dtype": torch.float32, "heads": 2, "qk_dim": 8, "v_dim": 8}
     call = dispatch.describe_call("cpu", **shape)
     assert call.deterministic
-    torch.use_deterministic_algorithms(True, warn_only=True)  # a warning is all they want
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a warning is sufficient
     assert not dispatch.describe_call("cpu", **shape).deterministic
     assert "not deterministic" in Support("", deterministic=False).reason(call)
     assert Support("", deterministic=False, deterministic_mode=True).reason(call) is None
@@ -389,10 +381,8 @@ def shape_of(row):
 
 
 def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypatch):
-    """cuDNN's backward and its operation for the head sum against our backward that gives both.
-
-    The benchmark times ours without the sum, which takes up to 5 % more: a margin that has to be
-    there.
+    """The benchmark times our backward without the head sum, which takes up to 5 % more: the margin
+    must exist.
     """
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     times = defaultdict(dict)
@@ -414,7 +404,7 @@ def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypat
 
 
 def test_kernels_that_were_only_compiled(having):
-    """They do not lead on a GPU that they never ran on, and all that names them says so."""
+    """They must not come first on a GPU that they never ran on, and must be marked."""
     made_up = [
         candidate("usual", True),
         candidate("new", True, capabilities=((8, 0), (9, 0)), not_run=((8, 0),)),
@@ -433,7 +423,6 @@ def test_kernels_that_were_only_compiled(having):
 
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=lambda operation: operation.name)
 def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, monkeypatch):
-    """Over all lists and numbers of keys measured for a model's shape (geometric mean)."""
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     there = [replace(c, support=replace(c.support, probe=None)) for c in operation.candidates]
     monkeypatch.setattr(operation, "candidates", tuple(there))

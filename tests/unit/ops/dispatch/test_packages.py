@@ -40,7 +40,7 @@ def cudnn(operation="sparse_attention_backward"):
 
 @pytest.fixture
 def install(monkeypatch):
-    """Pretend that exactly these distributions are installed."""
+    """Imitate an environment with exactly these distributions."""
 
     def pretend(**versions):
         versions = {name.replace("_", "-"): version for name, version in versions.items()}

@@ -1,4 +1,4 @@
-"""Compressed keys and key lists of hybrid attention, against what brute force says."""
+"""Compressed keys and key lists of hybrid attention, against brute force."""
 
 import pytest
 import torch
@@ -47,14 +47,14 @@ LAYOUTS = {
 
 
 def first_slots(layout, sequences, ratio):
-    """Compressed slot of the first group of every sequence."""
+    """Return the compressed slot of every sequence's first group."""
     if layout.real is None:
         return [b * (len(rows) // ratio) for b, rows in enumerate(sequences)]
     return [rows[0] // ratio if rows else 0 for rows in sequences]
 
 
 def groups_of(rows, ratio):
-    """Rows of every group of a sequence, the tail left out."""
+    """Return the tokens of every group of a sequence, without the tail."""
     return [rows[g * ratio : (g + 1) * ratio] for g in range(len(rows) // ratio)]
 
 
@@ -89,7 +89,7 @@ def test_visibility_and_its_host_side_bounds(name, ratio, rows_at_once):
     everything = [expected.get(row, set()) for row in range(layout.num_queries)]
     ranges = zip(keys.layout.start.tolist(), keys.layout.end.tolist(), strict=True)
     assert [set(range(a, b)) for a, b in ranges] == everything
-    # Blocks cover what each of their queries sees.
+    # Blocks must cover the keys of their queries.
     seen = [None] * layout.num_queries
     for block in keys.layout.blocks(lambda width: rows_at_once):
         slots = torch.arange(block.lo, block.hi)
@@ -106,7 +106,7 @@ def test_visibility_and_its_host_side_bounds(name, ratio, rows_at_once):
 
 
 def test_padding_between_sequences_widens_no_list():
-    """64 padded sequences: a list is as wide as one sequence asks for, not as the pack would."""
+    """With 64 padded sequences a list must be as wide as one sequence requires."""
     layout, _ = packed([1000] * 64, [1024] * 64)
     for ratio in (4, 128):
         keys = compressed_keys(layout, ratio)
@@ -117,7 +117,7 @@ def test_padding_between_sequences_widens_no_list():
 
 
 def brute_force_lists(layout, sequences, window, ratio, offset):
-    """Sets of key-buffer rows per query; rows of the sequence start at ``offset``."""
+    """Return sets of key indices per query; the sequence's tokens start at ``offset``."""
     out = [set() for _ in range(layout.num_queries)]
     slots = first_slots(layout, sequences, ratio) if ratio else [0] * len(sequences)
     for rows, slot in zip(sequences, slots, strict=True):
@@ -149,7 +149,7 @@ def test_lists(name, ratio, window, workspace):
 
 
 def selection(keys, topk, seed=1):
-    """Some visible slots of every row, ascending, and their number."""
+    """Return some visible slots of every query, ascending, and their number."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.full((keys.layout.num_queries, topk), -1, dtype=torch.int32)
     for row, (a, b) in enumerate(
@@ -163,7 +163,6 @@ def selection(keys, topk, seed=1):
 @pytest.mark.parametrize("selects", [True, False])
 @pytest.mark.parametrize("name", ["one sequence", "three in a batch", "packed with padding"])
 def test_attention_over_blocks_of_lists(name, selects):
-    """Blocks of a few rows give what one tensor of lists gives: values and every gradient."""
     layout, _ = LAYOUTS[name]()
     keys = compressed_keys(layout, 4)
     picked = selection(keys, 3) if selects else (None, None)
@@ -184,7 +183,7 @@ def test_attention_over_blocks_of_lists(name, selects):
         one, other = one.nan_to_num(neginf=-1e3), other.nan_to_num(neginf=-1e3)
         assert relative_error(one, other) < 1e-13
     if selects:
-        # With lists the teacher has the columns of the selection only.
+        # With lists the teacher has only the selection's columns.
         teacher = results[1][5][:, :3].masked_fill(picked[0] < 0, 0.0)
         assert relative_error(results[0][5], teacher) < 1e-13
     assert len(list(lists.blocks(Policy(workspace_bytes=1000)))) > 1

@@ -1,4 +1,4 @@
-"""Layouts: what a query row may see, in unpacked and packed batches, blocks included."""
+"""Layouts: visibility in unpacked and packed batches, including blocks."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 
 
 def seen_rows(layout):
-    """Per query row the set of key rows it sees, from start/end/key_rows."""
+    """Return per query the set of visible key indices, from start, end and key order."""
     out = []
     for start, end in zip(layout.start.tolist(), layout.end.tolist(), strict=True):
         slots = torch.arange(start, end, dtype=torch.int32)
@@ -20,7 +20,9 @@ def seen_rows(layout):
 
 
 def seen_rows_by_blocks(layout, rows_at_once):
-    """The same, from blocks: every query must be in exactly one block that covers what it sees."""
+    """Return the same from blocks: every query must be in exactly one block that covers its
+    keys.
+    """
     out = [None] * layout.num_queries
     for block in layout.blocks(lambda width: rows_at_once):
         rows = range(layout.num_queries)[block.tokens]
@@ -46,7 +48,6 @@ def test_unpacked(batch, rows_at_once):
 @pytest.mark.parametrize("rows_at_once", [1, 3, 100])
 @pytest.mark.parametrize("max_seqlen", [None, 5])
 def test_packed(rows_at_once, max_seqlen):
-    """Sequences of 3, 0 and 5 rows, then 2 rows of padding."""
     layout = packed_layout(torch.tensor([0, 3, 3, 8], dtype=torch.int32), 10, max_seqlen)
     expected = [{0}, {0, 1}, {0, 1, 2}, {3}, {3, 4}, {3, 4, 5}, {3, 4, 5, 6}, {3, 4, 5, 6, 7}]
     expected += [set(), set()]
@@ -58,7 +59,6 @@ def test_packed(rows_at_once, max_seqlen):
 
 
 def test_the_last_two_layouts_keep_what_is_large():
-    """Layouts of unpacked batches are never dropped; their visible bits and rope tables are."""
     layouts = [bshd_layout(rows, 1, torch.device("cpu")) for rows in (11, 12, 13)]
     made = []
 
@@ -85,7 +85,6 @@ def test_packed_with_padding_between_sequences():
 
 
 def test_blocks_skip_what_no_query_sees():
-    """The work of a causal sequence is about half of the square, and packed windows slide."""
     layout = bshd_layout(256, 1, torch.device("cpu"))
     work = sum((b.tokens.stop - b.tokens.start) * b.width for b in layout.blocks(lambda width: 8))
     assert work < 0.53 * 256 * 256
@@ -111,7 +110,7 @@ def test_layout_is_built_once_per_microbatch():
 
 
 def test_a_changed_copy_derives_again():
-    """``replace`` must not hand on what was derived from other ranges."""
+    """``replace`` must not keep values derived from other ranges."""
     layout = bshd_layout(8, 1, torch.device("cpu"))
     assert layout.derive("keys", lambda: layout.num_keys) == 8
     fewer = replace(layout, num_keys=4, end=layout.end.clamp_max(4))

@@ -30,13 +30,15 @@ LAYOUTS = {
 
 
 def documents(layout):
-    """Key rows of each query token's document up to itself, in order; none for padding."""
+    """Return key indices of each query token's document up to itself, in order; none for
+    padding.
+    """
     for start, end in zip(layout.start.tolist(), layout.end.tolist(), strict=True):
         yield layout.to_key_rows(torch.arange(start, end, dtype=torch.int32)).tolist()
 
 
 def random_selection(pools, most, seed=0):
-    """Ascending random pools of every query among those that it sees."""
+    """Return random ascending visible pools of every query."""
     torch.manual_seed(seed)
     see = pools.keys.layout
     chosen = []
@@ -52,7 +54,7 @@ def random_selection(pools, most, seed=0):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_lists(name, size):
-    """Pools never cross documents; the tokens behind the last whole pool are always in."""
+    """Pools must not cross documents; tokens after the last complete pool must be included."""
     layout = LAYOUTS[name]()
     pools = KeyPools.of(layout, size)
     chosen, selected, count = random_selection(pools, 2)
@@ -106,7 +108,7 @@ def test_keys_by_token(name):
 
 
 def test_a_layout_does_not_keep_itself():
-    """Layouts of packed batches end with their microbatch, also without garbage collection."""
+    """Packed layouts must end with their microbatch, even without garbage collection."""
     layout = LAYOUTS["packed"]()
     pools = KeyPools.of(layout, 4)
     pools.by_token(torch.randn(pools.keys.count, 3))

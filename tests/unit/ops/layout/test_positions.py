@@ -1,4 +1,4 @@
-"""Positions in place of rows of the key buffer: on any layout, validated."""
+"""Positions instead of key-buffer indices: on any layout, validated."""
 
 import pytest
 import torch
@@ -16,14 +16,11 @@ from megatron_dsa.ops.layout.positions import (
 from tests.cases.layouts import LAYOUTS, SPREADS, indexer_inputs, layouts, sequence_places, shuffled
 from tests.host import start
 
-# Positions
-
 
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("sharding", SPREADS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_positions_lead_back_to_the_selection(name, sharding, ratio):
-    """In any order, on any rank: the rows and the lengths that the indexer would have returned."""
     ranks = layouts(name, sharding)
     (alone,) = layouts(name, "alone")
     whole = torch.full((alone.num_queries, 3), -7, dtype=torch.int32, device=start())
@@ -40,7 +37,7 @@ def test_positions_lead_back_to_the_selection(name, sharding, ratio):
         given = positions_to_rows(shuffled(positions), keys, 5, workspace_bytes=2000)
         assert given[0][:, :3].equal(indices) and given[0][:, 3:].eq(-1).all()
         assert given[1].equal(length) and given[1].dtype == torch.int32
-        # Of the rows of all ranks, a rank takes its own.
+        # A rank takes its tokens of all ranks'.
         rows = torch.arange(alone.num_queries, device=start())
         own = local_rows(rows[:, None], layout, queries, "rows")[:, 0]
         assert alone.position[own].equal(layout.position) and alone.start[own].equal(layout.start)
@@ -51,7 +48,7 @@ def test_positions_lead_back_to_the_selection(name, sharding, ratio):
 
 
 def good():
-    """Lists of the last keys of two sequences of 6, and their layout."""
+    """Return lists of the last keys of two sequences of 6, and their layout."""
     layout = packed_layout(torch.tensor([0, 6, 11]), 14, 6, torch.tensor([0, 6, 12]))
     lists = layout.position[:, None].int() - torch.arange(3, dtype=torch.int32)
     lists = torch.where((lists < 0) | ~layout.real[:, None], -1, lists)
@@ -88,7 +85,6 @@ def test_broken_rules_are_named(rule):
 
 
 def test_the_device_is_told_who_says_more(monkeypatch):
-    """A GPU does not tell the rules apart; the start of its message must say who does."""
     from megatron_dsa.ops.layout import positions
 
     said = []

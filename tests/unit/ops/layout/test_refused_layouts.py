@@ -1,4 +1,4 @@
-"""Layouts that describe no batch are refused: on the CPU at once, on a GPU by an assertion."""
+"""Invalid layouts are rejected: on the CPU at once, on a GPU by an assertion."""
 
 import dataclasses
 import os
@@ -65,7 +65,7 @@ def test_megatron_s_parameters_are_refused_alike(case):
         layout_from_megatron(16, 1, CPU, params)
 
 
-#: Fields of ``PackedSeqParams`` that other readers take, and the message.
+#: Fields of ``PackedSeqParams`` for other readers, and the message.
 FIELDS = {
     "cu_seqlens_kv": (ends(0, 4, 12), "cu_seqlens_kv must be None or equal cu_seqlens_q"),
     "cu_seqlens_kv_padded": (ends(0, 9, 16), "cu_seqlens_kv_padded must be None or equal"),
@@ -115,7 +115,6 @@ def test_predictions_of_packed_documents_need_zigzag(layout):
 
 @pytest.mark.parametrize("max_seqlen", [None, 8, 16, 99])
 def test_what_fits_is_taken(max_seqlen):
-    """Empty and one-token documents, no padding, and padding behind the last one."""
     for last in (15, 16):
         layout = packed_layout(ends(0, 0, 1, 9, 9, last), 16, max_seqlen)
         assert int(layout.real_tokens()) == last
@@ -222,12 +221,8 @@ def test_uneven_sequences_of_a_zigzag_are_refused():
         PackedZigzagShard(2, 0, 8, ends(0, 6, 16), 16)
 
 
-# On a GPU
-
-
 @pytest.mark.parametrize("summary", ["a rule", "x" * 400])
 def test_the_device_takes_the_message(monkeypatch, summary):
-    """A longer one would raise by itself."""
     said = []
     monkeypatch.setattr(torch, "_assert_async", lambda fine, message: said.append(message))
     on_a_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
@@ -250,7 +245,6 @@ def test_no_check_waits_for_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", VALUES)
 def test_the_gpu_asserts(case):
-    """In a process of its own: nothing runs on this GPU in it any more."""
     with pytest.raises(ProcessExitedException) as ended:
         run_ranks(_until_the_assertion, (case,), 1)
     assert ended.value.exit_code == ASSERTION_FAILED

@@ -1,4 +1,4 @@
-"""Tokens sharded over ranks: positions, host-side bounds, rows of neighbours."""
+"""Tokens sharded over ranks: positions, host-side bounds, neighbours' tokens."""
 
 import itertools
 
@@ -46,11 +46,10 @@ def expected_places(kind, cp, cp_layout):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("cp", "sp"), GRIDS)
 def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_sequence):
-    """Every rank's rows see what they see on one rank; bounds cover it; keys are found."""
     batch = KINDS[kind][0]
     whole = layout_of(kind, Sharding(), True)
     places = expected_places(kind, cp, cp_layout)
-    stored = [place for held in places for place in held]  # keys, one rank after the other
+    stored = [place for held in places for place in held]  # keys, rank by rank
     for sharding in shardings(cp, sp, cp_layout):
         layout = layout_of(kind, sharding, by_sequence)
         own = places[sharding.cp_rank]
@@ -71,7 +70,7 @@ def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_sequence):
 
 
 def check_cut(layout, exact):
-    """Blocks end where queries begin to see as much; if bounds are exact, just there."""
+    """Check that blocks end where queries see as much; with exact bounds, exactly there."""
     seen = layout.end - layout.start
     for cut, rows_at_once in itertools.product((1, 7, 40, 1000), (5, 1000)):
         found = torch.zeros(layout.num_queries, dtype=torch.int64)
@@ -85,7 +84,7 @@ def check_cut(layout, exact):
 
 
 def check_bounds(layout):
-    """Blocks of any size hold every query once and all that it sees."""
+    """Check that blocks of any size hold every query once, with its keys."""
     for rows_at_once in (1, 5, 1000):
         found = torch.zeros(layout.num_queries, dtype=torch.int64)
         for block in layout.blocks(lambda _width, rows=rows_at_once: rows):
@@ -105,7 +104,6 @@ def check_bounds(layout):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("cp", "sp"), GRIDS)
 def test_halo(cp, sp, kind, cp_layout, reach):
-    """The rows before each run are among those that ranks share, and lie where the tables say."""
     batch = KINDS[kind][0]
     all_shardings = list(shardings(cp, sp, cp_layout))
     halos = [halo_of(layout_of(kind, s, True), s, reach) for s in all_shardings]
@@ -143,7 +141,7 @@ def test_lengths_that_cannot_be_cut_are_refused():
 
 
 def test_padding_far_beyond_the_longest_sequence():
-    """Real lengths bound what is seen, not where padding has pushed a row."""
+    """Real lengths bound visibility, not padded offsets."""
     for rank in range(4):
         params = packed(7, 9, padded_lengths=(64, 32))
         sharding = Sharding(cp=4, cp_rank=rank)

@@ -1,4 +1,4 @@
-"""Selection from sequences as long as they get, through dispatch, as a layer calls it."""
+"""Selection from the longest sequences, through dispatch like a layer."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def draw(layout, integers):
-    """bf16; small integers make every order of summation exact, and ties abound."""
+    """Draw bf16 inputs; small integers make sums exact in any order, with many ties."""
     generator = torch.Generator(CUDA).manual_seed(11)
 
     def normal(*shape):
@@ -36,7 +36,7 @@ def layouts(tokens, ratio):
 
 
 def float64_scores(inputs, layout, row):
-    """Scores of what a row sees."""
+    """Return scores of the visible keys."""
     keys = inputs.k[: int(layout.end[row])].double()
     return (keys @ inputs.q[row].double().t()).relu_() @ inputs.weights[row].double()
 
@@ -46,7 +46,6 @@ def float64_scores(inputs, layout, row):
     ("tokens", "ratio"), [(4096, 1), (32_768, 1), (131_072, 1), (32_768, 4), (131_072, 4)]
 )
 def test_against_float64(tokens, ratio, integers):
-    """Samples of all tokens; 20 repeats are equal to the last bit."""
     skip_unless_they_run(("indexer_scores", "tilelang"), ("indexer_topk", "tilelang"))
     layout = layouts(tokens, ratio)
     inputs = draw(layout, integers)
@@ -66,7 +65,7 @@ def test_against_float64(tokens, ratio, integers):
         elif len(scores) > count:
             least = scores[chosen].min()
             rejected = scores.index_fill(0, chosen, float("-inf")).max()
-            # Scores that fp32 cannot tell apart.
+            # fp32 cannot distinguish these scores.
             assert rejected - least <= 1e-6 * scores.abs().max()
     for _ in range(20):
         again = indexer_topk(inputs, layout, TOPK)
