@@ -1,8 +1,7 @@
-"""The public operations: sparse, masked and dense attention, index selection, indexer losses.
+"""Public operations: sparse, masked and dense attention, index selection, indexer losses.
 
-Each function takes plain tensors on flattened tokens (:mod:`megatron_dsa.ops.layout.layout`), picks
-an implementation (:mod:`megatron_dsa.ops.dispatch`) and is differentiable where that makes sense.
-They need no Megatron.
+Functions of plain tensors of flattened tokens (:mod:`megatron_dsa.ops.layout.layout`), run by
+dispatch (:mod:`megatron_dsa.ops.dispatch`). They need no Megatron.
 """
 
 from megatron_dsa.ops.dense_attention.ring.api import dense_attention, gathered_latent_attention

@@ -1,9 +1,8 @@
-"""The operations and their implementations, one folder per operation.
+"""Operations and their implementations, one folder each.
 
-``api.py`` is the public function; ``spec.py`` holds inputs, candidates in the order in which
-dispatch tries them, fake (results and memory, for plans) and reference; ``torch.py`` is the
-memory-bounded implementation that runs everywhere. Files and folders named after a package hold
-fused ones.
+``api.py`` is the public function; ``spec.py`` has inputs, candidates in dispatch order, fake
+(results and memory, for plans) and reference; ``torch.py`` runs everywhere. Files and folders named
+after a package hold fused implementations.
 """
 
 from megatron_dsa.ops.compressor.spec import COMPRESSOR
@@ -21,7 +20,7 @@ from megatron_dsa.ops.masked_attention.spec import PROBABILITIES as MASKED_PROBA
 from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
 
-#: By name, in the order in which a training step calls them.
+#: In the order of a training step.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (

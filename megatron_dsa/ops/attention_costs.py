@@ -1,8 +1,7 @@
 """Costs of sparse and of masked dense attention to selected keys.
 
-Sparse attention computes the selected pairs of a query and a key, masked dense attention all
-visible ones, each for less: the sequence length decides. Under context parallelism both gather
-latents, and masked dense attention expands all of them to keys and values on every rank.
+Sparse attention computes the selected pairs, masked dense attention all visible ones, each for
+less. Under context parallelism the latter also expands gathered latents on every rank.
 """
 
 import bisect
@@ -10,45 +9,41 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Picoseconds per pair and head of forward and backward on one H200 with the dims of DeepSeek-V3.2,
-#: in bf16, and of the teacher of all queries: ``docs/kernels/masked_attention.md``. Layers of 8k to
-#: 12k tokens are within 6 % of the sum; GLM-5's dims within 4 % of it in proportion.
+#: Picoseconds per pair and head, and of the teacher of all queries, on one H200 in bf16 with
+#: DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens are
+#: within 6 % of the sum.
 MASKED_PS, TEACHER_PS = 4.6, 0.7
-#: Likewise by heads: fewer than 64 do not fill the tiles of the kernels. With 16 it depends on how
-#: much lists overlap: 29 to 66, in layers with random lists 41 at 8k tokens, 54 at 16k, 63 at 32k.
-#: The teacher is a by-product of the backward: a share of the queries hardly costs less.
+#: By heads: fewer than 64 do not fill the kernels' tiles. With 16 the overlap of lists matters: 29
+#: to 66, with random lists 41 at 8k tokens, 63 at 32k. The teacher is a by-product of the backward,
+#: so a share of the queries hardly costs less.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
-#: Operations per picosecond of large products in bf16, by which the up projection of other ranks'
-#: latents is counted: an estimate from the rate of products on an H200, not measured in a layer.
+#: Operations per picosecond of large bf16 products: estimated, not measured in a layer.
 PRODUCT_RATE = 600
 
 
 @dataclass(frozen=True)
 class PairDims:
-    """Dims of a key and of a value together, which the products of a pair grow with.
+    """Dims of a key and a value together, to which a pair's products are proportional.
 
-    Attributes:
-        masked: of a head in plain MLA.
-        sparse: of a latent.
+    ``masked``: of a head in plain MLA. ``sparse``: of a latent.
     """
 
     masked: int
     sparse: int
 
 
-#: Dims of DeepSeek-V3.2, with which the costs were measured.
+#: DeepSeek-V3.2's.
 MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Time per pair of a query and a key and per head, in picoseconds.
+    """Picoseconds per pair of query and key and per head.
 
     Attributes:
-        masked: of a visible pair in masked dense attention.
-        sparse: of a selected pair in sparse attention.
-        expansion: per query token instead, of the keys and values that masked dense attention makes
-            of the latents of other context-parallel ranks.
+        masked: of a visible pair.
+        sparse: of a selected pair.
+        expansion: per query token, of other context-parallel ranks' latents to keys and values.
     """
 
     masked: float
@@ -56,19 +51,18 @@ class AttentionCosts:
     expansion: float = 0.0
 
     def masked_is_cheaper(self, length: int, topk: int) -> bool:
-        """Return whether masked dense attention is faster for sequences of ``length`` tokens."""
         masked = self.masked * _pairs(length, length) + self.expansion * length
         return masked < self.sparse * _pairs(length, topk)
 
     def crossover(self, topk: int) -> int:
         """Return the longest sequence for which masked dense attention is cheaper, 0 if none."""
-        # From `topk` tokens on, one more costs sparse attention always the same and masked dense
-        # attention ever more: the difference falls up to this length and grows from there on.
+        # From `topk` tokens on, a token costs sparse attention the same: the difference falls up to
+        # this length and then grows.
         lead = math.ceil((self.sparse * topk - self.expansion) / self.masked) - 1
         best = max(topk, lead)
         if not self.masked_is_cheaper(best, topk):
             return 0
-        # At the upper end half the square costs as much as if all queries selected `topk` keys.
+        # Half the square costs as much as `topk` selected keys for all queries.
         lengths = range(best, math.ceil(2 * topk * self.sparse / self.masked) + 1)
         return lengths[
             bisect.bisect_left(lengths, True, key=lambda n: not self.masked_is_cheaper(n, topk)) - 1
@@ -85,13 +79,10 @@ def attention_costs(
     """Return the costs on an H200.
 
     Args:
-        heads: of a query on a rank. Between the entries of :data:`SPARSE_PS` the cost is
-            interpolated, linear in the logarithm of the heads.
-        interleaved: sequences whose tokens alternate, as in unpacked batches of several. Every tile
-            of masked dense attention holds all of them, so all are computed against all.
-        dims: of keys and values. Costs of others than those measured are taken to be proportional.
-        expansion: see :class:`AttentionCosts`; with ``n`` context-parallel ranks ``n - 1`` times
-            :func:`expansion_ps`.
+        heads: local query heads, interpolated in :data:`SPARSE_PS`.
+        interleaved: sequences whose tokens alternate, as in unpacked batches: masked dense
+            attention computes all against all.
+        expansion: ``n - 1`` times :func:`expansion_ps` for ``n`` context-parallel ranks.
         taught: share of the queries that the indexer is trained on.
     """
     masked = (MASKED_PS + taught * TEACHER_PS) * dims.masked / MEASURED_DIMS.masked
@@ -100,10 +91,7 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head to expand a latent to key and value, without rope.
-
-    Three products: one forward, and for the gradients of latent and weight.
-    """
+    """Return picoseconds per token and head to expand a latent to key and value."""
     return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
 

@@ -1,7 +1,7 @@
-"""Keys rounded as in the fp8 caches of inference engines; the gradient passes straight through.
+"""Keys rounded as in the fp8 caches of inference engines, with straight-through gradients.
 
-Engines cache a latent or a V4 key in blocks of e4m3 numbers with a scale each, and rope dims in
-bf16. Their kernels multiply by the scale and round to bf16 (``docs/guide/rl.md``).
+Engines cache blocks of e4m3 numbers with a scale each, rope dims in bf16; kernels scale and round
+to bf16 (``docs/guide/rl.md``).
 """
 
 from collections.abc import Callable
@@ -30,16 +30,16 @@ class CacheFormat:
 
 #: V3.2's latents: scales are the largest element over 448.
 MLA_CACHE = CacheFormat(128, fp8.quantized)
-#: V4's keys, of positions and compressed: scales are powers of two.
+#: V4's keys: scales are powers of two.
 CSA_CACHE = CacheFormat(64, engine.quantized)
 
 
 def as_cached(
     x: torch.Tensor, form: CacheFormat, workspace_bytes: int, rope_dims: int = 0
 ) -> torch.Tensor:
-    """Return keys ``[..., D]`` (bf16) as a cache holds them; the gradient is passed on.
+    """Return keys ``[..., D]`` (bf16) as a cache holds them, with straight-through gradient.
 
-    The last ``rope_dims`` stay as they are; the others are a multiple of ``form.block``.
+    The last ``rope_dims`` are unchanged; the others are a multiple of ``form.block``.
     """
     return _AsCached.apply(x, form, workspace_bytes, rope_dims)
 

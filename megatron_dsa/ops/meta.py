@@ -1,8 +1,7 @@
 """Helpers of the operations' fakes.
 
-A fake takes the chosen candidate and the arguments of the implementations, and returns meta
-tensors. It keeps and allocates what adapters do, also temporaries: they count towards the peak.
-Packages that allocate by themselves were measured.
+A fake gets the chosen candidate and its arguments and returns meta tensors. It keeps and allocates
+like the adapter, including temporaries, which count towards the peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +13,10 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def take_workspace(like: torch.Tensor, size: int) -> None:
-    """Allocate ``size`` bytes on the device of ``like`` and free them."""
     like.new_empty(size, dtype=torch.uint8)
 
 
 def empty_sums(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return an empty tensor in the accumulation dtype of ``like``."""
     return like.new_empty(shape, dtype=accumulation_dtype(like.dtype))
 
 
@@ -33,12 +30,9 @@ def differentiable(
     """Return the first ``results`` of ``forward``, differentiable in ``inputs``.
 
     Args:
-        inputs: tensors that get a gradient each.
-        forward: called with the inputs; returns a tuple of results and the tensors kept for the
-            backward. Autograd makes a gradient of zeros for each further result.
-        backward: called with the tensors kept; returns the gradients. What it refers to stays
-            alive until the backward.
-        workspace_bytes: temporary memory of the forward and of the backward.
+        forward: called with the inputs; returns results and the tensors kept for the backward.
+            Autograd allocates a zero gradient for each further result.
+        backward: called with the kept tensors; returns the gradients.
     """
     found = _Differentiable.apply(forward, backward, (workspace_bytes, results), *inputs)
     return found[0] if results == 1 else found[:results]

@@ -1,9 +1,9 @@
 """One DSA, one CSA and one KDA layer in plain torch: the first file to read.
 
-``x [s, hidden]`` is one causal sequence, ``w`` the weights by their names in a checkpoint, ``rope``
-what :func:`rope_tables` returns. All scores exist at once; the rest of the package computes the
-same numbers block by block, over ranks and in fused kernels. Left out are YaRN, and the indexer's
-Hadamard rotation, which changes no product of a query and a key.
+``x [s, hidden]`` is one causal sequence, ``w`` the weights by checkpoint name, ``rope`` the result
+of :func:`rope_tables`. All scores exist at once; the package computes the same numbers block by
+block, over ranks and in fused kernels. Omitted: YaRN, and the indexer's Hadamard rotation, which
+changes no product of query and key.
 
 Symbols: ``H`` heads, ``HI`` index heads of ``DI`` dims, ``R`` latent dims, ``P`` rope dims, ``N``
 other dims of V3.2's queries, ``V`` of its values, ``D`` dims of V4's heads.
@@ -16,12 +16,12 @@ EPS = 1e-6  # of all norms
 
 
 def linear(x, w, name) -> torch.Tensor:
-    """Return ``x [..., inputs]`` times the weight ``[outputs, inputs]``: ``[..., outputs]``."""
+    """Multiply ``x [..., inputs]`` by the weight ``[outputs, inputs]``."""
     return x @ w[name + ".weight"].T
 
 
 def norm(x, w, name) -> torch.Tensor:
-    """Return ``x [..., d]`` divided by its root mean square, times a weight ``[d]``."""
+    """Divide ``x [..., d]`` by its root mean square, times a weight ``[d]``."""
     return rms_norm(x, x.shape[-1:], w[name + ".weight"], EPS)
 
 
@@ -35,7 +35,7 @@ def rope_tables(s, dim, base) -> tuple[torch.Tensor, torch.Tensor]:
 def rotate(x, rope, interleaved=True) -> torch.Tensor:
     """Rotate the last ``P`` dims of ``x [s, ..., d]`` by ``rope``, two ``[s, P / 2]``.
 
-    Pairs of dims are neighbours, ``(2i, 2i + 1)``, or else ``(i, i + P / 2)``.
+    Pairs of dims are ``(2i, 2i + 1)``, or else ``(i, i + P / 2)``.
     """
     cos, sin = (t.view(len(x), *[1] * (x.dim() - 2), -1) for t in rope)
     plain, x = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
@@ -54,7 +54,7 @@ def index_scores(q, k, weights) -> torch.Tensor:
 def indexer_topk(scores, visible, topk) -> torch.Tensor:
     """Select the visible keys with the best ``scores [s, keys]``; masks are bool ``[s, keys]``.
 
-    Equal scores, such as the zeros that relu makes, go to the key that comes first.
+    Ties, such as zeros from the relu, go to the first key.
     """
     order = scores.masked_fill(~visible, -torch.inf).sort(descending=True, stable=True).indices
     return torch.zeros_like(visible).scatter(1, order[:, :topk], True) & visible
@@ -66,7 +66,7 @@ def sparse_attention(
     """Attend from ``q [s, H, d]`` to the ``kv [keys, d]`` that are ``seen``, bool ``[s, keys]``.
 
     The value is the first ``v_dim`` dims of the key; ``attn_sink [H]`` is a logit without a value.
-    Returns ``out [s, H, v_dim]`` and ``p_sum [s, keys]``, the probabilities summed over heads.
+    Returns ``out [s, H, v_dim]`` and ``p_sum [s, keys]``, probabilities summed over heads.
     """
     logits = softmax_scale * torch.einsum("thd,jd->thj", q, kv)
     logits = logits.masked_fill(~seen[:, None], -torch.inf)
@@ -79,7 +79,7 @@ def sparse_attention(
 def indexer_loss(scores, p_sum, keys) -> torch.Tensor:
     """Return the mean over queries of ``KL(p || softmax(scores))`` over the given ``keys``.
 
-    All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. A query without keys adds 0.
+    All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. Queries without keys add 0.
     """
     some = keys.any(-1)
     outside = ~keys[some]
@@ -99,13 +99,13 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
     rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])  # P, R
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
     kv_latent, k_pe = linear(x, w, "linear_kv_down_proj").split([rank, rope_dim], -1)
-    # One key [R + P] for all heads, whose first R dims are the value.
+    # One key [R + P] for all heads; the first R dims are the value.
     kv = torch.cat([norm(kv_latent, w, "kv_layernorm"), rotate(k_pe, rope)], -1)
 
     q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, N + P]
     softmax_scale = q.shape[2] ** -0.5  # not (R + P)^-0.5
     q_nope, q_pe = q.split([q.shape[2] - rope_dim, rope_dim], -1)
-    # Absorption: q_nope . (W_uk c) = (q_nope W_uk) . c, and W_uv is left to the output.
+    # Absorption: q_nope . (W_uk c) = (q_nope W_uk) . c; W_uv is applied to the output.
     up = w["linear_kv_up_proj.weight"].view(heads, -1, rank)  # [H, N + V, R]
     w_uk, w_uv = up[:, : q_nope.shape[2]], up[:, q_nope.shape[2] :]
     q = torch.cat([torch.einsum("thn,hnr->thr", q_nope, w_uk), rotate(q_pe, rope)], -1)
@@ -125,13 +125,13 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
 
 
 def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
-    """V3.2's index scores ``[s, s]``. The inputs are detached: the loss trains the indexer only."""
+    """Return V3.2's index scores ``[s, s]``; detached inputs: the loss trains only the indexer."""
     q = linear(q_latent, w, indexer + "linear_wq_b")
     k = linear(x, w, indexer + "linear_wk")
     k_norm = w[indexer + "k_norm.weight"], w[indexer + "k_norm.bias"]
     k = layer_norm(k, k.shape[1:], *k_norm, EPS)
     q = q.unflatten(-1, (-1, k.shape[1]))
-    # The first dims are rotated, in pairs of halves: rolled by P they are the last.
+    # Rolled by P, the rotated first dims are the last.
     q, k = (rotate(t.roll(-2 * rope[0].shape[1], -1), rope, interleaved=False) for t in (q, k))
     return index_scores(q, k, linear(x, w, indexer + "linear_weights_proj"))
 
@@ -142,7 +142,7 @@ def csa_layer(
     """DeepSeek-V4: attend to a window and to compressed keys; layers of ratio 4 select among them.
 
     Returns the output ``[s, hidden]`` and the loss, None without an indexer. Ratio 0: the window
-    only; ratios above 4, and the stages ``warmup`` and ``dense``: all compressed keys of the past.
+    only; ratios above 4, and the stages ``warmup`` and ``dense``: all past compressed keys.
     """
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
     q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, D]
@@ -164,17 +164,17 @@ def csa_layer(
         kv, seen = torch.cat([compressed, kv]), torch.cat([visible, seen], 1)
     sink = w["core_attention.attn_sink"]
     out, p_sum = sparse_attention(q, kv, seen, q.shape[2] ** -0.5, q.shape[2], sink)
-    # Values carry the rope of their position: rotating back leaves the rope of the distance.
+    # Values have the rope of their position: rotating back leaves the rope of the distance.
     out = rotate(out, (rope[0], -rope[1])).reshape(len(x), o_groups, -1)
     o_weight = w["linear_o_group_proj.weight"].view(o_groups, -1, out.shape[2])
     out = torch.einsum("tgi,goi->tgo", out, o_weight).flatten(1)
-    # The teacher's softmax has window and sink in it, the loss has not.
+    # The teacher's softmax includes window and sink, the loss does not.
     loss = None if scores is None else indexer_loss(scores, p_sum[:, :groups], seen[:, :groups])
     return linear(out, w, "linear_proj"), loss
 
 
 def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
-    """V4's index scores ``[s, s // 4]``: the indexer compresses keys of its own."""
+    """Return V4's index scores ``[s, s // 4]``, on keys compressed for the indexer."""
     k = compress(x, w, rope, 4, indexer + "compressor.")
     q = linear(q_latent, w, indexer + "linear_wq_b").unflatten(-1, (-1, k.shape[1]))
     return index_scores(rotate(q, rope), k, linear(x, w, indexer + "linear_weights_proj"))
@@ -183,8 +183,8 @@ def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") ->
 def compress(x, w, rope, ratio, name) -> torch.Tensor:
     """Pool every ``ratio`` positions of ``x [s, hidden]`` per channel: ``[s // ratio, d]``.
 
-    With ratio 4 a group also pools the group before it: the first ``d`` channels of ``2d`` there,
-    the last ``d`` in its own positions.
+    With ratio 4 a group also pools the previous group's positions, in the first ``d`` of ``2d``
+    channels; its positions use the last ``d``.
     """
     groups = len(x) // ratio
     x = x[: groups * ratio].unflatten(0, (groups, ratio))  # the tail is not compressed
@@ -197,7 +197,7 @@ def compress(x, w, rope, ratio, name) -> torch.Tensor:
 
 
 def join_previous(x, nothing) -> torch.Tensor:
-    """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` stands before group 0."""
+    """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` precedes group 0."""
     previous, current = x.chunk(2, -1)
     first = torch.full_like(previous[:1], nothing)
     return torch.cat([torch.cat([first, previous[:-1]]), current], 1)

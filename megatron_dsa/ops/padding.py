@@ -1,8 +1,7 @@
 """Padding of lists and heads for the kernels of other packages.
 
-cuDNN compiles its Hopper kernels per list width, heads and dims at the first call of a process.
-Widths are therefore rounded up to a few buckets, and every call passes a ``topk_length``: neither
-another ``K`` nor a first packed batch compiles again.
+cuDNN compiles its Hopper kernels per list width, heads and dims: widths are rounded up to a few
+buckets, and every call passes a ``topk_length``.
 """
 
 import torch
@@ -12,28 +11,21 @@ from megatron_dsa.ops.common.arithmetic import valid_entries
 
 
 def bucket(width: int) -> int:
-    """Return the least compiled list width that fits: 128, 256, then multiples of 512."""
     return padded_heads(width, (128, 256, 512))
 
 
 def masked_indices(
     indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask ``[Sq, K]`` of valid entries, and the indices, -1 at others, widened.
-
-    ``keys``: number of keys.
-    """
     valid = valid_entries(indices, topk_length, keys)
     return valid, widened(torch.where(valid, indices, -1), -1)
 
 
 def widened(lists: torch.Tensor, value) -> torch.Tensor:
-    """Pad the last dim of ``lists [Sq, K]`` to its bucket with ``value``; contiguous."""
     return pad(lists, (0, bucket(lists.shape[1]) - lists.shape[1]), value=value).contiguous()
 
 
 def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> torch.Tensor:
-    """Pad dimension ``dim`` (from the end, negative) of ``x`` to ``heads``; contiguous."""
     missing = heads - x.shape[dim]
     if missing:  # pad would copy
         x = pad(x, (0, 0) * (-1 - dim) + (0, missing), value=value)
@@ -41,6 +33,5 @@ def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> tor
 
 
 def padded_heads(heads: int, sizes: tuple[int, ...]) -> int:
-    """Return the least of ``sizes`` that holds ``heads``, else the next multiple of the largest."""
     fitting = next((size for size in sizes if heads <= size), None)
     return fitting or -(-heads // sizes[-1]) * sizes[-1]

@@ -1,1 +1,1 @@
-"""Dtypes, products, checks of arguments, autograd helpers, shared by all operations."""
+"""Shared helpers."""

@@ -1,4 +1,4 @@
-"""Integers, accumulation dtype, products, chunks within a budget, validity of list entries."""
+"""Small arithmetic and products in the accumulation dtype."""
 
 from collections.abc import Iterator
 
@@ -6,17 +6,16 @@ import torch
 
 from megatron_dsa.versions import parse_version
 
-# bmm with a wider output dtype than its operands: tensor cores with an fp32 result.
+# Bmm with a wide output dtype: tensor cores with an fp32 result.
 _BMM_WIDENS = parse_version(torch.__version__) >= (2, 8)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return ``a / b`` rounded up; Triton's own function takes a microsecond on the host."""
+    """Round ``a / b`` up; Triton's own function takes a microsecond on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is not below ``n``, at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -27,14 +26,14 @@ _ACCUMULATION = {
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for the 16-bit types, the type itself otherwise (fp64 stays fp64)."""
+    """Return fp32 for 16-bit types, else the type itself."""
     return _ACCUMULATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Batched product ``[n, i, k] @ [n, k, j]`` in the accumulation dtype of its operands.
+    """Multiply ``[n, i, k] @ [n, k, j]`` in the accumulation dtype.
 
-    A result in 16 bits would put an error of 2^-9 on every attention logit.
+    A 16-bit result would put an error of 2^-9 on every attention logit.
     """
     dtype = accumulation_dtype(a.dtype)
     if a.dtype == dtype:
@@ -45,23 +44,20 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Product ``[i, k] @ [k, j]`` with the numerics of :func:`bmm`."""
     return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add :func:`bmm` to ``total [n, i, j]`` in place; it has the accumulation dtype."""
     dtype = accumulation_dtype(a.dtype)
     if a.dtype == dtype:
         total.baddbmm_(a, b)
     elif a.is_cuda and _BMM_WIDENS:
         torch.baddbmm(total, a, b, out_dtype=dtype, out=total)
-    elif not a.is_meta:  # a plan would count the copies, which a GPU does not make
+    elif not a.is_meta:  # a plan would count copies that a GPU does not make
         total.baddbmm_(a.to(dtype), b.to(dtype))
 
 
 def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``total + a @ b``, in place, or :func:`mm` if there is no ``total`` yet."""
     if total is not None:
         add_bmm(total[None], a[None], b[None])
     elif a.is_meta:  # as in add_bmm
@@ -72,14 +68,13 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
-    """Return how many tokens fit the workspace; at least one, or nothing could run."""
+    """Return the number of tokens that fit the workspace, at least one."""
     return max(1, budget_bytes // max(1, bytes_per_row))
 
 
 def valid_entries(
     indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int
 ) -> torch.Tensor:
-    """Bool ``[Sq, K]``: entries that select a key."""
     valid = (indices >= 0) & (indices < num_keys)
     if topk_length is not None:
         slot = torch.arange(indices.shape[1], device=indices.device)
@@ -98,13 +93,12 @@ def lengths(
 
 
 def part_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Return ``x[tokens]``, and ``x`` itself for all tokens: a view takes time on the host."""
+    """Return ``x[tokens]``, or ``x`` itself for all tokens: a view takes host time."""
     start, stop, step = tokens.start, tokens.stop, tokens.step
     whole = not start and step in (None, 1) and (stop is None or stop == x.shape[0])
     return x if whole else x[tokens]
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Cut ``total`` entries into consecutive slices of at most ``size``."""
     for first in range(0, total, size):
         yield slice(first, min(total, first + size))

@@ -1,4 +1,4 @@
-"""Functions without a second derivative, and the pass of a recomputed layer."""
+"""Autograd without second derivatives, detection of recomputation."""
 
 import functools
 from collections.abc import Callable
@@ -7,17 +7,15 @@ import torch
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Decorate a ``backward`` without a second derivative: it raises with ``create_graph=True``.
+    """Decorate a ``backward`` that has no derivative: it raises with ``create_graph=True``.
 
-    torch's decorator of the same name raises in the second backward pass, and only if the incoming
-    gradient required grad (not for a loss that is linear in the output) and the pass is not limited
-    to some inputs, as ``torch.autograd.grad`` is. Otherwise the second derivative is silently
-    missing.
+    torch's decorator misses incoming gradients that need no grad (a loss linear in the output) and
+    passes limited to some inputs: there the second derivative would silently be missing.
     """
 
     @functools.wraps(backward)
     def once(ctx, *grads):
-        if torch.is_grad_enabled():  # in a backward pass: create_graph=True
+        if torch.is_grad_enabled():
             name = type(ctx).__name__.removesuffix("Backward").lstrip("_")
             raise RuntimeError(
                 f"{name} has no second derivative: compute gradients without create_graph=True"
@@ -28,13 +26,9 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def differentiable(*tensors: torch.Tensor) -> bool:
-    """Return whether autograd records operations on one of ``tensors``."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def in_backward() -> bool:
-    """Return whether this code runs inside a backward pass, as a recomputed layer does.
-
-    Figures that are logged once per microbatch skip that pass.
-    """
+    """Return whether this runs in a backward pass, as a recomputed layer does."""
     return torch._C._current_graph_task_id() != -1

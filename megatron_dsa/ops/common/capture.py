@@ -1,8 +1,7 @@
 """Caches of tensors that work with CUDA graphs.
 
-A captured graph reads a tensor at its address and runs no Python: a tensor that a graph looked up
-is never dropped. A tensor computed during a capture lies in the graph's memory, without content
-until a replay: it is not cached.
+A graph reads tensors at their address: those looked up in a capture are never dropped. Tensors
+computed in a capture have no content before a replay: they are not cached.
 """
 
 import functools
@@ -14,21 +13,17 @@ import torch
 
 
 def capturing() -> bool:
-    """Return whether the current stream is being captured in a CUDA graph."""
-    # Without a driver, CUDA's own answer is an error.
+    # CUDA's own query fails without a driver.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class TensorCache:
-    """The latest ``size`` results by key, and all that a captured graph has looked up."""
-
     def __init__(self, size: int):
         self._size = size
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
         self._captured: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result for ``key``, from ``make()`` if there is none."""
         in_graph = capturing()
         if key in self._made:
             self._made.move_to_end(key)
@@ -45,13 +40,10 @@ class TensorCache:
         return made
 
     def clear(self) -> None:
-        """Drop all results except those that a captured graph has looked up."""
         self._made.clear()
 
 
 class CachedFunction[**Arguments, Result]:
-    """A function of hashable arguments with a :class:`TensorCache`."""
-
     def __init__(self, function: Callable[Arguments, Result], size: int):
         self._function, self._cache = function, TensorCache(size)
         functools.update_wrapper(self, function)
@@ -65,12 +57,10 @@ class CachedFunction[**Arguments, Result]:
         return self._cache.get(key, make)
 
     def cache_clear(self) -> None:
-        """Drop results as :meth:`TensorCache.clear`."""
         self._cache.clear()
 
 
 def tensor_cache[**Arguments, Result](
     size: int,
 ) -> Callable[[Callable[Arguments, Result]], CachedFunction[Arguments, Result]]:
-    """Decorate a function of hashable arguments; see :class:`TensorCache`."""
     return lambda function: CachedFunction(function, size)

@@ -1,7 +1,4 @@
-"""Checks of arguments: shapes, dtypes and devices on the host, values without synchronisation.
-
-Every public operation checks sizes; values are checked once, by the layout.
-"""
+"""Argument checks without synchronisation."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,10 +7,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Dtypes of attention; fp64 serves as a reference.
+#: Dtypes of attention; fp64 is for references.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-#: Longest message on the device; a longer one raises.
+#: Characters of a device assert; longer messages raise.
 LONGEST_MESSAGE = 254
 
 
@@ -28,7 +25,7 @@ def require_tensor(
     """Raise a :class:`ConfigError` unless ``x`` is such a tensor on the device of ``like``.
 
     Args:
-        name: of the argument, for the message.
+        name: argument in messages.
         shape: sizes, and names of dims of any size.
         fix: for a wrong shape.
     """
@@ -65,7 +62,6 @@ def _has_shape(x: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
 
 
 def require_scale(softmax_scale: float) -> None:
-    """Raise a :class:`ConfigError` unless the factor on ``q . k`` is positive and finite."""
     require(
         0 < softmax_scale < math.inf,
         f"softmax_scale must be positive and finite, got {softmax_scale}: pass head_dim**-0.5",
@@ -73,7 +69,6 @@ def require_scale(softmax_scale: float) -> None:
 
 
 def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Tensor | None) -> None:
-    """Raise a :class:`ConfigError` unless there is an int32 list of keys per query token."""
     shape = (q.shape[0], "K")
     require_tensor("indices", indices, shape, (torch.int32,), q, "give one list per query token")
     if topk_length is not None:
@@ -90,10 +85,6 @@ def require_sink(attn_sink: torch.Tensor | None, q: torch.Tensor) -> None:
 def require_layout(
     layout, queries: Mapping[str, torch.Tensor], keys: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise a :class:`ConfigError` unless a layout fits tensors of query tokens and of keys.
-
-    ``queries`` and ``keys`` map names of arguments to tensors with one entry per token.
-    """
     roles = (("query", layout.num_queries, queries), ("key", layout.num_keys, keys))
     for role, count, tensors in roles:
         for name, x in tensors.items():
@@ -110,10 +101,6 @@ def require_layout(
 
 
 def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
-    """Raise a :class:`ConfigError` on the CPU for the first of ``rules`` that does not hold.
-
-    ``rules``: message -> bool scalar on the device; otherwise as :func:`require_on_device`.
-    """
     held = list(rules.values())
     holds = held[0] if len(held) == 1 else torch.stack(held).all()
     require_on_device(
@@ -122,10 +109,9 @@ def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
 
 
 def require_on_device(holds: torch.Tensor, summary: str, message: Callable[[], str]) -> None:
-    """Raise unless ``holds``, a bool scalar; nothing is checked on the meta device.
+    """Raise unless ``holds``, a bool scalar; not checked on the meta device.
 
-    On the CPU with ``message()`` at once; on a GPU with 254 characters of ``summary`` at its next
-    synchronisation.
+    On a GPU with 254 characters of ``summary`` at its next synchronisation.
     """
     if holds.device.type == "cpu":
         if not holds:
@@ -140,10 +126,6 @@ def require_cu_seqlens(
     tokens: int,
     max_seqlen: int | None,
 ) -> None:
-    """Raise unless cumulative lengths describe sequences within a packed batch of ``tokens``.
-
-    Arguments: see :func:`~megatron_dsa.ops.layout.layout.packed_layout`.
-    """
     fix = "pass cumulative lengths [0, n0, n0 + n1, ...] of at least one sequence"
     require_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), INTEGERS, fix=fix)
     require(cu_seqlens.numel() > 1, f"cu_seqlens must not be empty: {fix}")

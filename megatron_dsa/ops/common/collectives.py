@@ -1,4 +1,4 @@
-"""Collectives along dim 0, outside of autograd; nothing is sent on one rank."""
+"""Collectives along dim 0, outside of autograd; no-ops on one rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import torch
 
 @dataclass
 class Transfer:
-    """A collective under way, and its result."""
-
     result: torch.Tensor | None = None
     work: Any = None
 
     def take_over(self, other: Transfer) -> torch.Size:
-        """Become a collective that was started; return the shape of its result."""
         assert other.result is not None
         self.result, self.work = other.result, other.work
         return other.result.shape
@@ -33,12 +30,10 @@ class Transfer:
 
 
 def several(group) -> bool:
-    """Return True for a group of more than one rank."""
     return group is not None and group.size() > 1
 
 
 def all_gather_async(x: torch.Tensor, group) -> Transfer:
-    """Start to gather ``x`` of all ranks, one rank's after the other."""
     if not several(group):
         return Transfer(x.detach())
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
@@ -49,7 +44,6 @@ def all_gather_async(x: torch.Tensor, group) -> Transfer:
 
 
 def reduce_scatter_async(x: torch.Tensor, group) -> Transfer:
-    """Start to sum ``x`` over ``group``; the result is this rank's part."""
     if not several(group):
         return Transfer(x)
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
@@ -60,17 +54,16 @@ def reduce_scatter_async(x: torch.Tensor, group) -> Transfer:
 def exchange_parts(
     tensors: Sequence[torch.Tensor], holders: int, parts: int, group: Any
 ) -> list[torch.Tensor]:
-    """Bring head sums of some heads to the ranks whose tokens they are of.
+    """Exchange head sums for some heads, so that each rank has those for its tokens.
 
     Args:
         tensors: ``[parts * holders * n, ...]`` of 32 or 64 bits: the tokens of this rank's parts,
-            within a part holder by holder.
-        holders: ranks of ``group`` with tokens of their own; 1: all have the same.
-        parts: of the tokens, taught by this rank's heads.
-        group: ranks with different heads.
+            in each part holder by holder.
+        holders: ranks of ``group`` with different tokens; 1: all have the same.
+        parts: parts of the tokens, taught by this rank's heads.
 
     Returns:
-        ``[parts of all ranks * n, ...]`` each: this rank's tokens.
+        ``[parts of all ranks * n, ...]`` each: the local tokens.
     """
     sent = torch.cat([x.view(torch.int32).view(len(x), -1) for x in tensors], dim=1)
     if holders == 1:

@@ -1,7 +1,6 @@
-"""Products of every head, or group of heads, with a weight per head.
+"""Products of heads, or groups of heads, with a weight per head.
 
-Results and gradients are written with the heads of a token side by side; a plain batched product
-leaves them transposed, and the next kernel would copy them.
+Results have the heads of a token contiguous; the next kernel would copy a plain batched product.
 """
 
 import torch
@@ -10,11 +9,6 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def write_head_products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``x[:, h] @ weights[h]`` to ``out[:, h]`` for every head.
-
-    Args:
-        x: ``[tokens, H, A]``; weights: ``[H, A, B]``; out: ``[tokens, H, B]``. Any strides.
-    """
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
 
 

@@ -1,7 +1,7 @@
-"""Launches of compiled Triton kernels without the work that Triton repeats in every call.
+"""Launches of compiled Triton kernels without Triton's repeated work.
 
-Triton binds, classifies and formats all arguments to find the compiled kernel: 12 of the 16
-microseconds that a launch takes on the host. Here a short key finds it.
+Triton binds and formats all arguments to find the compiled kernel: 12 of a launch's 16 microseconds
+on the host.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-#: Versions whose launch is the one below; others launch by themselves.
+#: Versions with this launch function; others launch through Triton.
 _KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 _REST = (), (1, 1), (1,), ()
 _Tensor = torch.Tensor
@@ -20,7 +20,7 @@ _Tensor = torch.Tensor
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run ``kernel[grid](*args, **options)``; constants and options are passed by name.
 
-    Profilers of Triton see every launch: with their hooks, Triton launches by itself.
+    With hooks, Triton launches itself: its profilers see every launch.
     """
     key = _key(args, options) if _KNOWN and type(kernel) is JITFunction else None
     if key is None or _hooks():
@@ -32,14 +32,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if found is None:
         one = kernel[grid](*args, **options)
         names = kernel.arg_names[len(args) :]
-        # The launch takes defaults as well; a hook of Triton may keep it from compiling.
+        # The launch also takes defaults; a hook may prevent compilation.
         if one is not None and all(name in options for name in names):
             constants = tuple(options[name] for name in names)
             compiled[device, key] = one.run, one.function, one.packed_metadata, constants
         return
     run, function, metadata, constants = found
     stream = driver.active.get_current_stream(device)
-    # Without metadata for hooks, and without hooks.
     run(*grid, *_REST[len(grid)], stream, function, metadata, None, None, None, *args, *constants)
 
 
@@ -49,10 +48,6 @@ def _hooks() -> bool:
 
 
 def _key(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return a key of all that Triton compiles a kernel for, or ``None`` for unusual arguments.
-
-    It may distinguish more: every pointer by its alignment, every integer by its class.
-    """
     key: list[Any] = []
     for x in args:
         if isinstance(x, _Tensor):

@@ -1,4 +1,4 @@
-"""Gradients times a factor, in one pass over memory, and factors on the device."""
+"""Gradients times a factor in one pass, and factors on the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_dsa.ops.dispatch.packages import TRITON
 
 @dataclass(frozen=True)
 class Factor:
-    """``number * times / over``, computed on the device where it is applied.
+    """``number * times / over``, computed on the device that uses it.
 
-    ``times`` and ``over`` are tensors of one element on the device; ``None`` is 1.
+    ``times`` and ``over`` are one-element tensors; ``None`` is 1.
     """
 
     number: float = 1.0
@@ -26,7 +26,6 @@ class Factor:
 
     @classmethod
     def of(cls, factor: Factor | torch.Tensor | float) -> Factor:
-        """Convert a number or a tensor of one element."""
         if isinstance(factor, Factor):
             return factor
         if isinstance(factor, torch.Tensor):
@@ -34,7 +33,7 @@ class Factor:
         return cls(float(factor))
 
     def on_device(self) -> Factor:
-        """Return the same factor without tensors on the host, for which the device would wait."""
+        """Return the same factor without host tensors, which would stall the device."""
         number, tensors = self.number, [self.times, self.over]
         if self.times is not None and self.times.device.type == "cpu":
             number, tensors[0] = number * self.times.item(), None
@@ -43,13 +42,11 @@ class Factor:
         return Factor(number, *tensors)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with the scalar ``x``, in its dtype; factors are fp64."""
         if self.times is None and self.over is None:
             return x * self.number
         return (x * self.value(x.device)).to(x.dtype)
 
     def value(self, device: torch.device) -> torch.Tensor:
-        """Return the factor, a fp64 scalar on ``device``."""
         if self.times is None:
             value = torch.full((), self.number, dtype=torch.float64, device=device)
         else:
@@ -58,8 +55,6 @@ class Factor:
 
 
 class Scaled(NamedTuple):
-    """A number on the device, and its factor."""
-
     value: torch.Tensor
     factor: Factor
 
@@ -72,7 +67,7 @@ def scaled(
 ) -> torch.Tensor:
     """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's).
 
-    ``in_place``: the result may overwrite the gradient, if that has its dtype.
+    ``in_place``: may overwrite the gradient, if that has its dtype.
     """
     dtypes = (gradient.dtype if dtype is None else dtype,)
     return scaled_together((gradient,), factor, dtypes, in_place)[0]
@@ -84,7 +79,6 @@ def scaled_together(
     dtypes: Sequence[torch.dtype],
     in_place: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Scale one to three gradients as :func:`scaled`, with one launch on a GPU."""
     factor = Factor.of(factor).on_device()
     results = tuple(
         gradient
@@ -94,22 +88,21 @@ def scaled_together(
     )
     fits = all(x.is_cuda and x.is_contiguous() and x.dtype != torch.float64 for x in gradients)
     if fits and has_triton():
-        from megatron_dsa.ops.common.scaling_triton import scale  # needs Triton
+        from megatron_dsa.ops.common.scaling_triton import scale
 
         scale(gradients, factor.number, factor.times, factor.over, results)
         return results
     value = factor.value(gradients[0].device)
     for gradient, result in zip(gradients, results, strict=True):
-        # With one dim the factor keeps its dtype, and the product is rounded where it is written.
+        # With one dim the factor keeps its dtype: rounded once, when written.
         torch.mul(gradient, value.to(accumulation_dtype(gradient.dtype)).view(1), out=result)
     return results
 
 
 def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> None:
-    """Add a scalar to ``sums`` and 1 to ``counts`` (fp32 scalars); one launch on a GPU."""
     value, factor = scaled.value, scaled.factor.on_device()
     if value.is_cuda and value.dtype == sums.dtype and has_triton():
-        from megatron_dsa.ops.common.scaling_triton import add_scaled  # needs Triton
+        from megatron_dsa.ops.common.scaling_triton import add_scaled
 
         add_scaled(sums, counts, value, factor.number, factor.times, factor.over)
         return

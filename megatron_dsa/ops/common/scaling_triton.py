@@ -1,6 +1,6 @@
-"""Gradients times a number on the device, in one pass and one launch.
+"""Gradients times a number on the device, in one launch.
 
-torch multiplies tensors of different dtypes element by element, at a sixth of the GPU's bandwidth.
+torch multiplies different dtypes element by element, at a sixth of the bandwidth.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,11 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements of a program.
 BLOCK = 4096
 
 
 @triton.jit
 def _factor(number, times, over):
-    """Return ``number * times / over`` in fp64; ``None`` is 1."""
     value = tl.full((), number, tl.float64)
     if times is not None:
         value *= tl.load(times).to(tl.float64)
@@ -30,7 +28,7 @@ def _factor(number, times, over):
 @triton.jit
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     index = block * BLOCK + tl.arange(0, BLOCK)
-    if (block + 1) * BLOCK <= count:  # a mask of an unknown count splits accesses into elements
+    if (block + 1) * BLOCK <= count:  # masks split accesses into elements
         values = tl.load(x + index).to(tl.float32) * factor
         tl.store(out + index, values.to(out.dtype.element_ty))
     else:
@@ -45,7 +43,7 @@ def _scale(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = _factor(number, times, over).to(tl.float32)
-    # A count above 2^31 is int64, and both branches below must have one dtype.
+    # Counts above 2^31 are int64, and both branches need one dtype.
     block = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(count, BLOCK).to(tl.int64)
     if block < blocks:
@@ -69,10 +67,6 @@ def scale(
     over: torch.Tensor | None,
     results: Sequence[torch.Tensor],
 ) -> None:
-    """Write ``results = gradients * number * times / over``.
-
-    One to three contiguous gradients and results on a GPU, 16-bit or fp32.
-    """
     some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]
     if not some:
         return
@@ -90,5 +84,4 @@ def _add_scaled(sums, counts, value, number, times, over):
 
 
 def add_scaled(sums, counts, value, number: float, times, over) -> None:
-    """Add ``value * number * times / over`` to ``sums`` and 1 to ``counts``, fp32 scalars."""
     launch(_add_scaled, (1,), sums, counts, value, number, times, over, num_warps=1)

@@ -1,4 +1,4 @@
-"""Entries of some tokens, taken from several tensors at once."""
+"""Selection of tokens from several tensors at once."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,7 @@ from megatron_dsa.ops.common.scaling import has_triton
 def select_tokens(tokens: torch.Tensor, *tensors: torch.Tensor | None) -> list:
     """Return ``x[tokens]`` of every tensor, without gradient; one launch on a GPU.
 
-    Args:
-        tokens: int64 ``[n]``, all in range.
-        tensors: ``[tokens, ...]``, of numbers; ``None`` is returned as it is.
+    ``tokens``: int64 ``[n]``, all in range; ``None`` is returned as it is.
     """
     given = [x for x in tensors if x is not None]
     found = iter(_selected(tokens, given))
@@ -21,7 +19,7 @@ def select_tokens(tokens: torch.Tensor, *tensors: torch.Tensor | None) -> list:
 
 def _selected(tokens: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if tokens.is_cuda and has_triton() and all(x.is_contiguous() for x in tensors):
-        from megatron_dsa.ops.common.tokens_triton import select  # needs Triton
+        from megatron_dsa.ops.common.tokens_triton import select
 
         return select(tokens, tensors)
     return [x.detach()[tokens] for x in tensors]

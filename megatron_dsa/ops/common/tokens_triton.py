@@ -1,4 +1,4 @@
-"""Entries of some tokens in one launch: the host pays more for a launch than the GPU for a copy."""
+"""Selection of tokens in one launch."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,7 @@ import triton.language as tl
 
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements of a program.
 _BLOCK = 1024
-#: Tensors of a launch.
 _TENSORS = 4
 
 
@@ -22,7 +20,7 @@ def _copy(x, out, source, target, size, block, BLOCK: tl.constexpr):
     tl.store(out + target * size + column, values, mask=inside)
 
 
-# Sizes may follow the batch, and slices have any alignment: neither must compile it again.
+# Varying sizes and alignments must not cause compilations.
 @triton.jit(
     do_not_specialize=["size", "size_b", "size_c", "size_d"],
     do_not_specialize_on_alignment=["tokens", "x", "x_b", "x_c", "x_d"],
@@ -31,7 +29,6 @@ def _select(
     tokens, x, out, size, x_b, out_b, size_b, x_c, out_c, size_c, x_d, out_d, size_d,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and ``BLOCK`` elements of one of the tensors, one after the other."""
     target = tl.program_id(0).to(tl.int64)
     source = tl.load(tokens + target)
     block = tl.program_id(1)
@@ -53,7 +50,6 @@ def _select(
 
 
 def select(tokens: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``x[tokens]`` of contiguous tensors; a launch for every four of them."""
     count = tokens.shape[0]
     found = [x.new_empty(count, *x.shape[1:]) for x in tensors]
     sizes = [x.numel() // count if count else 0 for x in found]

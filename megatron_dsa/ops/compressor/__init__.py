@@ -1,1 +1,1 @@
-"""The compressor of DeepSeek-V4: a group of tokens becomes one key."""
+"""Compressor of DeepSeek-V4: groups of tokens pooled into keys."""

@@ -1,7 +1,6 @@
-"""Compressor pooling of DeepSeek-V4's attention: a group of tokens becomes one key.
+"""Compressor pooling of DeepSeek-V4: a group of tokens becomes one key.
 
-Per channel a softmax over the positions of a group weighs their values. RMSNorm and rope at the
-group's position follow outside of the operation.
+A softmax per channel over the group's positions weights the values.
 """
 
 import torch
@@ -23,23 +22,22 @@ def compress(
     overlap: bool,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Pool every group of positions into one key (DeepSeek-V4's compressor, before its norm).
+    """Pool every group of positions into one key.
 
     Args:
         values, scores: ``[tokens, c * d]`` of one dtype, last dim contiguous; ``c`` is 2 with
             overlap, else 1.
-        ape: ``[ratio, c * d]`` fp32 (fp64 for fp64 values), added to the scores by position.
+        ape: ``[ratio, c * d]`` fp32 (fp64), added to the scores by position.
         keys: the groups, from :func:`megatron_dsa.ops.layout.compressed.compressed_keys`.
-        overlap: a group also pools the positions of the group before it, through the first ``d``
-            channels; its own positions use the last ``d``.
-        policy: which implementations may run.
+        overlap: a group also pools the previous group's positions, in the first ``d`` channels; its
+            positions use the last ``d``.
 
     Returns:
-        ``[keys.count, d]`` in the dtype of values; 0 in slots without a group. Differentiable in
-        values, scores and ape; equal inputs give bitwise equal gradients.
+        ``[keys.count, d]`` in the dtype of values; 0 in empty slots. Differentiable in values,
+        scores and ape, with bitwise repeatable gradients.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or keys of another batch.
+        ConfigError: shapes or dtypes do not fit, or keys are of another batch.
     """
     require(
         values.shape[:1] == (keys.pooled_rows,),

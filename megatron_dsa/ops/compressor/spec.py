@@ -1,4 +1,4 @@
-"""Pooling of DeepSeek-V4's compressor: inputs, implementations, fake and reference."""
+"""Compressor pooling: inputs, implementations, fake, reference."""
 
 from dataclasses import dataclass
 
@@ -38,13 +38,12 @@ COMPRESSOR = Operation(
 
 @dataclass(frozen=True)
 class CompressorInputs:
-    """Inputs of one pooling; see :func:`.api.compress`.
+    """Inputs of one pooling.
 
-    Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, and with overlap,
-    if ``position[g] > 0``, the tokens ``first_row + (i - ratio) * row_step`` of the group before
-    it. Its tokens use the *last* ``d`` channels of ``values`` and of ``scores + ape[i]``, those of
-    the group before it the *first* ``d``. A channel whose scores are all ``-inf`` and a slot
-    without a group give 0. Tokens in no group are never read.
+    Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, in the *last*
+    ``d`` channels of ``values`` and of ``scores + ape[i]``, and with overlap, if ``position[g] >
+    0``, the tokens ``first_row + (i - ratio) * row_step`` in the *first* ``d``. Channels whose
+    scores are all ``-inf`` give 0. Tokens in no group are never read.
     """
 
     values: torch.Tensor
@@ -57,7 +56,6 @@ class CompressorInputs:
 
     @property
     def dim(self) -> int:
-        """Channels ``d`` of a pooled key."""
         return self.values.shape[1] // (2 if self.overlap else 1)
 
     def check(self) -> None:
@@ -111,13 +109,12 @@ def fake(candidate: Candidate, inputs: CompressorInputs) -> torch.Tensor:
 
 
 def reference(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values, by loops over groups."""
     groups, ratio, dim = inputs.groups, inputs.ratio, inputs.dim
     last, first_half = slice(inputs.values.shape[1] - dim, None), slice(0, dim)
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     pooled = []
     for first, position in zip(groups.first_row.tolist(), groups.position.tolist(), strict=True):
-        taken = []  # (token, position in its group, channels)
+        taken = []
         if first >= 0:
             taken += [(first + i * groups.row_step, i, last) for i in range(ratio)]
         if first >= 0 and inputs.overlap and position > 0:

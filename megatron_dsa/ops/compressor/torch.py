@@ -1,7 +1,4 @@
-"""Compressor pooling in torch: any device, any dims, a chunk of groups at a time.
-
-The backward computes the softmax of a chunk again.
-"""
+"""Compressor pooling in torch, in chunks of groups."""
 
 from typing import Any
 
@@ -20,13 +17,13 @@ def compress(inputs: CompressorInputs) -> torch.Tensor:
 def _chunks(inputs: CompressorInputs):
     positions = inputs.ratio * (2 if inputs.overlap else 1)
     acc = accumulation_dtype(inputs.values.dtype).itemsize
-    # Gathered values and scores, probabilities, both gradients, and torch's own intermediates.
+    # Values and scores, probabilities, both gradients, torch's intermediates.
     slots = rows_in_budget(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
     return slices(inputs.groups.first_row.shape[0], slots)
 
 
 def _parts(inputs: CompressorInputs, slots: slice):
-    """Yield ``(channels, tokens [g, ratio] int64, used [g, ratio])`` of groups and those before.
+    """Yield channels, tokens and their use ``[g, ratio]`` for groups and those before.
 
     Unused tokens are token 0, whose content must not matter.
     """
@@ -43,11 +40,10 @@ def _parts(inputs: CompressorInputs, slots: slice):
 
 
 def _softmax(inputs: CompressorInputs, slots: slice):
-    """Return the values and probabilities ``[g, positions, d]`` and the parts of a chunk."""
     dtype = accumulation_dtype(inputs.values.dtype)
     parts = list(_parts(inputs, slots))
     values: list[torch.Tensor] = []
-    scores: Any = []  # then all of them in one tensor
+    scores: Any = []
     for channels, tokens, used in parts:
         unused = ~used[..., None]
         value = inputs.values[:, channels][tokens].to(dtype)
@@ -56,7 +52,7 @@ def _softmax(inputs: CompressorInputs, slots: slice):
         scores.append(score.masked_fill_(unused, float("-inf")))
     scores = torch.cat(scores, 1)
     top = scores.amax(1, keepdim=True)
-    # No finite score, no softmax: the probabilities are 0, not 0/0.
+    # Without finite scores 0, not 0/0.
     probs = scores.sub_(torch.where(top == float("-inf"), 0.0, top)).exp_()
     total = probs.sum(1, keepdim=True)
     return torch.cat(values, 1), probs.div_(torch.where(total == 0, 1.0, total)), parts
@@ -95,8 +91,8 @@ class _Compress(torch.autograd.Function):
             begin = 0
             for channels, index, used in parts:
                 positions, begin = slice(begin, begin + inputs.ratio), begin + inputs.ratio
-                # A token is in one group per part, so these sums have one term; unused entries add
-                # 0 to token 0, whatever the gradient of a slot without a group is.
+                # A token is in one group per part: sums have one term. Unused entries add 0 to
+                # token 0.
                 index, unused = index.flatten(), ~used[..., None]
                 for total, part in ((dvalues, dvalue), (dscores, dscore)):
                     part = part[:, positions].masked_fill_(unused, 0.0)

@@ -1,4 +1,4 @@
-"""Implementations of attention to one block of keys and values, and the choice among them."""
+"""Kernels for attention to one block of keys and values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,6 @@ from megatron_dsa.ops.dense_attention.flash_shapes import with_kernel_shapes
 from megatron_dsa.ops.dense_attention.spec import DENSE_ATTENTION, BlockAttention
 from megatron_dsa.ops.dispatch import OpCall, Policy
 
-#: By the name of the candidate.
 BLOCK_KERNELS = {
     name: BlockAttention(name, *functions)
     for name, functions in {
@@ -23,18 +22,16 @@ BLOCK_KERNELS = {
 
 
 def choose(call: OpCall, name: str | None = None) -> BlockAttention:
-    """Return the kernel that dispatch chooses for ``call``, or the one of that name.
+    """Return the kernel called ``name``, by default dispatch's choice.
 
     Raises:
-        ConfigError: there is no kernel of that name.
-        ImplementationError: it cannot run the call.
+        ConfigError, ImplementationError: there is no such kernel, or it cannot run the call.
     """
     policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
     return BLOCK_KERNELS[DENSE_ATTENTION.choose(call, policy).candidate.name]
 
 
 def torch_kernel(workspace_bytes: int) -> BlockAttention:
-    """Return torch's with another budget for temporary memory."""
     forward = partial(torch_block.forward, workspace_bytes=workspace_bytes)
     backward = partial(torch_block.backward, workspace_bytes=workspace_bytes)
     return BlockAttention("torch", forward, backward)
@@ -48,7 +45,6 @@ def _attend_with(name: str) -> Callable:
     return attend
 
 
-#: The candidates' functions: ``attention(..., block=kernel)`` with this kernel.
 with_torch_cudnn = _attend_with("torch-cudnn")
 with_flash2 = _attend_with("flash2")
 with_torch_flash = _attend_with("torch-flash")

@@ -1,4 +1,4 @@
-"""FlashAttention 2 (package flash-attn): kernels with one head dim, packed or not."""
+"""FlashAttention 2 (flash-attn): one head dim, packed or not."""
 
 import importlib.util
 
@@ -8,12 +8,11 @@ from megatron_dsa.ops.dense_attention.flash_shapes import Lengths, common_reason
 from megatron_dsa.ops.dispatch import OpCall, Reason, deterministic_mode
 from megatron_dsa.versions import installed_version, parse_version
 
-#: Since then windows are two arguments.
+#: From 2.7 on windows are two arguments.
 _MINIMUM = "2.7"
 
 
 def reason(call: OpCall) -> Reason | None:
-    """Return why flash-attn 2 cannot run this, or ``None``."""
     why = common_reason(call, pads_values=True)
     if why is not None:
         return why
@@ -40,7 +39,6 @@ def _options(causal: bool, scale: float) -> dict:
 
 
 def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out, lse`` as the kernels shape them."""
     from flash_attn import flash_attn_interface as flash
 
     options = _options(causal, scale) | {"return_softmax": False}
@@ -52,7 +50,6 @@ def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, tor
 
 
 def backward(dout, q, k, v, out, lse, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, ...]:
-    """Return ``dq, dk, dv`` as the kernels shape them."""
     from flash_attn import flash_attn_interface as flash
 
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))

@@ -1,7 +1,6 @@
-"""FlashAttention 4 (package flash-attn-4): values may be narrower than keys.
+"""FlashAttention 4 (flash-attn-4): values may be narrower than keys.
 
-Private functions are called, because the backward takes ``out`` and ``lse`` of the whole attention;
-their arguments are compared at import.
+Private functions: the backward takes ``out`` and ``lse`` of the whole attention.
 """
 
 import importlib
@@ -20,7 +19,6 @@ _SHARED = (
     *("q", "k", "v", "softmax_scale", "causal"),
     *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 )
-#: Functions of the interface -> arguments that they are called with.
 _CALLED = {
     "_flash_attn_fwd": (*_SHARED, "return_lse"),
     "_flash_attn_bwd": (*_SHARED, "out", "dout", "lse", "deterministic"),
@@ -28,21 +26,19 @@ _CALLED = {
 
 
 def problem() -> str | None:
-    """Return why the installed package cannot be used on any GPU, or ``None``."""
     return FLASH_ATTENTION_4.problem() or _import_problem()
 
 
 def reason(_call: OpCall) -> str | None:
-    """Return why the package, found in a version that fits, cannot be used, or ``None``."""
     return _import_problem()
 
 
 @cache
 def _import_problem() -> str | None:
-    # It takes seconds, so it is the last question.
+    # Takes seconds: checked last.
     try:
         interface = importlib.import_module(_INTERFACE)
-    # Kernels are compiled by a stack of packages; each fails in ways of its own.
+    # Kernel compilers raise errors of all kinds.
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         return f"broken: {_INTERFACE} cannot be imported: {type(error).__name__}: {first_line}"
@@ -68,7 +64,6 @@ def _options(lengths: Lengths, causal: bool, scale: float) -> dict:
 
 
 def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out, lse`` as the kernels shape them."""
     interface = importlib.import_module(_INTERFACE)
     options = _options(lengths, causal, scale)
     out, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=True, **options)
@@ -76,7 +71,6 @@ def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, tor
 
 
 def backward(dout, q, k, v, out, lse, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, ...]:
-    """Return ``dq, dk, dv`` as the kernels shape them."""
     interface = importlib.import_module(_INTERFACE)
     options = _options(lengths, causal, scale) | {"deterministic": deterministic_mode()}
     return interface._flash_attn_bwd(q, k, v, out, dout, lse, **options)

@@ -1,7 +1,6 @@
 """Shapes of flash-attention kernels, and padding of values.
 
-Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]`` with ``cu_seqlens``, and return the
-log-sum-exp heads first.
+Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]``; lse has heads first.
 """
 
 from types import ModuleType
@@ -12,13 +11,10 @@ import torch
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.ops.dispatch import OpCall, Reason
 
-#: Widest head.
 LARGEST = 256
 
 
 class Lengths(NamedTuple):
-    """Cumulative lengths, ``None`` if not packed, and longest lengths."""
-
     cu_q: torch.Tensor | None
     cu_k: torch.Tensor | None
     max_q: int
@@ -26,10 +22,6 @@ class Lengths(NamedTuple):
 
 
 def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
-    """Return why no flash-attention kernel can run this, or ``None``.
-
-    ``pads_values``: the kernels take one head dim, to which narrower values are padded.
-    """
     if call.device != "cuda":
         return Reason("needs a CUDA GPU", f", this is {call.on()}")
     assert call.capability is not None
@@ -45,9 +37,9 @@ def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
 
 
 def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
-    """Return forward and backward of :class:`.spec.BlockAttention` by a module's kernels.
+    """Return :class:`.spec.BlockAttention`'s functions for a module's kernels.
 
-    ``pads_values``: padded earlier, they would exclude the kernels that need no padding.
+    ``pads_values``: the kernels have one head dim; padding earlier would exclude others.
     """
 
     def forward(q, k, v, causal, scale, sequences):
@@ -64,7 +56,6 @@ def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
         dout, q, k, v, out = (_to_kernel(x, sequences) for x in (dout, q, k, v, out))
         lse, lengths = lse_to_kernel(lse, sequences), _lengths(q, k, sequences)
         dq, dk, dv = module.backward(dout, q, k, v, out, lse, lengths, causal, scale)
-        # dv may be a strided view
         return tuple(_from_kernel(x, sequences) for x in (dq, dk, dv[..., :width]))
 
     return forward, backward
@@ -86,16 +77,14 @@ def _from_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
 
 
 def lse_from_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Return ``[batch, H, s]``, or packed ``[H, tokens]``, as ``[tokens, H]``."""
     if isinstance(sequences, Packed):
-        # Kernels disagree about queries without keys: some return +inf.
+        # Some kernels return +inf for queries without keys.
         lse = lse.transpose(0, 1)
         return lse.masked_fill(sequences.blind(lse.shape[0]), float("-inf"))
     return lse.permute(2, 0, 1).flatten(0, 1)
 
 
 def lse_to_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
-    """Undo :func:`lse_from_kernel`."""
     if isinstance(sequences, Packed):
         return lse.transpose(0, 1).contiguous()
     return lse.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0).contiguous()

@@ -1,8 +1,7 @@
-"""Visible keys of a block's query tokens, in the terms of attention kernels.
+"""Visible keys of a block, in the terms of attention kernels.
 
-Unpacked batches are dense. Packed ones are cut into segments: the queries of segment ``i`` see the
-keys of segment ``i``. Queries that see nothing, and keys that no query sees, lie in segments whose
-other side is empty, so that no token has to be moved for the kernel's ``cu_seqlens``.
+Packed batches are cut into segments: queries of segment ``i`` see its keys. Blind queries and
+unseen keys are in segments whose other side is empty, so that ``cu_seqlens`` need no copies.
 """
 
 from dataclasses import dataclass, field
@@ -22,11 +21,9 @@ class Packed:
     """Segments of packed tokens.
 
     Attributes:
-        cu_q, cu_k: int32 ``[segments + 1]`` on the device; they start at 0 and end at the number
-            of query tokens and of keys.
-        longest: host-side upper bound of the tokens of a segment.
-        reach: host-side upper bound of the distance between a query and its keys; ``None``:
-            ``longest``.
+        cu_q, cu_k: int32 ``[segments + 1]`` on the device, of all query tokens and keys.
+        longest: host-side upper bound of a segment's tokens.
+        reach: the same of the distance of a query and its keys; ``None``: ``longest``.
     """
 
     cu_q: torch.Tensor
@@ -50,7 +47,6 @@ class Packed:
 
     @torch.inference_mode(False)
     def blind(self, queries: int) -> torch.Tensor:
-        """Return bool ``[queries, 1]``: queries that see no key."""
         if "blind" not in self.derived:
             start, end, _ = self.ranges(queries)
             self.derived["blind"] = (start == end)[:, None]
@@ -63,13 +59,10 @@ def covering(
     longest: int,
     reach: int | None = None,
 ) -> Packed:
-    """Return segments with these ends, and segments that see nothing for the tokens behind them.
+    """Return segments with these ends, and blind segments for the tokens behind them.
 
-    Args:
-        ends: int ``[sequences]`` twice per segment: its end among the query tokens and among the
-            keys, in ascending order. The last ones end at the sequence's last token.
-        tokens: number of queries, and of keys.
-        longest, reach: of such a segment; see :class:`Packed`.
+    ``ends``: int ``[sequences]`` twice per segment, among query tokens and keys, ascending; the
+    last ones are the sequence's end.
     """
     longest = max(1, min(longest, tokens))
     last = ends[-1][0][-1]

@@ -1,4 +1,4 @@
-"""Dense attention: operation, implementations, fake and reference."""
+"""Dense attention: operation, implementations, fake, reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ DENSE_ATTENTION = Operation(
                 **ATOMIC_SUMS,
             ),
         ),
-        # Behind all others, though its forward is the fastest on Hopper: a beta that changes.
+        # Last, though its forward is the fastest on Hopper: a beta that changes.
         Candidate(
             "flash4",
             f"{_HERE}.blocks:with_flash4",
@@ -77,10 +77,9 @@ DENSE_ATTENTION = Operation(
 class BlockAttention:
     """Attention to one block of keys and values by the candidate ``name``.
 
-    ``forward(q, k, v, causal, scale, sequences) -> out, lse``, and ``backward(dout, q, k, v, out,
-    lse, causal, scale, sequences) -> dq, dk, dv`` with ``out`` and ``lse`` of the whole attention,
-    not of the block. Queries without keys give 0 and ``-inf``; gradients are 0 where nothing is
-    visible.
+    ``forward(q, k, v, causal, scale, sequences) -> out, lse``, ``backward(dout, q, k, v, out, lse,
+    causal, scale, sequences) -> dq, dk, dv`` with ``out`` and ``lse`` of the whole attention.
+    Queries without keys give 0 and ``-inf``.
     """
 
     name: str
@@ -89,7 +88,6 @@ class BlockAttention:
 
 
 def fake(candidate: Candidate, attention: Callable, workspace_bytes: int, *args, **options):
-    """Return, keep and allocate what the implementations do."""
     workspace_bytes = 0 if candidate.fused else workspace_bytes
 
     def forward(q, k, v, causal, scale, sequences):
@@ -98,7 +96,7 @@ def fake(candidate: Candidate, attention: Callable, workspace_bytes: int, *args,
 
     def backward(dout, q, k, v, *_):
         take_workspace(q, workspace_bytes)
-        wide = empty_sums(q, *q.shape)  # kernels add dq up in fp32
+        wide = empty_sums(q, *q.shape)  # kernels sum dq in fp32
         gradients = tuple(torch.empty_like(x) for x in (q, k, v))
         del wide
         return gradients
@@ -107,7 +105,6 @@ def fake(candidate: Candidate, attention: Callable, workspace_bytes: int, *args,
 
 
 def reference(q, k, v, visible, softmax_scale) -> torch.Tensor:
-    """Return ``out [Sq, H, Dv]`` for ``visible`` bool ``[Sq, Skv]``, 0 for blind queries."""
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     logits = logits.masked_fill(~visible, float("-inf"))
     empty = ~visible.any(dim=-1)

@@ -1,4 +1,4 @@
-"""Attention to one block in torch: any device and dtype, a chunk of queries at a time."""
+"""Attention to one block in torch."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,6 @@ from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 def forward(
     q, k, v, causal, scale, sequences: Dense | Packed, workspace_bytes=DEFAULT_WORKSPACE_BYTES
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`.spec.BlockAttention`; results in the accumulation dtype."""
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=acc)
     lse = q.new_empty(q.shape[:2], dtype=acc)
@@ -37,7 +36,6 @@ def backward(
     sequences: Dense | Packed,
     workspace_bytes=DEFAULT_WORKSPACE_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :class:`.spec.BlockAttention`; results in the accumulation dtype."""
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q, dtype=acc)
     dk, dv = torch.zeros_like(k, dtype=acc), torch.zeros_like(v, dtype=acc)
@@ -56,18 +54,15 @@ def backward(
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return the lse, 0 for queries without keys: their scores are all ``-inf``."""
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
 def _scores(q, k, hidden, scale) -> torch.Tensor:
-    """Return scaled logits ``[H, queries, keys]``, ``-inf`` where hidden."""
     scores = bmm(q.transpose(0, 1), k.permute(1, 2, 0)).mul_(scale)
     return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
 
 def _tiles(q, k, causal, sequences, copies, workspace_bytes) -> Iterator[tuple]:
-    """Yield ``(queries, keys, mask of hidden keys or None)`` within the budget."""
     bytes_per_key = copies * q.shape[1] * accumulation_dtype(q.dtype).itemsize
 
     def fitting(keys: int) -> int:

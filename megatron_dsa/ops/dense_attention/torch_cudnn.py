@@ -1,7 +1,6 @@
-"""cuDNN's attention, through torch: values may be narrower than keys.
+"""cuDNN's attention through torch: values may be narrower than keys.
 
-Unpacked batches only: torch's backward for packed tokens mistakes the head dim for the longest
-length.
+Unpacked only: torch's packed backward takes the head dim for the longest length.
 """
 
 from functools import cache
@@ -16,12 +15,11 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.dispatch import OpCall, Reason
 
-#: cuDNN with head dims above 128: on Hopper any, on Blackwell 192/128 (DeepSeek's MLA).
+#: First cuDNN versions with head dims above 128.
 _WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100
 
 
 def reason(call: OpCall) -> Reason | None:
-    """Return why torch's cuDNN attention cannot run this, or ``None``."""
     why = common_reason(call)
     if why is not None:
         return why
@@ -41,7 +39,6 @@ def reason(call: OpCall) -> Reason | None:
 
 
 def forward(q, k, v, causal, scale, sequences: Dense) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`.spec.BlockAttention`."""
     q, k, v = (_heads_first(x, sequences) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -50,12 +47,11 @@ def forward(q, k, v, causal, scale, sequences: Dense) -> tuple[torch.Tensor, tor
 
 
 def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[torch.Tensor, ...]:
-    """See :class:`.spec.BlockAttention`."""
     dout, q, k, v, out = (_heads_first(x, sequences) for x in (dout, q, k, v, out))
     lse = lse_to_kernel(lse, sequences)
     if _lse_dims(q.device) == 4:
         lse = lse.unsqueeze(-1)
-    # The kernel requires a state of dropout, although there is none.
+    # Required without dropout.
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -66,7 +62,6 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
 
 @cache
 def _lse_dims(device: torch.device) -> int:
-    """Return the dims of the forward's lse, which the backward expects; torch's releases differ."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 

@@ -1,4 +1,4 @@
-"""torch's own FlashAttention-2: kernels with one head dim, packed or not."""
+"""FlashAttention-2 in torch: one head dim, packed or not."""
 
 import torch
 
@@ -7,7 +7,6 @@ from megatron_dsa.ops.dispatch import OpCall, Reason
 
 
 def reason(call: OpCall) -> Reason | None:
-    """Return why torch's flash kernels cannot run this, or ``None``."""
     why = common_reason(call, pads_values=True)
     if why is not None:
         return why
@@ -17,7 +16,6 @@ def reason(call: OpCall) -> Reason | None:
 
 
 def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out, lse`` as the kernels shape them."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, causal, False, scale=scale
     )
@@ -25,8 +23,7 @@ def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, tor
 
 
 def backward(dout, q, k, v, out, lse, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, ...]:
-    """Return ``dq, dk, dv`` as the kernels shape them."""
-    # The kernel requires a state of dropout, although there is none.
+    # Required without dropout.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed[:0], scale=scale

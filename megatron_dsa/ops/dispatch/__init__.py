@@ -1,8 +1,6 @@
-"""Choice among the implementations of an operation, logged once, and counts of their calls.
+"""Choice among the implementations of an operation, logged once.
 
-Nothing falls back in silence: a fallback is a warning, a strict policy raises instead, and an
-implementation that the user names runs or raises. The operations are declared in
-:mod:`megatron_dsa.ops`.
+A fallback logs a warning, or is an error under a strict policy.
 """
 
 from megatron_dsa.ops.dispatch.choice_log import (

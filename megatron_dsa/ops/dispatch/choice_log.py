@@ -1,7 +1,4 @@
-"""Chosen implementations and their log: a short line each, or one table for a whole model.
-
-At level DEBUG of the logger ``megatron_dsa.ops.dispatch``, lines name every rejected candidate.
-"""
+"""Log of chosen implementations: a line each, or one table for a model."""
 
 import contextlib
 import logging
@@ -17,7 +14,6 @@ from megatron_dsa.ops.dispatch.support import Candidate
 
 logger = logging.getLogger("megatron_dsa.ops.dispatch")
 
-#: Stands for all fallbacks on a machine without a GPU.
 NO_GPU = "no GPU: torch runs everything"
 _NEVER_RUN = "compiled for this GPU, not run on one"
 _logged: set[str] = set()
@@ -25,10 +21,9 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that runs a call, and why those before it do not.
+    """Candidate that runs a call, and the reasons against those before it.
 
-    ``named``: by the user. ``never_run``: its kernels never ran on such a GPU. ``no_gpu``: torch
-    runs because the machine has none.
+    ``never_run``: only compiled for this GPU. ``no_gpu``: torch for lack of a GPU.
     """
 
     operation: str
@@ -57,23 +52,19 @@ class Choice:
         return textwrap.shorten(f"{name}: {reason.short}", 64, placeholder=" ...")
 
     def summary(self) -> str:
-        """Return a short line: implementation and remark."""
         remark = self.remark()
         return f"{self.operation}: {self.candidate.name}" + (f" ({remark})" if remark else "")
 
     def describe(self) -> str:
-        """Return a line with all rejected candidates."""
         remark = f", {_NEVER_RUN}" if self.never_run else ""
         line = f"{self.operation}: {self.candidate.name}{remark}"
         return f"{line} (rejected: {listed(self.rejected)})" if self.rejected else line
 
 
 def listed(rejected: tuple[tuple[str, Reason], ...]) -> str:
-    """Return rejected candidates with their reasons."""
     return "; ".join(f"{name}: {why}" for name, why in rejected)
 
 
-#: The list of :func:`collect_choices`, if one is open.
 collected: list[Choice] | None = None
 
 
@@ -89,19 +80,17 @@ def collect_choices() -> Iterator[list[Choice]]:
 
 
 def choices_are_collected() -> bool:
-    """Return whether a table will list the choices made now."""
     return collected is not None
 
 
 def log_all_candidates() -> None:
-    """Log every rejected candidate with its reason (``--dsa-log-dispatch``)."""
-    # Records of this level pass the root logger, whose own level is only for its own records.
+    # The root logger's level does not filter these records.
     logger.setLevel(logging.DEBUG)
 
 
 @contextlib.contextmanager
 def choices_unlogged() -> Iterator[None]:
-    """Log errors only inside: a table replaces the log."""
+    """Log only errors inside: a table replaces the log."""
     package = logging.getLogger("megatron_dsa")
     level = package.level
     package.setLevel(logging.ERROR)
@@ -112,14 +101,13 @@ def choices_unlogged() -> Iterator[None]:
 
 
 def log_choice(choice: Choice, policy: Policy) -> None:
-    """Log a new choice, and warnings of its package."""
     package = choice.candidate.support.package
     if package is not None and (untested := package.untested()):
         log_once(logging.WARNING, untested)
-    # A fallback is a warning unless it was asked for: it must show at default log levels.
+    # A fallback that was not requested must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if choice.no_gpu:
-        # The same reason for every operation: one line says it, or the head of the table.
+        # One reason for every operation needs one line.
         log_once(logging.DEBUG if choices_are_collected() else level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and choices_are_collected():
@@ -129,7 +117,6 @@ def log_choice(choice: Choice, policy: Policy) -> None:
 
 
 def log_once(level: int, line: str) -> None:
-    """Log a line on rank 0, unless it was logged before."""
     if line in _logged:
         return
     _logged.add(line)

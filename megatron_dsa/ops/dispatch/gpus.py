@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
-#: Support of a kernel that is compiled for all of these and was run on Hopper only.
+#: Compiled for all of these, but run on Hopper only.
 PORTABLE: dict[str, Any] = {
     "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
     "not_run": (AMPERE, ADA, BLACKWELL),
@@ -15,7 +15,6 @@ PORTABLE: dict[str, Any] = {
 
 
 def of_device(function: Callable[[torch.device], Any], device: torch.device) -> Any:
-    """Return ``function(device)``, cached for devices with an index."""
     return function(device) if device.index is None else _cached(function, device)
 
 
@@ -25,5 +24,4 @@ def _cached(function: Callable[[torch.device], Any], device: torch.device) -> An
 
 
 def processors(device: torch.device) -> int:
-    """Count the multiprocessors of a GPU."""
     return of_device(torch.cuda.get_device_properties, device).multi_processor_count

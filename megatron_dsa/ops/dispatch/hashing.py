@@ -5,7 +5,7 @@ from typing import Any
 
 
 class HashedOnce:
-    """Base of frozen dataclasses that are keys of caches in every call of an operation.
+    """Base of frozen dataclasses that are cache keys in every call of an operation.
 
     Subclasses write ``__hash__ = HashedOnce.__hash__``, or ``dataclass`` would replace it.
     """
@@ -18,5 +18,5 @@ class HashedOnce:
         return kept["_hash"]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process hashes strings differently.
+        # Hashes of strings differ between processes.
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}

@@ -31,9 +31,9 @@ from megatron_dsa.ops.dispatch.support import Candidate, OpCall, import_attribut
 
 @dataclass(frozen=True)
 class First:
-    """Calls for which a benchmark shows the candidate ``name`` to be the fastest.
+    """Calls for which a benchmark found the candidate ``name`` fastest.
 
-    ``heads``: inclusive range; ``teacher``: only with the head sum of the probabilities.
+    ``teacher``: only with the head sum of the probabilities.
     """
 
     name: str
@@ -41,24 +41,20 @@ class First:
     teacher: bool = False
 
     def holds(self, call: OpCall) -> bool:
-        """Return whether ``call`` is one of them."""
         low, high = self.heads
         return low <= call.heads <= high and (call.teacher or not self.teacher)
 
 
-#: Calls by operation and implementation.
 _calls: Counter[tuple[str, str]] = Counter()
 _counting = True
 
 
 def count(what: str, name: str) -> None:
-    """Count for :func:`report` that ``name`` ran ``what``."""
     if _counting:
         _calls[what, name] += 1
 
 
 def report() -> dict[str, dict[str, int]]:
-    """Return how often each implementation of each operation ran in this process."""
     counts: dict[str, dict[str, int]] = {}
     for (operation, name), calls in sorted(_calls.items()):
         counts.setdefault(operation, {})[name] = calls
@@ -66,13 +62,11 @@ def report() -> dict[str, dict[str, int]]:
 
 
 def reset_report() -> None:
-    """Set the counts of :func:`report` back to zero."""
     _calls.clear()
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Leave calls inside out of :func:`report` (warm-up and plans)."""
     global _counting
     before, _counting = _counting, False
     try:
@@ -82,21 +76,19 @@ def uncounted() -> Iterator[None]:
 
 
 class OperationTimes:
-    """Time per operation (``--dsa-time-operations``), without the operations called inside it.
+    """Time per operation (``--dsa-time-operations``), without operations called inside.
 
-    On a GPU by events, without synchronisation. A backward that an implementation leaves to
-    autograd runs outside of dispatch and is not included. ``paused``: evaluation is no part of an
-    iteration.
+    Measured by events, without synchronisation. Excludes backwards that autograd runs outside of
+    dispatch, and evaluation (``paused``).
     """
 
     def __init__(self):
         self.on = self.paused = False
         self._done: list[tuple[str, str | None, Any, Any]] = []
-        self._running = threading.local()  # the backward runs in threads of its own
+        self._running = threading.local()  # the backward runs in its own threads
 
     @contextlib.contextmanager
     def measure(self, operation: str, cuda: bool) -> Iterator[None]:
-        """Measure what runs inside as ``operation``."""
         if not self.on or self.paused:
             yield
             return
@@ -134,13 +126,12 @@ def _now(cuda: bool):
     return event
 
 
-#: Times of this process.
 TIMES = OperationTimes()
 
 
-#: Device and compute capability that a plan describes calls for, in place of the real ones.
+#: Device and compute capability of a plan, instead of the real ones.
 _planned_for: tuple[str, tuple[int, int] | None] | None = None
-#: Fakes of torch's candidates run without a choice: sizes may be symbols.
+#: Run the fakes of torch's candidates without a choice: sizes may be symbols.
 _unchosen = False
 
 
@@ -148,8 +139,7 @@ _unchosen = False
 def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> Iterator[None]:
     """Choose for a GPU of that compute capability (``None``: the CPU), and run fakes.
 
-    Nothing is counted or logged: the GPU is not there. ``choose=False``: run the fakes of torch's
-    candidates, whatever the policy names.
+    Nothing is counted or logged. ``choose=False``: run the fakes of torch's candidates.
     """
     global _planned_for, _unchosen
     before = _planned_for, _unchosen
@@ -162,12 +152,11 @@ def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> It
 
 
 def on_meta() -> bool:
-    """Return whether :func:`meta_dispatch` is in force: fakes run in place of candidates."""
     return _planned_for is not None
 
 
 def deterministic_mode() -> bool:
-    """Return whether torch's deterministic mode is in force, and not only for warnings."""
+    """Return whether torch's deterministic mode is on, and not only for warnings."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -175,9 +164,8 @@ def deterministic_mode() -> bool:
 
 
 def describe_call(device: torch.device | str, **properties) -> OpCall:
-    """Build an :class:`OpCall` with the compute capability of ``device``."""
     properties.setdefault("deterministic", deterministic_mode())
-    if _planned_for is not None:  # sizes may be symbols, which no cache takes
+    if _planned_for is not None:  # symbolic sizes cannot be cached
         return OpCall(*_planned_for, **properties)
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -185,25 +173,23 @@ def describe_call(device: torch.device | str, **properties) -> OpCall:
     return _known_call(device.type, capability, **properties)
 
 
-#: Equal calls are one object, which the cache of choices finds without comparing fields.
+#: Equal calls are one object, found in the cache of choices without comparing fields.
 _known_call = lru_cache(maxsize=512)(OpCall)
 
 
-#: All operations, by name.
 _declared: dict[str, Operation] = {}
 
 
 @dataclass(eq=False)
 class Operation:
-    """An operation that has implementations to choose from.
+    """Operation with implementations to choose from.
 
     Attributes:
         name: used in flags, logs, reports and profiler ranges.
-        title: one phrase for tables.
-        candidates: in the order in which they are tried, torch's last.
-        fake: ``"module:function"`` of a candidate and the arguments of the implementations; on the
-            meta device it returns, keeps and allocates what the candidate would.
-        first: exceptions from that order; the first rule that holds counts.
+        candidates: in order of preference, torch's last.
+        fake: ``"module:function"``, called with a candidate and its arguments on the meta device;
+            returns, keeps and allocates like the candidate.
+        first: exceptions to that order; the first rule that holds counts.
     """
 
     name: str
@@ -229,7 +215,7 @@ class Operation:
             raise ValueError(f"{self.name}: first names {unknown}, candidates are {names}")
 
     def add(self, candidate: Candidate) -> None:
-        """Add a fused implementation of a user's own, tried after the other fused ones.
+        """Add a user's fused implementation, tried after the other fused ones.
 
         Raises:
             ValueError: its name is taken, or it is not fused.
@@ -240,9 +226,8 @@ class Operation:
         forget_choices()
 
     def ranked(self, call: OpCall) -> list[Candidate]:
-        """Return the candidates in the order in which they are tried for ``call``."""
         name = next((rule.name for rule in self.first if rule.holds(call)), None)
-        # Kernels that were never run on such a GPU do not lead.
+        # Kernels never run on such a GPU do not lead.
         return sorted(
             self.candidates,
             key=lambda c: c.name != name or call.capability in c.support.not_run,
@@ -252,9 +237,9 @@ class Operation:
         """Choose the candidate that runs ``call`` under ``policy``.
 
         Raises:
-            ImplementationError: an implementation was named that cannot run here.
-            FallbackError: the policy is strict, prefers fused implementations and none can run.
-            ConfigError: an implementation was named that does not exist.
+            ImplementationError: the named implementation cannot run here.
+            FallbackError: a strict policy prefers fused implementations and none can run.
+            ConfigError: the named implementation does not exist.
         """
         choice = _choose(self, call, policy, logged=not on_meta())
         collected = choice_log.collected
@@ -265,10 +250,7 @@ class Operation:
     def why_not_fused(self, call: OpCall, policy: Policy) -> str | None:
         """Return why no fused implementation that ran on such a GPU takes ``call``, or ``None``.
 
-        Nothing is logged and no fallback is refused: the caller may use another operation.
-
-        Raises:
-            ImplementationError, ConfigError: as :meth:`choose`, for a named implementation.
+        Never logs or refuses a fallback: the caller may use another operation.
         """
         choice = _choose(self, call, replace(policy, strict=False), logged=False)
         if choice.candidate.fused and not choice.never_run:
@@ -276,12 +258,11 @@ class Operation:
         return choice.remark() or "torch was asked for"
 
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
-        """Run the implementation that :meth:`choose` picks, and count the call."""
         candidate = self.candidates[-1] if _unchosen else self.choose(call, policy).candidate
         if _planned_for is not None:
             return import_attribute(self.fake)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
-        # The host pays in every call: the profiler gets a range only while it runs.
+        # A range costs host time: only under a profiler.
         on_gpu, label = call.device == "cuda", f"megatron_dsa.{self.name}.{candidate.name}"
         if on_gpu:
             torch.cuda.nvtx.range_push(label)
@@ -296,7 +277,6 @@ class Operation:
 
 
 def forget_choices() -> None:
-    """Choose anew from now on: candidates have changed."""
     _choose.cache_clear()
 
 
@@ -322,7 +302,6 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, logged: bool) ->
 
 
 def _require_candidate(operation: Operation, name: str) -> str:
-    """Return the flag in words, for messages."""
     known = [candidate.name for candidate in operation.candidates]
     asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
     if name not in ("auto", *known):

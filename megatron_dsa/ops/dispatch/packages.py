@@ -1,6 +1,6 @@
-"""Optional kernel packages: usable versions, and the defects of the others.
+"""Optional kernel packages and their usable versions.
 
-Versions are compared, not probed: kernel packages change behaviour without changing a signature.
+Versions are compared, not probed: packages change behaviour under the same signature.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_dsa.versions import installed_version, is_before, module_exists, p
 
 
 class Reason(str):
-    """Why something cannot be used: ``short`` names the obstacle, the whole text also the fix."""
+    """Obstacle (``short``), followed by its fix in the whole text."""
 
     short: str
 
@@ -21,17 +21,14 @@ class Reason(str):
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package.
+    """Optional package.
 
     Attributes:
-        module: the module to import.
-        install: how to get it; ``{floor}`` stands for the lowest usable version.
+        install: how to get it; ``{floor}`` is the lowest usable version.
         distribution: ``None`` if it has no versions to compare.
-        minimum: lowest usable version.
         tested: newest version that was run.
-        fixes: pairs of a version and a defect that it repaired.
-        needs: ``(since, distribution, minimum)`` from version ``since`` on; the last that applies
-            counts.
+        fixes: pairs of a version and the defect it repaired.
+        needs: ``(since, distribution, minimum)``; the last whose ``since`` is reached counts.
     """
 
     module: str
@@ -43,15 +40,10 @@ class Package:
     needs: tuple[tuple[str, str, str], ...] = ()
 
     def version(self) -> tuple[int, ...]:
-        """Return the installed version, ``()`` if there is none to compare."""
         return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
     def problem(self, minimum: str | None = None) -> Reason | None:
-        """Return why it cannot be used, with the fix, or ``None``.
-
-        Args:
-            minimum: least version of an operation that needs more than the package does.
-        """
+        """Return the obstacle and its fix, or ``None``; ``minimum`` overrides the package's."""
         floor, name = minimum or self.minimum, self.distribution
         install = f"; {self.install.format(floor=floor)}"
         if not module_exists(self.module):
@@ -86,7 +78,6 @@ class Package:
         return None
 
     def untested(self) -> str | None:
-        """Return a remark if the installed version is newer than the tested one, else ``None``."""
         if self.tested is None or self.version() <= parse_version(self.tested + ".999"):
             return None
         return (

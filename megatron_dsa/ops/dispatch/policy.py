@@ -1,4 +1,4 @@
-"""Choices of the user: fused or not, strict or not, and implementations by name."""
+"""User's choices: fused or not, strict or not, and implementations by name."""
 
 import difflib
 import os
@@ -9,12 +9,11 @@ from functools import lru_cache
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.dispatch.hashing import HashedOnce
 
-#: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.
+#: Pairs ``OPERATION=NAME``, split by commas.
 VARIABLE = "MEGATRON_DSA_IMPL"
-#: Flag that does the same.
 FLAG = "--dsa-impl"
 
-#: Index scores of the inputs as they are, or in DeepGEMM's arithmetic (``--dsa-indexer-numerics``).
+#: Exact index scores, or DeepGEMM's arithmetic (``--dsa-indexer-numerics``).
 EXACT, DEEPGEMM_FP8 = "exact", "deepgemm-fp8"
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
@@ -22,16 +21,15 @@ DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Policy(HashedOnce):
-    """Choices of the user; out of range they raise a :class:`ConfigError`.
+    """User's choices; values out of range raise :class:`ConfigError`.
 
     Attributes:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
         strict: raise :class:`FallbackError` instead of falling back (``--dsa-strict``).
-        workspace_bytes: budget for temporary memory of the implementations that need much.
-        named: pairs ``(operation, implementation)`` that must run or raise
-            (``--dsa-impl sparse_attention_forward=flashmla``); they go before ``fused``.
-        indexer_numerics: arithmetic of the index scores that select, ``exact`` or
-            ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
+        workspace_bytes: budget for temporary memory.
+        named: pairs ``(operation, implementation)`` that must run or raise, whatever ``fused``
+            (``--dsa-impl sparse_attention_forward=flashmla``).
+        indexer_numerics: ``exact`` or ``deepgemm-fp8``.
     """
 
     fused: bool = True
@@ -55,7 +53,6 @@ class Policy(HashedOnce):
     __hash__ = HashedOnce.__hash__
 
     def named_for(self, operation: str) -> str | None:
-        """Return the implementation that the policy, else ``VARIABLE``, names, or ``None``."""
         named = dict(_pairs(os.environ.get(VARIABLE, ""))) | dict(self.named)
         value = named.get(operation)
         return None if value == "auto" else value
@@ -67,10 +64,6 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def parse_named(words: Collection[str], source: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs ``(operation, implementation)`` of words ``OPERATION=NAME``.
-
-    ``source``: the flag or variable that holds the words, for messages.
-    """
     pairs: dict[str, str] = {}
     for word in filter(None, map(str.strip, words)):
         operation, equals, name = (part.strip() for part in word.partition("="))
@@ -88,7 +81,6 @@ def parse_named(words: Collection[str], source: str) -> tuple[tuple[str, str], .
 
 
 def check_operations(names: Collection[str], known: Collection[str], source: str) -> None:
-    """Raise a :class:`ConfigError` for names of operations that do not exist."""
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)
@@ -99,11 +91,11 @@ def check_operations(names: Collection[str], known: Collection[str], source: str
 
 
 def check_environment(known: Collection[str]) -> list[str]:
-    """Return a warning for each variable named like ours that is not read.
+    """Return a warning for each variable with our prefix that is not read.
 
     Raises:
-        ConfigError: ``VARIABLE`` names an operation that is not ``known``, or a variable of an
-            earlier version, or a misspelled one, is set.
+        ConfigError: ``VARIABLE`` names an operation that is not ``known``, or an earlier version's
+            or a misspelled variable is set.
     """
     check_operations(dict(_pairs(os.environ.get(VARIABLE, ""))), known, VARIABLE)
     warnings = []

@@ -1,6 +1,6 @@
-"""An implementation and the calls that it supports, declared once.
+"""Implementations and the calls that they support.
 
-Dispatch, error messages, ``info``, ``doctor`` and the skips of the tests read the declaration.
+Read by dispatch, error messages, ``info``, ``doctor`` and the skips of the tests.
 """
 
 import functools
@@ -15,28 +15,24 @@ from megatron_dsa.ops.dispatch.hashing import HashedOnce
 from megatron_dsa.ops.dispatch.packages import Package, Reason
 
 HALF = (torch.bfloat16, torch.float16)
-#: Sums whose order varies unless torch's deterministic mode is on.
+#: Sums in varying order unless torch's deterministic mode is on.
 ATOMIC_SUMS: dict[str, Any] = {"deterministic": False, "deterministic_mode": True}
 
 
 @dataclass(frozen=True)
 class OpCall(HashedOnce):
-    """The properties of a call that decide which implementation can take it.
+    """Properties of a call that decide which implementation can take it.
 
     Attributes:
-        device: ``"cuda"`` or ``"cpu"``.
-        capability: compute capability of the GPU; ``None`` without one.
-        dtype: dtype of queries and keys (the wider one where inputs differ).
+        dtype: of queries and keys, the widest of the inputs.
         heads: local query heads, or index heads.
-        qk_dim, v_dim: dims of a query/key and of a value (0 where there is no value).
-        rope_dim: dims of ``qk_dim`` that the keys of all heads share, or ``None``.
-        topk: keys selected per query; ``None`` where nothing is selected.
+        qk_dim, v_dim: dims of a query/key and of a value (0 without values).
+        rope_dim: dims of ``qk_dim`` shared by the keys of all heads, or ``None``.
         packed: sequences of different lengths share the batch.
-        sink: a learned sink takes part in the softmax.
         relu: index scores clamp each head's product at 0.
-        deterministic: ``torch.use_deterministic_algorithms(True)`` is in force.
-        teacher: return the head sum of the probabilities also.
-        teacher_dim: query dims of the attention that is a dense loss's teacher, or ``None``.
+        deterministic: ``torch.use_deterministic_algorithms(True)`` is on.
+        teacher: also return the head sum of the probabilities.
+        teacher_dim: query dims of a dense loss's teacher, or ``None``.
     """
 
     device: str
@@ -57,7 +53,6 @@ class OpCall(HashedOnce):
     __hash__ = HashedOnce.__hash__
 
     def on(self) -> str:
-        """Return the device in words."""
         if self.capability is None:
             return "the CPU"
         return "a GPU of compute capability {}.{}".format(*self.capability)
@@ -68,22 +63,19 @@ class Support:
     """Calls that an implementation supports; ``None`` means "any".
 
     Attributes:
-        covers: results or inputs that it covers, in a few words.
-        package: optional package that it needs.
-        minimum: least version of that package for this operation, if above the package's own.
-        capabilities: compute capabilities of the GPUs that it has kernels for.
+        covers: covered results or inputs, in a few words.
+        minimum: lowest version of ``package`` for this operation, if above the package's.
         not_run: capabilities for which the kernels were only compiled.
-        dtypes, dims, teacher_dims: values of :class:`OpCall`; ``dims`` are ``(qk_dim, v_dim)`` or
-            ``(qk_dim, v_dim, rope_dim)``.
+        dims: ``(qk_dim, v_dim)`` or ``(qk_dim, v_dim, rope_dim)``.
         heads, topk: inclusive ranges.
-        packed, sink, without_relu: whether it takes such calls.
-        deterministic: equal inputs give bitwise equal results.
-        deterministic_mode: they do under ``torch.use_deterministic_algorithms(True)``.
+        packed, sink, without_relu: takes such calls.
+        deterministic: bitwise repeatable.
+        deterministic_mode: bitwise repeatable in torch's deterministic mode.
         gives_teacher: attention returns the head sum of the probabilities on request.
-        adds_keys: a backward adds to the key gradient of the calls before, if it is given.
-        head_sizes: numbers of heads that its kernel takes, ascending; the adapter pads others.
+        adds_keys: a backward can add to the key gradient of earlier calls.
+        head_sizes: head counts of its kernel, ascending; the adapter pads others.
         bridged: padding and conversions of the adapter.
-        probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
+        probe: last check ``OpCall -> reason or None``, run only if the rest fits.
     """
 
     covers: str
@@ -108,7 +100,6 @@ class Support:
     probe: Callable[[OpCall], str | None] | None = None
 
     def reason(self, call: OpCall) -> Reason | None:
-        """Return why ``call`` cannot be run, or ``None``."""
         reason: str | None = (
             self._gpu(call)
             or (self.package.problem(self.minimum) if self.package else None)
@@ -119,7 +110,6 @@ class Support:
         return reason if reason is None or isinstance(reason, Reason) else Reason(reason)
 
     def kernel_heads(self, heads: int) -> int:
-        """Return how many heads its kernel computes for a call of ``heads``."""
         return next((size for size in self.head_sizes if heads <= size), heads)
 
     def _gpu(self, call: OpCall) -> Reason | None:
@@ -170,13 +160,10 @@ class Support:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation of one operation.
+    """Implementation of an operation.
 
-    Attributes:
-        name: used in flags, logs and reports.
-        kernel: ``"module:attribute"`` of the callable, imported when it is called: the module may
-            need an optional package.
-        fused: ``False`` for the torch fallback.
+    ``kernel`` is imported (``"module:attribute"``) at its first call: it may need an optional
+    package.
     """
 
     name: str
@@ -185,11 +172,9 @@ class Candidate:
     fused: bool = True
 
     def reason(self, call: OpCall) -> Reason | None:
-        """Return why it cannot run ``call``, or ``None``."""
         return self.support.reason(call)
 
     def load(self) -> Callable:
-        """Return the callable, an instance if it is a class."""
         found = import_attribute(self.kernel)
         return found() if isinstance(found, type) else found
 
@@ -198,13 +183,11 @@ _module = functools.cache(importlib.import_module)
 
 
 def import_attribute(path: str) -> Any:
-    """Import ``"module:attribute"``."""
     module, _, attribute = path.partition(":")
     return getattr(_module(module), attribute)
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """``torch.bfloat16 -> "bf16"``."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     return names.get(dtype, "fp8" if dtype == torch.float8_e4m3fn else str(dtype))
 

@@ -1,1 +1,1 @@
-"""Tiles, CUDA sources and compilation of the TileLang kernels of all operations."""
+"""Tiles, CUDA sources and compilation of all TileLang kernels."""

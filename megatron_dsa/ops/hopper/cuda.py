@@ -1,13 +1,12 @@
-"""Calls of CUDA functions from TileLang programs, and small shared functions."""
+"""Calls of CUDA functions in TileLang programs."""
 
-# No postponed annotations here: TileLang reads the kernels' shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from tilelang import language as T
 
-#: Fence: without it the compiler hoists all loads and runs out of registers.
+#: Fence against hoisting all loads, which exhausts the registers.
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
 """
-#: Addresses in shared memory as integers.
 ADDRESSES = r"""
 __device__ __forceinline__ int dsa_here(const void* what) {
   return static_cast<int>(__cvta_generic_to_shared(what));
@@ -18,7 +17,6 @@ __device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 
 
 def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
-    """Return a call of ``function``, a template with the constants ``of`` if there are any."""
     if of:
         constants = (str(x).lower() if isinstance(x, bool) else str(x) for x in of)
         function += f"<{', '.join(constants)}>"
@@ -26,5 +24,4 @@ def call(function: str, *arguments, of: tuple = (), returns: str = "handle"):
 
 
 def shared_address(element):
-    """Return the address of an element in shared memory as int32 (:data:`ADDRESSES`)."""
     return call("dsa_here", T.address_of(element), returns="int32")

@@ -1,7 +1,4 @@
-"""Compile TileLang programs, once per arguments and for any target, without a GPU.
-
-Files with programs postpone no annotations: TileLang reads the shapes of tensors from them.
-"""
+"""Compilation of TileLang programs, cached, for any target and without a GPU."""
 
 import functools
 from collections.abc import Callable
@@ -9,17 +6,14 @@ from collections.abc import Callable
 import tilelang
 
 _PASSES = tilelang.PassConfigKey
-#: Passes for programs with barriers of their own, without TileLang's: it sees one warpgroup at a
-#: time.
+#: For explicit barriers only: TileLang's see one warpgroup at a time.
 OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
-#: Passes for programs that also run on GPUs without wgmma.
+#: For GPUs without wgmma.
 PORTABLE = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_WGMMA: True}
 
 
 def compiler(build: Callable, passes: dict | None = None) -> Callable:
-    """Return a cached function that compiles ``build(*arguments, **options)`` for a ``target``."""
-
     @functools.cache
     def compiled(*arguments, target: str = "sm_90a", **options):
         cuda = {"kind": "cuda", "arch": target}

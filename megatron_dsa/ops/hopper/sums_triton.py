@@ -1,4 +1,4 @@
-"""Columns of a gradient in order, in one launch."""
+"""Reordering of a gradient's columns in one launch."""
 
 import torch
 import triton
@@ -7,7 +7,6 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements of a program.
 _BLOCK = 1024
 
 
@@ -16,7 +15,6 @@ def _reorder(
     x, out, count, DIM: tl.constexpr, V_DIM: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every element to its column; ``V_DIM`` columns are values."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = (index % DIM).to(tl.int32)
     if TRANSPOSED:
@@ -35,7 +33,6 @@ def _reorder(
 
 
 def reorder(accumulator: torch.Tensor, v_dim: int, transposed: bool) -> torch.Tensor:
-    """Return :mod:`.sums`' orders of the contiguous ``accumulator [keys, dim]``."""
     out, count = torch.empty_like(accumulator), accumulator.numel()
     if count > 0:
         launch(

@@ -1,36 +1,38 @@
-"""Tile sizes, copies of rows, and lists of keys of our Hopper kernels."""
+"""Tile sizes, copies and key lists of our Hopper kernels.
 
-# No postponed annotations here: TileLang reads the kernels' shapes from them.
+In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers.
+"""
+
+# TileLang reads shapes from annotations: postpone none.
 from dataclasses import dataclass
 from typing import Any
 
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-#: Rows of a tile, and keys of a block, of one wgmma.
+#: Query heads of a tile and keys of a block, for wgmma.
 TILE = 64
-#: Threads that copy one row, 16 bytes each.
+#: Threads that copy one key or query, 16 bytes each.
 COPIERS = 8
-#: Threads of a warpgroup, and rows that they copy at a time.
+#: Threads of a warpgroup, and keys that they copy at a time.
 GROUP, ROWS = 128, 128 // COPIERS
-#: Columns of a swizzled slab of shared memory.
+#: Columns of a swizzled slab.
 SLAB = 64
 #: Columns of a value, and of the parts that warpgroups compute.
 V_DIM, HALF, QUARTER = 512, 256, 128
-#: Bytes of shared memory that a thread block can have.
+#: Bytes per thread block.
 SHARED = 227 * 1024
-#: Queries of a tile at most: a byte of a list's Members has a bit for each.
+#: Bits of a Members byte.
 MOST_QUERIES = 8
 
 
 def queries_per_tile(heads: int, tile: int = TILE) -> int:
-    """Return how many adjacent queries of ``heads`` heads the rows of a tile hold."""
     return max(1, min(tile // heads, MOST_QUERIES))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a kernel of sparse attention; a tile of ``tile`` rows has ``group`` queries."""
+    """Sizes of a kernel of sparse attention; a tile has ``group`` queries."""
 
     heads: int
     dim: int
@@ -60,7 +62,6 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles for the heads of one query."""
         return head_tiles(self.heads, self.tile)
 
 
@@ -80,17 +81,14 @@ class Place:
     rank: Any = 0
 
     def blocks(self, keys: int = TILE):
-        """Return how many blocks of ``keys`` keys the list has."""
         return T.ceildiv(self.n, keys)
 
 
 @T.macro
 def place_of(block, Length, rows, shape):
-    """Return the :class:`Place` of thread block ``block`` in a call of ``rows`` rows."""
     place, rank = block // shape.tiles, block % shape.tiles
     head = rank * shape.tile
     first = place * shape.group * shape.heads + head
-    # The last group may have fewer queries than the others.
     owned = (
         T.min(shape.heads - head, shape.tile)
         if shape.group == 1
@@ -102,10 +100,7 @@ def place_of(block, Length, rows, shape):
 
 @T.macro
 def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
-    """Copy ``columns`` (first, last) of a row asynchronously, zeros if not ``wanted``.
-
-    In the source they begin ``offset`` columns later.
-    """
+    """Copy ``columns`` (first, last) asynchronously, zeros if not ``wanted``."""
     for u in T.unroll((columns[1] - columns[0]) // SLAB):
         T.ptx_cp_async(
             T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
@@ -117,7 +112,7 @@ def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
 
 @T.macro
 def fetch_tile(copies, at, tile, threads, thread):
-    """Copy rows of a tile asynchronously, zeros for missing rows.
+    """Copy a tile asynchronously, zeros past the end.
 
     ``copies`` are tuples: target ``[tile, columns]``, source, and columns (first, last).
     """
@@ -131,7 +126,7 @@ def fetch_tile(copies, at, tile, threads, thread):
 
 @dataclass(frozen=True)
 class Lists:
-    """Keys of a call, their lists, and registers of a thread that gathers them.
+    """Keys and lists of a call, and registers of a gathering thread.
 
     Attributes:
         Ids, Members: a list per group of queries, and bits of the queries that selected an entry.
@@ -150,7 +145,6 @@ class Lists:
 
 @T.macro
 def list_ahead(lists, at, i, keys, thread):
-    """Prefetch part ``i`` of a list (``keys`` entries), -1 past its end."""
     lists.ahead[0] = -1
     lists.members[0] = T.cast(0, "uint8")
     if thread < keys and i * keys + thread < at.n:

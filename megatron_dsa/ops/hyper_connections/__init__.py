@@ -1,1 +1,1 @@
-"""Hyper-connections: a layer reads several residual streams, and writes to them."""
+"""Hyper-connections: several residual streams."""

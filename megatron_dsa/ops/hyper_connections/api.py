@@ -1,18 +1,15 @@
-"""Hyper-connections of DeepSeek-V4 (mHC): residual streams that layers read, and write to.
+"""Hyper-connections of DeepSeek-V4 (mHC).
 
-A token has ``n`` streams of ``C`` channels in place of one residual. All of them, normalised
-together, are projected to three sets of weights: ``pre`` (n) sums the layer's input, ``post`` (n)
-adds its output to each stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn's iterations)
-mixes streams. A layer is
+A token has ``n`` residual streams of ``C`` channels. All of them, normalised together, are
+projected to ``pre`` (n), which sums the layer's input, ``post`` (n), which adds its output to each
+stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn iterations), which mixes streams:
 
     ``u = sum_i pre_i x_i``, rounded; ``y = F(RMSNorm(u))``;
     ``x'_j = post_j y + sum_i comb[i, j] x_i``.
 
-:func:`read_streams` is all before ``F``, :func:`write_streams` all after it, and
-:func:`read_head` what ends the model: a read without ``post`` and ``comb``.
-
-A read returns the streams for the write, so that the backward of the read adds the write's
-gradient and its own two parts in one pass.
+A read computes everything before ``F``, a write everything after it; the head is a read with only
+``pre``. A read returns the streams, so that the write's backward adds all their gradients in one
+pass.
 """
 
 from typing import NamedTuple
@@ -34,10 +31,10 @@ __all__ = ["Connection", "StreamsRead", "read_head", "read_streams", "write_stre
 
 
 class StreamsRead(NamedTuple):
-    """The layer's input, and the tensors of its write.
+    """Input of a layer, and the tensors of its write.
 
     Attributes:
-        normed: ``[tokens, C]``, input of attention or of the MLP.
+        normed: ``[tokens, C]``, input of attention or MLP.
         streams: ``[tokens, n, C]``, as read.
         post: ``[tokens, n]`` fp32.
         comb: ``[tokens, n, n]`` fp32.
@@ -56,20 +53,19 @@ def read_streams(
     *,
     policy: Policy = Policy(),
 ) -> StreamsRead:
-    """Read the streams: their weighted sum, normalised, and the weights of the write.
+    """Compute the layer's input, and the weights of the write.
 
     Args:
         streams: ``[tokens, n, C]``.
-        connection: its parameters, with ``n * (n + 2)`` rows of ``fn``.
+        connection: with ``n * (n + 2)`` outputs of ``fn``.
         weight: ``[C]``, of the RMSNorm.
-        policy: which implementations may run.
 
     Returns:
-        All differentiable in the streams and the parameters. Equal inputs give bitwise equal
-        gradients. The backward keeps the streams, and per token some ``n * n`` numbers.
+        Differentiable in the streams and the parameters, with bitwise repeatable gradients. Keeps
+        the streams, and about ``n * n`` numbers per token.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ReadInputs(streams, connection, weight, policy.workspace_bytes)
     inputs.check(head=False)
@@ -82,18 +78,17 @@ def write_streams(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Mix the streams of the read, and add the output of attention or of the MLP.
+    """Mix the streams of the read, and add the output of attention or MLP.
 
     Args:
         output: ``[tokens, C]``, dtype of the streams.
         read: result of :func:`read_streams`; its ``normed`` is not used.
-        policy: which implementations may run.
 
     Returns:
-        ``[tokens, n, C]``, rounded once. Differentiable in all of the above.
+        ``[tokens, n, C]``, rounded once, differentiable in all of the above.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = WriteInputs(output, *read[1:], policy.workspace_bytes)
     inputs.check()
@@ -109,15 +104,13 @@ def read_head(
 ) -> torch.Tensor:
     """Read the streams at the end of the model.
 
-    Args:
-        streams, weight, policy: see :func:`read_streams`.
-        connection: its parameters, with ``n`` rows of ``fn``.
+    Arguments as in :func:`read_streams`, but with ``n`` outputs of ``fn``.
 
     Returns:
-        ``[tokens, C]``, normalised. Differentiable in the streams and the parameters.
+        ``[tokens, C]``, normalised, differentiable in the streams and the parameters.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ReadInputs(streams, connection, weight, policy.workspace_bytes)
     inputs.check(head=True)
@@ -129,5 +122,5 @@ def _describe(streams: torch.Tensor) -> OpCall:
 
 
 def describe_stream_call(device, dtype: torch.dtype, streams: int, channels: int) -> OpCall:
-    """Describe a call: the streams stand for heads, the channels for their dims."""
+    """Describe a call: streams stand for heads, channels for dims."""
     return describe_call(device, dtype=dtype, heads=streams, qk_dim=channels, v_dim=0)

@@ -1,4 +1,4 @@
-"""Hyper-connections: inputs, operations, implementations, fakes and references."""
+"""Hyper-connections: inputs, implementations, fakes, references."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
 
 _HERE = __package__
 
-#: Streams of the Triton kernels, whose tiles hold all of them.
+#: Numbers of streams of the Triton kernels, whose tiles hold all of them.
 STREAMS = (2, 4)
-#: Most channels: programs of the mix hold all channels of a token in registers.
+#: The mix holds all channels of a token in registers.
 MOST_CHANNELS = 16384
-#: Multiprocessors of a Hopper GPU, over which the partial sums of the kernels are spread.
+#: Hopper's SMs, for the fakes.
 _PROCESSORS = 132
 
 
@@ -58,14 +58,13 @@ class Connection:
     """Parameters of one hyper-connection; ``n`` streams of ``C`` channels.
 
     Attributes:
-        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64 for fp64 streams): projects all streams of a token
-            to the logits of ``pre`` (n), ``post`` (n) and ``comb`` (n * n). A head has ``[n, n *
-            C]``: only ``pre``.
-        base: one number per row of ``fn``, added after ``scale``.
-        scale: ``[3]``, one for each of the three; ``[1]`` for a head.
+        fn: ``[(2 + n) * n, n * C]`` fp32 (fp64): projection to the logits of ``pre``, ``post`` and
+            ``comb``; ``[n, n * C]``, only ``pre``, for a head.
+        base: one number per output of ``fn``, added after ``scale``.
+        scale: ``[3]``, for pre, post, comb; ``[1]`` for a head.
         eps: added to ``pre``, to the softmax of ``comb`` and to the sums that divide it.
         norm_eps: added to mean squares, of all streams and of the layer's input.
-        iterations: normalisations of the columns of ``comb``; one less of its rows.
+        iterations: normalisations over dim 0 of ``comb``; one less over dim 1.
     """
 
     fn: torch.Tensor
@@ -78,8 +77,6 @@ class Connection:
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """Inputs of a read, or of the head; see :func:`.api.read_streams`."""
-
     streams: torch.Tensor
     connection: Connection
     weight: torch.Tensor
@@ -87,18 +84,15 @@ class ReadInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors: streams, ``fn``, ``base``, ``scale`` and the norm's weight."""
         c = self.connection
         return self.streams, c.fn, c.base, c.scale, self.weight
 
     @property
     def settings(self) -> tuple[float, float, int]:
-        """``eps``, ``norm_eps`` and ``iterations``."""
         c = self.connection
         return c.eps, c.norm_eps, c.iterations
 
     def check(self, head: bool) -> None:
-        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
         x, c = self.streams, self.connection
         _require_streams(x)
         streams, channels = x.shape[1:]
@@ -116,10 +110,7 @@ class ReadInputs:
 
 @dataclass(frozen=True)
 class WriteInputs:
-    """Inputs of a write; see :func:`.api.write_streams`.
-
-    Entry ``i, j`` of ``comb`` is the part of stream ``i`` in the new stream ``j``.
-    """
+    """Inputs of a write: ``comb[i, j]`` is the share of stream ``i`` in the new stream ``j``."""
 
     output: torch.Tensor
     streams: torch.Tensor
@@ -129,11 +120,9 @@ class WriteInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors."""
         return self.output, self.streams, self.post, self.comb
 
     def check(self) -> None:
-        """Raise a :class:`ConfigError` unless the shapes and dtypes fit."""
         x = self.streams
         _require_streams(x)
         tokens, n, channels = x.shape
@@ -153,12 +142,10 @@ def _require_streams(x: torch.Tensor) -> None:
 
 
 def fake_read(candidate: Candidate, inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """Return, keep and allocate what the implementations do."""
     return _fake_read(candidate.fused, inputs, head=False)
 
 
 def fake_head(candidate: Candidate, inputs: ReadInputs) -> torch.Tensor:
-    """Return, keep and allocate what the implementations do."""
     return _fake_read(candidate.fused, inputs, head=True)
 
 
@@ -167,7 +154,7 @@ def _fake_read(fused: bool, inputs: ReadInputs, head: bool):
 
     def forward(x, *parameters):
         numbers = () if head and not fused else _numbers(x, parameters[0])
-        numbers = numbers[:4] if head else numbers  # the others take memory
+        numbers = numbers[:4] if head else numbers
         normed = x.new_empty(x.shape[0], x.shape[2])
         _take(fused, x, size)
         results = (normed,) if head else (normed, x, *numbers[4:])
@@ -180,7 +167,6 @@ def _fake_read(fused: bool, inputs: ReadInputs, head: bool):
 
 
 def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
-    """Return, keep and allocate what the implementations do."""
     fused, size = candidate.fused, inputs.workspace_bytes
 
     def forward(*tensors):
@@ -197,20 +183,18 @@ def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
 
 
 def _take(fused: bool, like: torch.Tensor, size: int) -> None:
-    """Take torch's temporaries, which exist at the same time as all results."""
+    """Allocate torch's temporaries, which coexist with all results."""
     if not fused:
         take_workspace(like, size)
 
 
 def _numbers(x, fn):
-    """Return the projection, the factors of both norms, ``pre``, ``post`` and ``comb``."""
     tokens, n, _ = x.shape
     shapes = ((fn.shape[0],), (), (), (n,), (n,), (n, n))
     return tuple(empty_sums(x, tokens, *shape) for shape in shapes)
 
 
 def _gradients(fused: bool, workspace_bytes: int, x, parameters):
-    """Return the gradients of a read; the Triton kernels have temporaries of their own."""
     temporaries = []
     if fused:
         (tokens, n, channels), fn = x.shape, parameters[0]
@@ -227,10 +211,7 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
 
 
 def reference_read(inputs) -> tuple[torch.Tensor, ...]:
-    """Return ``normed [T, C]``, the streams, ``post [T, n]`` and ``comb [T, n, n]``.
-
-    A token at a time, differentiable by autograd; rounding passes gradients unchanged.
-    """
+    """Return normed, streams, post and comb; rounding passes gradients unchanged."""
     n = inputs.streams.shape[1]
     normed, posts, combs = [], [], []
     for x in inputs.streams.unbind():
@@ -244,7 +225,6 @@ def reference_read(inputs) -> tuple[torch.Tensor, ...]:
 
 
 def reference_write(inputs) -> torch.Tensor:
-    """Return ``[T, n, C]``."""
     out = []
     for y, x, post, comb in zip(*inputs.tensors, strict=True):
         y, x = y.to(post.dtype), x.to(post.dtype)
@@ -255,7 +235,6 @@ def reference_write(inputs) -> torch.Tensor:
 
 
 def reference_head(inputs) -> torch.Tensor:
-    """Return ``[T, C]``."""
     c = inputs.connection
     normed = []
     for x in inputs.streams.unbind():
@@ -265,7 +244,6 @@ def reference_head(inputs) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Return ``[n, n]``: rows of a softmax, then columns and rows divided by their sums in turn."""
     comb = torch.softmax(logits, 1) + eps
     comb = comb / (comb.sum(0, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -275,14 +253,12 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 def _projected(x, inputs) -> torch.Tensor:
-    """Return one number per row of ``fn`` for ``x [n, C]``, all streams under one norm."""
     fn = inputs.connection.fn
     flat = x.flatten().to(fn.dtype)
     return fn @ flat * torch.rsqrt(flat.square().mean() + inputs.connection.norm_eps)
 
 
 def _mixed(x, pre, inputs) -> torch.Tensor:
-    """Return ``RMSNorm(sum_i pre_i x_i) [C]``."""
     u = sum(weight * stream for weight, stream in zip(pre, x.to(pre.dtype), strict=True))
     u = u + (u.to(x.dtype).to(u.dtype) - u).detach()
     u = u * torch.rsqrt(u.square().mean() + inputs.connection.norm_eps)

@@ -1,6 +1,6 @@
-"""Hyper-connections in torch: any device, any number of streams, a chunk of tokens at a time.
+"""Hyper-connections in torch, in chunks of tokens.
 
-The forward keeps its inputs; the backward differentiates each chunk by autograd.
+Keeps only inputs; the backward differentiates each chunk by autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +13,14 @@ from megatron_dsa.ops.hyper_connections.spec import ReadInputs, WriteInputs
 
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """See :func:`.api.read_streams`."""
     return _Read.apply(*inputs.tensors, inputs.settings, inputs.workspace_bytes)
 
 
 def head(inputs: ReadInputs) -> torch.Tensor:
-    """See :func:`.api.read_head`."""
     return _Head.apply(*inputs.tensors, inputs.settings, inputs.workspace_bytes)
 
 
 def write(inputs: WriteInputs) -> torch.Tensor:
-    """See :func:`.api.write_streams`."""
     return _Write.apply(*inputs.tensors, inputs.workspace_bytes)
 
 
@@ -33,7 +30,6 @@ def _chunks(streams: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _weights(x, fn, base, scale, settings):
-    """Return ``pre [t, n]``, ``post [t, n]`` and ``comb [t, n, n]``; a head has only ``pre``."""
     n, (eps, norm_eps, iterations) = x.shape[1], settings
     flat = x.flatten(1)
     m = flat @ fn.t() * torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps)
@@ -50,7 +46,6 @@ def _weights(x, fn, base, scale, settings):
 
 
 def _mixed(x, pre, weight, norm_eps, dtype):
-    """Return the normalised sum of the streams, not yet rounded; the sum is, to ``dtype``."""
     u = (pre[..., None] * x).sum(1)
     u = u + (u.detach().to(dtype).to(u.dtype) - u.detach())
     return u * torch.rsqrt(u.square().mean(1, keepdim=True) + norm_eps) * weight
@@ -70,13 +65,11 @@ def _chunk_gradients(
 
 
 def _read(x, fn, base, scale, weight, settings, dtype):
-    """Return the layer's input, not yet rounded, ``post`` and ``comb`` of a chunk in fp32."""
     pre, post, comb = _weights(x, fn, base, scale, settings)
     return _mixed(x, pre, weight, settings[1], dtype), post, comb
 
 
 def _read_forward(ctx, x, fn, base, scale, weight, settings, workspace_bytes):
-    """Return ``normed``, ``post`` and ``comb``, the last two ``None`` for a head."""
     ctx.save_for_backward(x, fn, base, scale, weight)
     ctx.settings, ctx.workspace_bytes = settings, workspace_bytes
     tokens, n, channels = x.shape
@@ -93,7 +86,6 @@ def _read_forward(ctx, x, fn, base, scale, weight, settings, workspace_bytes):
 
 
 def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
-    """Return the gradients of a read, or of a head, which has only the first of the four."""
     x, fn, base, scale, weight = ctx.saved_tensors
     dx, dtype = torch.empty_like(x), fn.dtype
     parameters = [fn, base, scale, weight.to(dtype)]

@@ -1,4 +1,4 @@
-"""The indexer's losses over selected keys and over all visible keys (DeepSeek-V3.2)."""
+"""Indexer losses over selected keys and over all visible keys (DeepSeek-V3.2)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,10 +47,10 @@ def selected_keys_loss(
     want_gradients: bool = False,
     dq: torch.Tensor | None = None,
 ) -> IndexerLoss:
-    """Return the KL sum of :func:`sparse_indexer_loss` and its gradients, without autograd.
+    """Return :func:`sparse_indexer_loss` and its gradients, without autograd.
 
-    The teacher, of local heads, is overwritten. ``dq`` is where the gradient of q is written, fp32
-    for fp16 inputs.
+    Overwrites ``teacher``, summed over local heads. ``dq`` receives the gradient of q, fp32 for
+    fp16 inputs.
     """
     inputs = _without_fp16(inputs)
     if head_group is not None:
@@ -63,10 +63,6 @@ def selected_keys_loss(
 
 
 def _differentiable(inputs: IndexerInputs, run: Callable[[bool], IndexerLoss]) -> torch.Tensor:
-    """Return a loss, differentiable in the indexer's tensors where they require grad.
-
-    ``run`` returns gradients with the loss if its argument is true.
-    """
     tensors = inputs.tensors()
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _WithBackward.apply(*tensors, run)
@@ -96,23 +92,16 @@ def _without_fp16(inputs: IndexerInputs) -> IndexerInputs:
 
 
 def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of query gradients before the loss scale is applied: fp16 underflows."""
+    """Return the dtype of unscaled query gradients: fp16 would underflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a caller's teacher in ``dtype``, for :func:`selected_keys_loss`.
-
-    One reduction on a GPU and no synchronisation. The teachers of layers are head sums of
-    probabilities and do not come here.
-
-    Raises:
-        ConfigError: an entry is negative, NaN or infinite. On a GPU a device assert.
-    """
+    """Return a checked copy of a caller's teacher, without synchronisation."""
     teacher = teacher.detach().to(dtype, copy=True)
     if on_meta() or teacher.numel() == 0:
         return teacher
-    least, most = teacher.aminmax()  # NaN if an entry is
+    least, most = teacher.aminmax()
     rule = "teacher must have no entry that is negative, NaN or infinite"
     fix = "pass p_sum of the attention, with 0 where nothing is selected"
     require_on_device(
@@ -132,25 +121,23 @@ def sparse_indexer_loss(
     head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Sum over query tokens of ``KL(teacher || student)`` over the selected keys.
+    """Sum ``KL(teacher || student)`` over query tokens, over the selected keys.
 
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
-        indices: int32 ``[Sq, K]``, rows of ``inputs.k``, as from :func:`indexer_topk`.
-        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`, finite and not negative, also
-            where nothing is selected. Normalised here; no gradient flows to it.
-        layout: the layout the selection was made with.
+        indices: int32 ``[Sq, K]``, indices into ``inputs.k``, as from :func:`indexer_topk`.
+        teacher: ``[Sq, K]``, ``p_sum`` of :func:`sparse_attention`: finite and not negative, also
+            at invalid entries; normalised here, without gradient.
+        layout: layout of the selection.
         topk_length: int32 ``[Sq]`` or ``None``.
         head_group: process group that shares the heads; the teacher is summed over it.
-        policy: which implementations may run.
 
     Returns:
-        fp32 scalar. Divide by the number of real tokens for the mean.
+        fp32 scalar, to be divided by the number of real tokens.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or a
-            teacher that is negative, NaN or infinite (on a GPU a device assert, as in
-            :func:`indexer_topk`).
+        ConfigError: shapes, dtypes or the layout do not fit, or the teacher is invalid (on a GPU a
+            device assert).
     """
     check_indexer(inputs, layout)
     require_lists(indices, inputs.q, topk_length)
@@ -178,31 +165,25 @@ def dense_indexer_loss(
     sample: QuerySample | None = None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Sum over query tokens of ``KL(teacher || student)`` over all visible keys.
+    """Sum ``KL(teacher || student)`` over query tokens, over all visible keys.
+
+    Other arguments and results as in :func:`sparse_indexer_loss`.
 
     Args:
-        inputs: the indexer's tensors; the result is differentiable in q, k and weights.
-        q: ``[Sq, H, D]`` and k ``[Skv, 1 or H, D]`` of the attention whose distribution is the
-            teacher; absorbed (one key head) and plain MLA (``H``) give the same result. With
-            :class:`LatentKeys` the keys of all heads never exist at once; :class:`ExpandedKeys`
-            are those of masked dense attention.
-        layout: which keys each query token sees.
+        q: ``[Sq, H, D]``, queries of the teacher's attention, absorbed or plain MLA.
+        k: its keys ``[Skv, 1 or H, D]``, :class:`LatentKeys`, expanded piece by piece, or
+            :class:`ExpandedKeys`.
         softmax_scale: factor on ``q . k``, positive.
-        other_lse: ``[Sq, H]``, log of the mass of the teacher's softmax outside these keys
-            (window and sink of V4's attention), ``-inf`` for none.
-        lse: ``[Sq, H]``, log-sum-exp (natural) of the scaled scores over the visible keys, as dense
-            attention returns it: spares a pass over the teacher. ``None``: it is computed.
-        head_group: process group that shares the heads; the teacher is summed over it.
-        sample: query tokens of which the sum is estimated without bias, of
+        other_lse: ``[Sq, H]``, log of the teacher's mass outside these keys (V4's window and sink),
+            ``-inf`` for none.
+        lse: ``[Sq, H]``, natural, of the scaled scores over the visible keys; ``None`` costs a pass
+            over the teacher.
+        sample: query tokens for an unbiased estimate, from
             :func:`~megatron_dsa.ops.indexer_loss.sample.draw_sample`; ``None``: all.
-        policy: which implementations may run.
-
-    Returns:
-        fp32 scalar. Divide by the number of real tokens for the mean.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
-            that are NaN or infinite (on a GPU a device assert, as in :func:`indexer_topk`).
+        ConfigError: shapes, dtypes or the layout do not fit, or scores are not finite (on a GPU a
+            device assert).
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, inputs.q, "flatten sequence and batch")
     check_indexer(inputs, layout, q=q)
@@ -214,7 +195,6 @@ def dense_indexer_loss(
             require_tensor(name, value, tuple(q.shape[:2]), FLOATS, q, fix)
     inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
     call = describe_index_call(inputs, layout, None)
-    # The teacher's queries may be wider than the indexer's.
     dtype = torch.promote_types(call.dtype, q.dtype)
     call = replace(call, dtype=dtype, teacher_dim=q.shape[2])
     inputs = _without_fp16(inputs)
@@ -261,7 +241,6 @@ def _check_sample(sample: QuerySample, q: torch.Tensor, head_group: Any) -> None
 
 
 def _of_part(x: DenseLossInputs, part: QuerySample, heads: slice) -> DenseLossInputs:
-    """Return the inputs of a part's query tokens, with the heads that teach them."""
     taken, indexer = part.tokens, x.indexer
     some = IndexerInputs(
         indexer.q.index_select(0, taken), indexer.k, indexer.weights.index_select(0, taken),

@@ -1,9 +1,7 @@
-"""Sparse indexer loss with its gradients through cuDNN's front end (Hopper, bf16).
+"""Sparse indexer loss with gradients through cuDNN's front end (Hopper, bf16).
 
-Bridged here: list widths come in buckets (the tail of other widths is left uninitialised there);
-the gradient kernel takes 64 index heads at a time, overwrites the teacher, divides by the number of
-tokens, and drops the teacher's pull at entries whose student underflowed, which need it most: the
-student is kept above the smallest normal number.
+Bridged: bucketed list widths; 64 index heads for the gradient, which overwrites the teacher,
+divides by the number of tokens, and ignores entries whose student underflowed, which need it most.
 """
 
 import torch
@@ -39,15 +37,12 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return the KL sum of some tokens; normalises the teacher and cleans the student in place.
-
-    A student that underflowed counts as the smallest normal number in the logarithm.
-    """
+    """Return the KL sum; normalise the teacher and clean the student in place."""
     teacher.masked_fill_(~valid, 0.0)
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
-    # cuDNN leaves anything in entries that select nothing, and for tokens without keys.
+    # cuDNN leaves invalid entries undefined.
     student.masked_fill_(~(valid & has_mass), 0.0)
     log_ratio = torch.log(teacher.clamp_min(_TINY)) - torch.log(student.clamp_min(_TINY))
     return (teacher * log_ratio).sum()
@@ -60,7 +55,6 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
     rows, heads = x.q.shape[:2]
     padded = padded_heads(heads, (64,))
     valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
-    # Tokens without a teacher keep a student of 0: no gradient.
     trained = valid & (inputs.teacher.sum(-1, keepdim=True) > 0)
     result = DSA.indexer_backward_wrapper(
         with_heads(x.q, padded, -2)[None],
@@ -71,7 +65,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
         indices[None],
         torch.ones(1, dtype=torch.float32, device=x.q.device),
         sm_scale=1.0,
-        loss_coeff=float(rows),  # it divides by the number of tokens
+        loss_coeff=float(rows),  # cuDNN divides by it
         topk_indices_global=False,
         d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )

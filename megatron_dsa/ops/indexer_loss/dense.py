@@ -1,8 +1,7 @@
-"""The dense indexer loss as two streaming passes over tiles of (query tokens x slots).
+"""Dense indexer loss in two streaming passes over tiles of (query tokens x slots).
 
-The first pass computes the log-sum-exp of the student's scores, and of the teacher's unless it is
-given. The second computes teacher, student, loss and gradients tile by tile. Memory is linear in
-the number of tokens; keys of all heads are expanded for one tile and a few heads at a time.
+The first computes log-sum-exps, the second teacher, student, loss and gradients. Memory is linear
+in the number of tokens.
 """
 
 from __future__ import annotations
@@ -27,58 +26,49 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 
 
 class TileFunctions(Protocol):
-    """Functions of an implementation on a tile of ``r`` query tokens and ``w`` slots.
+    """Functions of an implementation for a tile of ``r`` query tokens and ``w`` slots.
 
-    ``x`` holds the index queries and weights of the tokens and the index keys of the slots;
-    ``seen`` counts columns of the tile. Scores, log-sum-exps and gradients are fp32 (fp64 for fp64
-    inputs). An implementation chooses layout and dtype of teachers and score gradients; a sum over
-    ranks adds teachers up as they are.
+    ``x`` has the tile's index queries, weights and keys; ``seen`` counts its columns. Results are
+    fp32 (fp64), in any layout for teachers and score gradients; ranks add teachers elementwise.
     """
 
-    #: Query tokens and slots that a tile may have.
+    #: Most tokens and slots.
     shape: tuple[int, int]
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
-        """Return the index keys ``[w, DI]`` of some slots."""
+        """Return the index keys ``[w, DI]``."""
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
-        """Return the log-sum-exp ``[r]`` of the index scores, ``-inf`` where nothing is seen."""
+        """Return the log-sum-exp ``[r]`` of the index scores, ``-inf`` if nothing is seen."""
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
-        """Return the log-sum-exp ``[H, r]`` of the scaled attention scores of every head."""
+        """Return the log-sum-exp ``[H, r]`` of the scaled attention scores."""
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 where it is not seen.
-
-        ``lse [H, r]`` may be anything for tokens that see nothing.
-        """
+        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 where not seen."""
 
     def loss(
         self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the KL sum of a tile (scalar) and, if asked for, the gradient on its scores.
-
-        ``lse [r]`` is the student's. The teacher may be overwritten.
-        """
+        """Return the KL sum and optionally the score gradients; may overwrite the teacher."""
 
     def backward(
         self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
         dweights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the gradient of the keys ``[w, DI]``; add to the tokens' gradients.
+        """Return the gradient ``[w, DI]`` of the keys; add to the tokens' gradients.
 
-        ``dq [r, HI, DI]`` is left without its factor, the head weights, which is the same for all
-        keys. ``dweights [r, HI]`` may be left to :meth:`finish`.
+        ``dq [r, HI, DI]`` lacks the head weights. ``dweights [r, HI]`` may be left to
+        :meth:`finish`.
         """
 
     def finish(
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write ``dq`` of a block of queries times its factor into ``out``, and ``dweights`` if
-        :meth:`backward` has not.
+        """Write ``dq`` of a block, times its factor, to ``out``, and missing ``dweights``.
 
-        ``x`` has all keys; ``seen`` counts slots. ``dq`` may be overwritten.
+        ``x`` has all keys; ``seen`` counts slots. May overwrite ``dq``.
         """
 
 
@@ -96,22 +86,18 @@ def dense_loss(inputs: DenseLossInputs, functions: TileFunctions) -> IndexerLoss
 
 @dataclass(frozen=True)
 class _BlockLoss:
-    """The loss of a block of query tokens, with tiles that cover what they see."""
-
     inputs: DenseLossInputs
     functions: TileFunctions
     tokens: slice
     tiles: list[Tile]
 
     def add(self, loss: torch.Tensor, grads: Gradients | None) -> None:
-        """Add the KL sum of these tokens to ``loss``, and their gradients to ``grads``."""
         inputs, functions, tokens = self.inputs, self.functions, self.tokens
         x, layout = inputs.indexer, inputs.layout
         seen = Seen(layout.start[tokens], layout.end[tokens])
         student_lse, lse = self._log_sum_exps(seen)
         other = None if inputs.other_lse is None else inputs.other_lse[tokens].t().to(lse.dtype)
         lse, has_mass = normalised_lse(lse, other, inputs.head_group)
-        # A token without a teacher has neither loss nor gradient, as if it saw nothing.
         seen = Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
         dq = None
         if grads is not None:
@@ -138,7 +124,6 @@ class _BlockLoss:
         return IndexerInputs(x.q[tile.tokens], keys, x.weights[tile.tokens], x.relu)
 
     def _log_sum_exps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the student's ``[r]`` and the teacher's ``[H, r]``, which may be given."""
         inputs, q, index_q = self.inputs, self.inputs.q, self.inputs.indexer.q
         count, dtype = seen.start.shape[0], accumulation_dtype(q.dtype)
         student = index_q.new_full((count,), float("-inf"), dtype=accumulation_dtype(index_q.dtype))
@@ -153,14 +138,11 @@ class _BlockLoss:
                 keys = take(inputs.k, inputs.layout, tile.slots)
                 part = self.functions.teacher_lse(q[tile.tokens], keys, here)
                 _join(teacher[:, tile.inside], part)
-                del keys, part  # before the next tile takes memory
+                del keys, part  # frees memory
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:
-        """Yield every tile with its visibility and its normalised teacher.
-
-        The sum over ranks of one tile runs under the computation of the next.
-        """
+        """Yield tiles and normalised teachers; all-reduce one while computing the next."""
         inputs, group, last = self.inputs, self.inputs.head_group, None
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
@@ -190,12 +172,11 @@ def _seen_columns(seen: Seen, tile: Tile) -> Seen:
 
 
 def take(keys, layout: Layout, slots: slice) -> Any:
-    """Return the keys of some slots: a view, or a copy of no more than these tokens."""
     if isinstance(keys, LatentKeys):
         return replace(keys, latents=take(keys.latents, layout, slots))
     if isinstance(keys, ExpandedKeys):
         if layout.key_rows is not None:
-            keys = replace(keys, kv=keys.nope, v_dim=0)  # a copy leaves values out
+            keys = replace(keys, kv=keys.nope, v_dim=0)
         kv, k_pe = (take(x, layout, slots) for x in (keys.kv, keys.k_pe))
         return replace(keys, kv=kv, k_pe=k_pe)
     if layout.key_rows is None:
@@ -210,38 +191,28 @@ def _join(lse: torch.Tensor, part: torch.Tensor) -> None:
 def normalised_lse(
     lse: torch.Tensor, other_lse: torch.Tensor | None, group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``lse`` with which the teacher of a token, summed over heads and ranks, sums to 1.
+    """Return the ``lse [H, r]`` that normalises teachers to 1, and bool ``[r]``: tokens with mass.
 
-    Args:
-        lse: ``[H, r]``, over the visible keys.
-        other_lse: ``[H, r]``, of the rest of the softmax's denominator, or ``None``.
-        group: process group over which heads are sharded, or ``None``.
-
-    Returns:
-        ``[H, r]``, defined for tokens with mass on visible keys, and bool ``[r]``: which these are.
+    ``other_lse`` is the rest of the denominator; heads are sharded over ``group``.
     """
     total = lse if other_lse is None else torch.logaddexp(lse, other_lse)
-    # Without keys and without others, -inf - -inf would be NaN.
+    # -inf - -inf would be NaN.
     mass = torch.where(lse == float("-inf"), 0.0, (lse - total).exp_()).sum(0)
     if group is not None:
         torch.distributed.all_reduce(mass, group=group)
-    # NaN counts as mass, so that the loss shows it.
+    # NaN counts as mass and reaches the loss.
     return total + mass.log(), mass != 0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some query tokens and some slots."""
-
     tokens: slice
-    inside: slice  # the same tokens, counted from the first of their query block
-    slots: slice  # of the keys in slot order
+    inside: slice
+    slots: slice
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """The queries ``[begin, end)`` of a query range."""
-
     query_range: QueryRange
     begin: int
     end: int
@@ -251,10 +222,9 @@ class QueryBlock:
         return self.query_range.tokens_of(self.begin, self.end)
 
     def tiles(self, width: int) -> Iterator[Tile]:
-        """Cut the slots that these queries may see into tiles of at most ``width`` slots.
+        """Cut the visible slots into tiles of at most ``width`` slots.
 
-        The bounds of a query range rise from query to query: a tile begins with the first query
-        that reaches its slots, and ends before the first that is past them.
+        Bounds rise from query to query: a tile ends before the first query past its slots.
         """
         queries = range(self.begin, self.end)
         lowest, highest = self.query_range.slots(self.begin, self.end)
@@ -278,7 +248,7 @@ def query_blocks(layout: Layout, longest: int) -> Iterator[QueryBlock]:
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Temporary bytes of the loss: per pair of a tile, per query token, per slot, and at all."""
+    """Temporary bytes per pair of a tile, per query token, per slot, and fixed."""
 
     pair: int
     token: int
@@ -289,10 +259,9 @@ class TileBytes:
         return tokens * width * self.pair + tokens * self.token + width * self.slot + self.fixed
 
     def fitting_shape(self, budget: int, longest: int, shortest: int = 1) -> tuple[int, int]:
-        """Return how many query tokens and how many slots a tile may have to fit the workspace.
+        """Return the query tokens and slots of a tile that fits the workspace.
 
-        Edges are ``longest`` at most and never below ``shortest``. Tokens are given up last, up to
-        four per slot: the keys of a tile are expanded once for all its tokens, which is cheap from
+        Shrink slots first, to a quarter of the tokens: expanded keys, once per tile, are cheap from
         several hundred tokens on.
         """
         tokens = width = longest
@@ -307,6 +276,5 @@ class TileBytes:
 
 
 def gathered_bytes(k: ExpandedKeys) -> int:
-    """Return the bytes of a copy of one token's keys, without values (:func:`.dense.take`)."""
     heads, nope = k.nope.shape[1:]
     return (heads * nope + k.k_pe.shape[1]) * k.kv.element_size()

@@ -1,13 +1,8 @@
-"""The indexer's loss on the mean teacher of all layers that attend to its selection.
+"""Indexer loss on the mean teacher of all layers that share a selection.
 
-A shared selection travels from layer to layer as a floating-point tensor whose bits are its
-integers, and the head sums of these layers are the gradient of that tensor. Autograd adds them up,
-in one buffer per group of layers and microbatch, and runs the loss after the attention's backward
-of all layers. Recomputed layers and microbatches in flight are therefore kept apart like any other
-gradient.
-
-All layers have equally many heads, and the loss normalises its teacher: the sum of the head sums is
-the mean of the layers' distributions.
+The selection travels between layers as a float tensor with the bits of its integers; the layers'
+head sums are its gradient. Autograd adds them per microbatch, also under recomputation, and runs
+the loss, which normalises the sum, after the attention backward of all layers.
 """
 
 from __future__ import annotations
@@ -28,18 +23,14 @@ from megatron_dsa.ops.indexer_loss.training import (
     TeacherPart,
 )
 
-#: Integers with as many bits as floats of a dtype.
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class SharedSelection(NamedTuple):
     """Content of a packed selection, int32 (int64 for fp64 models).
 
-    Attributes:
-        indices: ``[tokens, K]``, see :class:`TeacherPart`.
-        length: ``[tokens]``.
-        drawn: ``[1]``, the number that determines the query tokens of the loss, see
-            :func:`~megatron_dsa.ops.indexer_loss.sample.draw_number`.
+    ``indices [tokens, K]``, ``length [tokens]``, and ``drawn [1]`` from
+    :func:`.sample.draw_number`.
     """
 
     indices: torch.Tensor
@@ -47,33 +38,30 @@ class SharedSelection(NamedTuple):
     drawn: torch.Tensor
 
     def pack(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all as bits of one tensor ``[tokens, K + 2]`` of fp32 or fp64."""
         drawn = self.drawn.expand(len(self.length))
         columns = [self.indices, self.length[:, None], drawn[:, None]]
         return torch.cat([x.to(_INTEGERS[dtype]) for x in columns], dim=1).view(dtype)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> SharedSelection:
-        """Undo :meth:`pack`."""
         integers = packed.detach().view(_INTEGERS[packed.dtype])
         return cls(integers[:, :-2], integers[:, -2], integers[:1, -1])
 
 
 @dataclass(frozen=True)
 class HeadSums:
-    """Hands an attention's head sums to the loss of a selection, in drawn of an indexer.
+    """Pass an attention's head sums to the loss of a shared selection.
 
     Attributes:
-        packed: of :func:`train_on_selection`, or its alias in a later layer.
-        share: of the query tokens in the loss.
-        drawn: of the packed selection; ``None`` if the loss takes all query tokens.
+        packed: from :func:`train_on_selection`, or its alias in a later layer.
+        drawn: from the packed selection; ``None`` for all query tokens.
     """
 
     packed: Any
     share: float
     drawn: torch.Tensor | None
     selected_only: bool = False
-    head_group: Any = None  # the loss sums over the group, once for all layers
+    head_group: Any = None  # summed once for all layers
 
     @classmethod
     def of(cls, packed: torch.Tensor, share: float) -> HeadSums:
@@ -83,7 +71,6 @@ class HeadSums:
         return cls(packed, share, drawn)
 
     def separate(self, **queries: torch.Tensor) -> tuple[HeadSums, tuple[torch.Tensor, ...]]:
-        """See :func:`~megatron_dsa.ops.indexer_loss.training.separate_tensors`."""
         for name, x in queries.items():
             require(
                 len(x) == len(self.packed),
@@ -93,7 +80,6 @@ class HeadSums:
         return replace(self, packed=None), (self.packed,)
 
     def sample(self, total: int, device: torch.device) -> QuerySample | None:
-        """Return the query tokens of the loss, the same in all layers; ``None`` if all."""
         return _sample(total, self.share, self.drawn)
 
     def gradients(
@@ -103,7 +89,6 @@ class HeadSums:
         policy: Policy,
         sample: QuerySample | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the packed selection: the head sums, 0 for other tokens."""
         (packed,) = tensors
         width = packed.shape[1] - 2
         found = torch.empty_like(packed) if sample is None else torch.zeros_like(packed)
@@ -112,7 +97,7 @@ class HeadSums:
         for part in parts:
             taken = part.tokens if sample is None else sample.tokens[part.tokens]
             columns[taken] = part.teacher.to(found.dtype)
-            del part  # before the next one takes memory
+            del part  # frees memory
         return (found,)
 
 
@@ -128,17 +113,16 @@ def train_on_selection(
     policy: Policy,
     ascending: bool = False,
 ) -> torch.Tensor:
-    """Return a packed selection that trains its indexer on the head sums of all that attend to it.
+    """Return a packed selection that trains its indexer on the summed head sums of its users.
 
     Args:
-        selection: of the query tokens of ``training.layout``.
+        selection: for the query tokens of ``training.layout``.
         dtype: fp32, or fp64 for fp64 inputs.
-        training: the indexer's, ``None`` in passes without gradients.
-        policy: which implementations may run.
-        ascending: head sums are in ascending order of the keys, whatever the order of the lists.
+        training: ``None`` in passes without gradients.
+        ascending: head sums are in ascending order of the keys.
 
     Returns:
-        ``[tokens, K + 2]``, to be passed to :meth:`HeadSums.of` in every layer.
+        ``[tokens, K + 2]``, for :meth:`HeadSums.of` in every layer.
     """
     if training is None:
         return selection.pack(dtype)
@@ -148,14 +132,13 @@ def train_on_selection(
 
 @dataclass(frozen=True)
 class _Settings:
-    training: IndexerTraining  # without its tensors
+    training: IndexerTraining
     policy: Policy
     ascending: bool
 
     def parts(
         self, selection: SharedSelection, head_sums: torch.Tensor, sample: QuerySample | None
     ) -> Iterator[TeacherPart]:
-        """Yield the teacher in parts that take an eighth of the workspace."""
         total, width = len(head_sums) if sample is None else len(sample.tokens), head_sums.shape[1]
         longest = rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)
         for some in slices(total, longest) if total else [slice(0, 0)]:
@@ -168,12 +151,10 @@ class _Settings:
             # The loss overwrites its teacher.
             teacher = teacher.clone(memory_format=torch.contiguous_format)
             yield TeacherPart(some, indices.contiguous(), length.contiguous(), teacher)
-            del indices, length, teacher  # before the next part takes memory
+            del indices, length, teacher  # frees memory
 
 
 class _SelectionLoss(torch.autograd.Function):
-    """``indices, length, drawn, ..., the indexer's tensors -> packed selection``."""
-
     @staticmethod
     def forward(ctx, indices, length, drawn, dtype, s: _Settings, *tensors):
         packed = SharedSelection(indices, length, drawn).pack(dtype)
@@ -185,7 +166,7 @@ class _SelectionLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, head_sums):
-        if head_sums is None:  # no layer has a gradient
+        if head_sums is None:
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
         packed, *tensors = ctx.saved_tensors
@@ -197,7 +178,6 @@ class _SelectionLoss(torch.autograd.Function):
 
 
 def in_ascending_order(indices: torch.Tensor) -> torch.Tensor:
-    """Return int32 lists sorted by key, then -1."""
     last = torch.iinfo(indices.dtype).max
     ordered = indices.masked_fill(indices < 0, last).sort(dim=1).values
     return ordered.masked_fill_(ordered == last, -1)

@@ -1,8 +1,7 @@
-"""The indexer's losses: inputs, candidates, fakes and plain reference (DeepSeek-V3.2, eq. 4, 5).
+"""Indexer losses: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 4, 5).
 
-Both losses return the *sum* over query tokens of ``KL(teacher || student)``; the mean, the
-coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a token on
-its scores is ``student - teacher``, so an implementation computes the gradients with the value.
+Both are *sums* over query tokens of ``KL(teacher || student)``; the gradient of the scores is
+``student - teacher``.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 
 class IndexerGradients(NamedTuple):
-    """Gradients of a KL sum on the indexer's tensors."""
-
     q: torch.Tensor  # [Sq, HI, DI], dtype of q
-    k: torch.Tensor  # [Skv, DI], fp32 (fp64 for fp64 inputs)
+    k: torch.Tensor  # [Skv, DI], fp32 (fp64)
     weights: torch.Tensor  # [Sq, HI], fp32 (fp64) or the dtype of the weights
 
 
 class IndexerLoss(NamedTuple):
-    """Result of an implementation of a loss."""
-
-    value: torch.Tensor  # scalar, the KL sum
-    gradients: IndexerGradients | None  # if they were wanted
+    value: torch.Tensor
+    gradients: IndexerGradients | None
 
 
 @dataclass(frozen=True)
@@ -41,16 +36,11 @@ class SparseLossInputs:
     """Inputs of the loss over selected keys.
 
     Attributes:
-        indexer: the indexer's tensors.
-        indices: int32 ``[Sq, K]``, rows of ``indexer.k``; -1 (or out of range) selects nothing.
+        indices: int32 ``[Sq, K]``, indices into ``indexer.k``; out of range selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
-        teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
-            ranks), not yet normalised; entries that select nothing may hold any number. Rows that
-            sum to 0 contribute nothing. **Overwritten** with anything.
-        workspace_bytes: budget for temporary memory.
-        want_gradients: whether the gradients are wanted.
-        dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``: takes the
-            gradient of q; ``None``: a new tensor does.
+        teacher: ``[Sq, K]``, summed over the heads of all ranks, not normalised, undefined at
+            invalid entries. Tokens that sum to 0 contribute nothing. **Overwritten**.
+        dq: ``[Sq, HI, DI]``, contiguous, for the gradient of q; ``None``: allocate.
     """
 
     indexer: IndexerInputs
@@ -64,13 +54,13 @@ class SparseLossInputs:
 
 @dataclass(frozen=True)
 class LatentKeys:
-    """Keys of all heads, expanded from shared latents a few heads at a time (MLA, not absorbed).
+    """Keys of all heads, expanded from shared latents a few heads at a time (plain MLA).
 
-    Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``, ``D`` wide.
+    Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``.
 
     Attributes:
-        latents: ``[Skv, R + P]``: the latent, then the ``P`` dims that all heads share, rotated.
-        w_uk: ``[H, D - P, R]``, in the dtype of the latents.
+        latents: ``[Skv, R + P]``: latent, then the rotated dims of all heads.
+        w_uk: ``[H, D - P, R]``, same dtype.
     """
 
     latents: torch.Tensor
@@ -80,7 +70,6 @@ class LatentKeys:
         return LatentKeys(self.latents.detach(), self.w_uk.detach())
 
     def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
-        """Return the keys ``[Skv, h, D]`` of some heads, rounded to the dtype of the latents."""
         w_uk = self.w_uk[heads]
         rank = w_uk.shape[2]
         nope = (self.latents[:, :rank] @ w_uk.flatten(0, 1).t()).unflatten(1, w_uk.shape[:2])
@@ -90,15 +79,12 @@ class LatentKeys:
 
 @dataclass(frozen=True)
 class ExpandedKeys:
-    """Keys of all heads as MLA's up projection returns them, and the rope key that they share.
-
-    Head ``h`` has the keys ``[kv[:, h, :Dn], k_pe]``, ``D = Dn + P`` wide; masked dense attention
-    reads them so, without a copy.
+    """Keys ``[kv[:, h, :Dn], k_pe]`` of each head, as returned by MLA's up projection.
 
     Attributes:
         kv: ``[Skv, H, Dn + Dv]``, per head the key without rope, then the value.
-        k_pe: ``[Skv, P]``, the dims that all heads share, rotated; same dtype.
-        v_dim: dims of the value, ``Dv``.
+        k_pe: ``[Skv, P]``, rotated, same dtype.
+        v_dim: ``Dv``.
     """
 
     kv: torch.Tensor
@@ -107,27 +93,24 @@ class ExpandedKeys:
 
     @property
     def nope(self) -> torch.Tensor:
-        """The keys without rope, ``[Skv, H, Dn]``, a view."""
         return self.kv[..., : self.kv.shape[2] - self.v_dim]
 
     def detach(self) -> ExpandedKeys:
         return ExpandedKeys(self.kv.detach(), self.k_pe.detach(), self.v_dim)
 
     def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
-        """Return a copy of the keys ``[Skv, h, D]`` of some heads."""
         nope = self.nope[:, heads]
         return torch.cat([nope, self.k_pe[:, None].expand(-1, nope.shape[1], -1)], dim=-1)
 
 
-#: Keys of the dense loss's teacher: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or their source.
 TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
 
 
 @dataclass(frozen=True)
 class DenseLossInputs:
-    """Inputs of the loss over all visible keys: see :func:`.api.dense_indexer_loss`.
+    """Inputs of the loss over all visible keys.
 
-    No gradient flows to q and k. ``lse`` may be anything for tokens that see nothing.
+    ``lse`` is undefined for tokens that see nothing.
     """
 
     indexer: IndexerInputs
@@ -190,7 +173,7 @@ DENSE_LOSS = Operation(
     "dense_indexer_loss",
     "indexer loss over all visible keys",
     (
-        # Without cuDNN's, which needs S x S fp32 scores.
+        # Not cuDNN's: it needs S x S fp32 scores.
         Candidate(
             "tilelang",
             f"{_HERE}.tilelang.dense:dense",
@@ -244,13 +227,10 @@ def _empty_loss(
     return IndexerLoss(empty_sums(x.q), gradients)
 
 
-# The plain reference: differentiable, materialises everything.
-
-
 def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
-    """Sum over tokens of ``KL(teacher / sum(teacher) || softmax(student_scores))`` over ``mask``.
+    """Sum ``KL(teacher / sum(teacher) || softmax(student_scores))`` over ``mask``.
 
-    All arguments ``[tokens, keys]``. Tokens without any teacher mass contribute 0.
+    All are ``[tokens, keys]``. Tokens without teacher mass contribute 0.
     """
     teacher = teacher.masked_fill(~mask, 0.0).detach()
     mass = teacher.sum(-1, keepdim=True)
@@ -263,7 +243,6 @@ def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
 
 
 def dense_teacher(q, k, visible, softmax_scale) -> torch.Tensor:
-    """Head sum of the attention probabilities ``[Sq, Skv]``; ``k`` is ``[Skv, 1 or H, D]``."""
     k = k.expand(-1, q.shape[1], -1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     logits = logits.masked_fill(~visible, float("-inf"))

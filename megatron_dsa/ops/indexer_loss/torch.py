@@ -1,4 +1,4 @@
-"""The sparse indexer loss in torch, a block of queries at a time, with exact gradients."""
+"""Sparse indexer loss in torch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,19 +17,16 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Gradients:
-    """Accumulators for dq, dk and dweights: fp32 (fp64 for fp64 inputs), dq in q's dtype."""
-
     def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
-        # Each query is written once, by its block, so dq needs no wider accumulator.
+        # Each query is written once.
         self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
-        # A spare key takes the contributions of invalid indices.
+        # The spare key collects invalid indices.
         self.k_with_spare = inputs.k.new_zeros(len(inputs.k) + 1, inputs.k.shape[1], dtype=acc)
         self.k = self.k_with_spare[:-1]
         self.weights = torch.zeros_like(inputs.weights, dtype=acc)
 
     def add_to_slots(self, layout: Layout, slots: slice, dk: torch.Tensor) -> None:
-        """Add ``dk [slots, DI]`` to the gradient of these slots' keys."""
         if layout.key_rows is None:
             self.k[slots].add_(dk)
         else:
@@ -54,20 +51,19 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-    """Return the KL sum of a block and the student (its softmax).
+    """Return the KL sum and the student; normalise ``teacher`` in place.
 
-    ``teacher`` is normalised in place. Tokens whose teacher has no mass (no visible key, padding)
-    contribute exactly 0 to the sum and have a student of 0.
+    Tokens without teacher mass contribute 0.
     """
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
     logits = logits.masked_fill_(~mask, float("-inf"))
-    # A token without any valid entry would be all -inf: give it a finite softmax, then drop it.
+    # All -inf would be NaN: finite here, dropped below.
     logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     log_student = torch.log_softmax(logits, dim=-1)
-    # Key by key: sums of many tokens have no digits left for their difference. 0 * -inf must be 0.
+    # Per key: sums over many tokens lack digits for their difference.
     kl = torch.xlogy(teacher, teacher)
     kl.addcmul_(teacher, log_student.masked_fill(~mask, 0.0), value=-1)
     student = log_student.exp_().masked_fill_(~(mask & has_mass), 0.0)
@@ -76,14 +72,12 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
 
 @dataclasses.dataclass
 class _SparseChunk:
-    """Some query tokens with their gathered keys and head products."""
-
     inputs: IndexerInputs
     rows: slice
-    index: torch.Tensor  # [r, K] int64, invalid entries -> the spare row
+    index: torch.Tensor  # [r, K] int64, invalid -> the spare key
     mask: torch.Tensor  # [r, K]
     keys: torch.Tensor  # [r, K, DI]
-    products: torch.Tensor  # [r, HI, K], after the relu if there is one
+    products: torch.Tensor  # [r, HI, K], after the relu
 
     def weights(self) -> torch.Tensor:
         return self.inputs.weights[self.rows].to(self.products.dtype)
@@ -120,6 +114,5 @@ def _sparse_chunks(inputs: SparseLossInputs) -> Iterator[_SparseChunk]:
 
 
 def _through_relu(products, dlogits, weights, relu: bool) -> torch.Tensor:
-    """Gradient on the head products ``[r, h, w]``: ``w_h * dI``, cut where the relu was 0."""
     grad = dlogits[:, None] * weights[..., None]
     return grad.masked_fill_(products <= 0, 0.0) if relu else grad

@@ -1,4 +1,4 @@
-"""The dense indexer loss in torch, which runs everywhere."""
+"""Dense indexer loss in torch."""
 
 import torch
 
@@ -15,10 +15,9 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
-#: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
+#: Heads at a time: fewer need less memory, more are faster.
 HEADS_AT_ONCE = 8
-#: Longest edge of a tile. Matrix products gain nothing from longer ones, and a tile on the diagonal
-#: does work for pairs that do not exist.
+#: Longer ones waste work on the diagonal.
 LONGEST_EDGE = 1024
 _ALL = slice(None)
 
@@ -28,8 +27,6 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class TorchTiles:
-    """:class:`~.dense.TileFunctions` in torch; teachers and gradients are ``[r, w]``."""
-
     def __init__(self, inputs: DenseLossInputs):
         self.shape = tile_shape(inputs)
         self._keys, self._scale = inputs.indexer.k, inputs.softmax_scale
@@ -71,7 +68,7 @@ class TorchTiles:
             dq[:, heads].add_(mm(flat, x.k).view_as(dq[:, heads]))
             weighted = x.q[:, heads] * x.weights[:, heads, None]
             part = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
-            del flat  # before the products of the next heads exist
+            del flat  # frees memory
             dk = part if dk is None else dk.add_(part)
         assert dk is not None
         return dk
@@ -84,14 +81,11 @@ class TorchTiles:
 
 
 def _through_heads(x: IndexerInputs, heads: slice, dscores, narrow):
-    """Return the gradient on the weights of some heads ``[r, h]`` and, for products with 16-bit
-    operands, that on the products of these heads ``[r * h, w]``, but for the weights.
-    """
     products = head_products(x, _ALL, x.k, heads)
     dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
     dproducts = narrow[:, None].expand_as(products)
     if x.relu:
-        # Written once in the narrow type: no mask, product and cast in the wide one.
+        # Written once, in the narrow dtype.
         dproducts = torch.where(products > 0, dproducts, 0.0)
     return dweights, dproducts.flatten(0, 1)
 
@@ -109,16 +103,6 @@ def _width(keys: TeacherKeys) -> int:
 def teacher_tile(
     q: torch.Tensor, keys: TeacherKeys, lse: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, fp32 (or fp64).
-
-    Pairs that do not see each other are not masked and may hold anything, even inf.
-
-    Args:
-        q: ``[r, H, D]``.
-        keys: ``[w, 1 or H, D]``, or the source of ``w`` keys.
-        lse: ``[H, r]``, fp32 (fp64).
-        softmax_scale: factor on ``q . k``.
-    """
     total = None
     for heads in slices(q.shape[1], HEADS_AT_ONCE):
         shift = -lse[heads, :, None]
@@ -134,10 +118,6 @@ def teacher_lse(
     hidden: torch.Tensor,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Return the log-sum-exp ``[H, r]`` of the teacher's scores over the keys of one tile.
-
-    ``hidden`` is bool ``[r, w]``: pairs to leave out. The rest is as in :func:`teacher_tile`.
-    """
     parts = (
         log_sum_exp(_head_scores(q, keys, heads), hidden, softmax_scale)
         for heads in slices(q.shape[1], HEADS_AT_ONCE)
@@ -146,9 +126,9 @@ def teacher_lse(
 
 
 def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` where all is hidden.
+    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` if all is hidden.
 
-    ``scores [..., r, w]`` is overwritten; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
+    Overwrites ``scores [..., r, w]``; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
     """
     peak = scores.masked_fill_(hidden, float("-inf")).amax(-1, keepdim=True)
     # -inf - -inf would be NaN.
@@ -158,28 +138,24 @@ def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) 
 
 
 def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tensor:
-    """Return ``q . k`` of some heads ``[h, r, w]``, not yet scaled."""
     q = q[:, heads].transpose(0, 1)
     if not isinstance(keys, torch.Tensor):
         return bmm(q, keys.expanded(heads).permute(1, 2, 0))
     if keys.shape[1] == 1:
-        # Heads are folded into the first dim: expanded keys might be copied once per head.
+        # Folded heads: expanded keys might be copied once per head.
         return mm(q.flatten(0, 1), keys[:, 0].t()).unflatten(0, q.shape[:2])
     return bmm(q, keys[:, heads].permute(1, 2, 0))
 
 
 def _add_scaled(shift: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``shift + scale * scores`` in place of the scores: they are read and written once."""
     return torch.add(shift, scores, alpha=scale, out=scores)
 
 
 def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
-    """Return how many query tokens and slots a tile of the torch implementation may have."""
     return tile_bytes(inputs).fitting_shape(inputs.workspace_bytes, LONGEST_EDGE)
 
 
 def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
-    """Count what is alive at the same time in :mod:`~.indexer_loss.torch_dense`."""
     x, q, k = inputs.indexer, inputs.q, inputs.k
     gathers = inputs.layout.key_rows is not None
     (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]
@@ -189,14 +165,14 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     acc, index_copy = _accumulator(x.q)
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
-    # The products of some heads: the teacher's; the student's, twice, as one is computed before
-    # the last is dropped; or the student's with a mask and their gradient.
+    # The teacher's products; or the student's, twice, as one is computed before the last is
+    # dropped; or the student's with mask and gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,
         some_index_heads * (acc + 1 + index_item + index_copy),
     )
-    # Also masks, teachers (one in use, one being reduced), scores and their gradient.
+    # Masks, teachers (one in use, one being reduced), scores and their gradient.
     pair = products + 4 + 4 * widest + index_item
     row = index_heads * index_dim * acc  # dq
     row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)
@@ -216,9 +192,5 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
 
 
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of ``x``'s accumulator and of the copy that a product makes of an operand.
-
-    Without matrix units for 16 bits (``bmm`` of ``ops/common/arithmetic.py``), it is widened.
-    """
     acc = accumulation_dtype(x.dtype).itemsize
     return acc, acc if x.element_size() < acc and not x.is_cuda else 0

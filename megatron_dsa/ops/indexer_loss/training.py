@@ -1,4 +1,4 @@
-"""Indexer training inside an attention's backward, which has the sparse loss's teacher."""
+"""Indexer training inside an attention's backward, which has the teacher."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass(frozen=True)
 class LatentQueries:
-    """Index queries as a product of latents and a weight, rotated: any tokens on request.
+    """Index queries, computed for any tokens from latents and a weight, then rotated.
 
     Attributes:
         latent: ``[Sq, L]``, without gradient.
-        weight: ``[HI * DI, L]``, in its dtype.
-        heads: ``HI``.
-        policy: which implementations may run.
-        cos, sin, neighbours, transform, rounded: see
+        weight: ``[HI * DI, L]``, same dtype.
+        cos, sin, neighbours, transform, rounded: as in
             :func:`~megatron_dsa.ops.rope.api.rotate_index`.
     """
 
@@ -47,17 +45,15 @@ class LatentQueries:
 
     @property
     def dim(self) -> int:
-        """``DI``."""
         return self.weight.shape[0] // self.heads
 
     @torch.no_grad()
     def compute(self, tokens: slice = slice(None)) -> torch.Tensor:
-        """Return the queries ``[tokens, HI, DI]``, the same bits each time, without gradient."""
+        """Return the queries ``[tokens, HI, DI]``, bitwise repeatable."""
         product = torch.nn.functional.linear(part_of(self.latent, tokens), self.weight)
         return self._rotated(product.view(product.shape[0], self.heads, self.dim), tokens)
 
     def product_gradient(self, dq: torch.Tensor, tokens: slice) -> torch.Tensor:
-        """Return the gradient ``[tokens, HI * DI]`` of the product, given that of the queries."""
         return self._rotated(dq, tokens, transposed=True).flatten(1)
 
     def _rotated(self, x: torch.Tensor, tokens: slice, transposed: bool = False) -> torch.Tensor:
@@ -70,10 +66,9 @@ class LatentQueries:
 
 @dataclass(frozen=True)
 class LatentIndexerInputs:
-    """:class:`IndexerInputs` whose queries are recomputed from latents in the loss's backward.
+    """:class:`IndexerInputs` with queries recomputed from latents in the loss's backward.
 
-    An indexer has as many heads as its model says, however few the attention of a rank has: 64 of
-    128 dims in DeepSeek-V3.2, 16 KiB per token. The attention's backward keeps the latents anyway.
+    Saves 16 KiB per token with DeepSeek-V3.2's 64 index heads.
     """
 
     queries: LatentQueries
@@ -84,14 +79,12 @@ class LatentIndexerInputs:
 
     @torch.no_grad()
     def with_queries(self) -> IndexerInputs:
-        """Return the inputs of a selection; no gradient flows to them."""
         return IndexerInputs(
             self.queries.compute(), self.k.detach(), self.weights.detach(), self.relu,
             fp32_weights=self.fp32_weights,
         )  # fmt: skip
 
     def check(self, layout: Layout, **queries: torch.Tensor) -> None:
-        """As :func:`check_indexer`, also of latents and weight."""
         x = self.queries
         fix = "flatten sequence and batch to tokens"
         require_tensor("inputs.latent", x.latent, ("Sq", "L"), FLOATS, fix=fix)
@@ -101,12 +94,10 @@ class LatentIndexerInputs:
         check_indexer(IndexerInputs(q, self.k, self.weights, self.relu), layout, **queries)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the weight of the queries, k and weights, which get gradients, then the rest."""
         x = self.queries
         return x.weight, self.k, self.weights, x.latent, x.cos, x.sin
 
     def with_tensors(self, tensors: Sequence[Any]) -> LatentIndexerInputs:
-        """Return the same with other :meth:`tensors`."""
         weight, k, weights, latent, cos, sin = tensors
         x = self.queries  # constructors take half of the time of ``replace``
         queries = LatentQueries(
@@ -115,20 +106,16 @@ class LatentIndexerInputs:
         return LatentIndexerInputs(queries, k, weights, self.relu, self.fp32_weights)
 
 
-#: Inputs that an indexer is trained on.
 TrainedIndexer = IndexerInputs | LatentIndexerInputs
 
 
 class TeacherPart(NamedTuple):
-    """Teacher of some query tokens; fields as in :class:`SparseLossInputs`, of local heads only."""
-
-    tokens: slice  # with a sample, of its tokens
+    tokens: slice
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
 
     def blocks(self, longest: int) -> Iterator[TeacherPart]:
-        """Cut into parts of about equal length, of at most ``longest`` tokens."""
         total = self.teacher.shape[0]
         count = max(1, -(-total // longest))
         if count == 1:
@@ -141,14 +128,13 @@ class TeacherPart(NamedTuple):
             yield TeacherPart(part, self.indices[some], length, self.teacher[some])
 
     def of_pools(self, pools: KeyPools, sample: QuerySample | None) -> TeacherPart:
-        """Return the teacher of the pools of these lists of tokens."""
         tokens = self.tokens if sample is None else sample.tokens[self.tokens]
         found = pools.of_lists(self.indices, self.topk_length, self.teacher, tokens)
         return TeacherPart(self.tokens, *found)
 
 
 class Taught(Protocol):
-    """Takes the teacher that an attention's backward has; see :class:`IndexerTraining`."""
+    """Consumer of the teacher in an attention's backward."""
 
     @property
     def selected_only(self) -> bool: ...
@@ -171,29 +157,23 @@ class Taught(Protocol):
 
 @dataclass(frozen=True)
 class IndexerTraining:
-    """The sparse loss, which :func:`megatron_dsa.dsa_kernels.sparse_attention` runs backwards.
+    """Sparse loss that runs in the backward of :func:`megatron_dsa.dsa_kernels.sparse_attention`.
 
-    The teacher is the head sum of the attention probabilities: of all query tokens the backward
-    recomputes it anyway, of a share it is computed for these. So loss and gradients of the
-    indexer's tensors come from the attention's backward; the forward computes nothing for them.
+    The teacher is the head sum of the attention probabilities, which the backward recomputes.
 
     Attributes:
-        inputs: the indexer's tensors; gradients flow to q, k and weights, or with
-            :class:`LatentIndexerInputs` to the weight of the queries in place of q.
-        layout: the layout that the selection was made with.
-        weight: called in the backward; returns the factor on the gradient of the KL *sum* over
-            query tokens (coefficient, mean over tokens, scale of auxiliary losses): a number, a
-            scalar tensor on the device, or a :class:`Factor`.
-        record: called in the backward with the KL sum (detached scalar), for the log.
+        inputs: the indexer's tensors; gradients flow to q (or the weight of
+            :class:`LatentIndexerInputs`), k and weights.
+        weight: called in the backward; returns the factor on the gradient of the KL *sum*: a
+            number, a scalar tensor on the device, or a :class:`Factor`.
+        record: called in the backward with the KL sum (detached scalar).
         head_group: process group over which heads are sharded; the teacher is summed over it.
-        selected_only: the teacher is a softmax over the selected keys only, without window and
-            sink of V4's attention.
-        share: of the query tokens in the loss, drawn anew in every backward; loss and gradients are
-            estimates without bias (:mod:`megatron_dsa.ops.indexer_loss.sample`).
-        pools: the keys of the inputs are of pools; the teacher, of lists of tokens, is summed over
-            the tokens of each.
-        head_parts: groups of heads, a multiple of the ranks that share them. Where the loss takes a
-            share of the query tokens, each is taught by one group: ranks exchange no sums of heads.
+        selected_only: the teacher is a softmax without V4's window and sink.
+        share: share of the query tokens in the loss, drawn in every backward
+            (:mod:`megatron_dsa.ops.indexer_loss.sample`).
+        head_parts: groups of heads, a multiple of the ranks that share them. Each sampled token is
+            taught by one group: ranks exchange no head sums.
+        pools: the keys of ``inputs`` are pools, for which the teacher is summed.
     """
 
     inputs: TrainedIndexer
@@ -207,7 +187,6 @@ class IndexerTraining:
     pools: KeyPools | None = None
 
     def check_parts(self, heads: int, group: Any) -> None:
-        """Check the parts of an attention with ``heads`` heads on each rank of ``group``."""
         ranks = 1 if group is None else group.size()
         parts, rest = divmod(self.head_parts, ranks)
         require(
@@ -217,7 +196,6 @@ class IndexerTraining:
         )
 
     def separate(self, **queries: torch.Tensor) -> tuple[IndexerTraining, tuple[torch.Tensor, ...]]:
-        """See :func:`separate_tensors`."""
         inputs, tensors = self.inputs, self.inputs.tensors()
         if isinstance(inputs, LatentIndexerInputs):
             inputs.check(self.layout, **queries)
@@ -227,7 +205,6 @@ class IndexerTraining:
         return replace(self, inputs=inputs), tensors
 
     def sample(self, total: int, device: torch.device) -> QuerySample | None:
-        """Draw the query tokens of a loss out of ``total``, ``None`` if all."""
         return draw_sample(total, self.share, device, self.head_group, self.head_parts)
 
     def gradients(
@@ -237,15 +214,12 @@ class IndexerTraining:
         policy: Policy,
         sample: QuerySample | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
+        """Record the loss; return the weighted gradients of ``tensors`` in their dtypes.
 
         Args:
-            tensors: of :func:`separate_tensors`, as saved for the backward. The first three get
-                gradients.
-            parts: the teacher of all query tokens, part by part. A part is computed after the loss
-                of the one before, and dropped with it.
-            policy: which implementations may run.
-            sample: the query tokens of ``parts``, if these are not all.
+            tensors: from :func:`separate_tensors`; the first three get gradients.
+            parts: the teacher; each part is computed after the previous one's loss.
+            sample: the query tokens of ``parts``, if not all.
         """
         inputs, factor = self.inputs.with_tensors(tensors), Factor.of(self.weight())
         group = self.head_group
@@ -274,7 +248,7 @@ class IndexerTraining:
                 value = kl_sum if value is None else value + kl_sum
                 dweights.append(gradients.weights)
                 dk = gradients.k if dk is None else dk.add_(gradients.k)
-                del q, block, gradients, indices, length, teacher  # before more takes memory
+                del q, block, gradients, indices, length, teacher  # frees memory
                 queries.add(tokens, dq)
                 del dq
             del part
@@ -300,11 +274,9 @@ class IndexerTraining:
 def separate_tensors(
     taught: Taught | None, **queries: torch.Tensor
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Return ``taught`` without its tensors, and these, for an attention that autograd saves.
+    """Return ``taught`` without its tensors, and these, for autograd to save.
 
-    Args:
-        taught: of a call, or ``None``, which has no tensors.
-        queries: tensors with one entry per query token of its layout, by argument name.
+    ``queries``: tensors with one entry per query token, by argument name.
 
     Raises:
         ConfigError: the tensors, the layout and ``queries`` do not fit.
@@ -313,7 +285,6 @@ def separate_tensors(
 
 
 def _of_tokens(inputs: TrainedIndexer, tokens: torch.Tensor) -> TrainedIndexer:
-    """Return the inputs with queries and weights of some tokens only."""
     if isinstance(inputs, IndexerInputs):
         q, weights = select_tokens(tokens, inputs.q, inputs.weights)
         return replace(inputs, q=q, weights=weights)
@@ -324,8 +295,6 @@ def _of_tokens(inputs: TrainedIndexer, tokens: torch.Tensor) -> TrainedIndexer:
 
 
 class _KeptQueries:
-    """Queries that the forward kept, and their gradient."""
-
     def __init__(self, q: torch.Tensor):
         self._q = q
         self._dq = q.new_empty(*q.shape, dtype=query_gradient_dtype(q.dtype))
@@ -334,24 +303,19 @@ class _KeptQueries:
         yield part
 
     def load(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries of a block, and a buffer that the loss writes their gradient to."""
         return part_of(self._q, tokens), part_of(self._dq, tokens)
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
-        """Do nothing: :meth:`load` gave the memory of the result."""
+        """Do nothing: ``dq`` is a part of the result."""
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
-        """Return the gradient of q (or of its weight), and whether it has the factor."""
         return self._dq, False
 
 
 class _RecomputedQueries:
-    """Queries recomputed for a block of tokens, and the gradient of their weight."""
-
     def __init__(self, queries: LatentQueries, factor: Factor | torch.Tensor | float, budget: int):
         self._queries, self._factor = queries, factor
         self._dtype = query_gradient_dtype(queries.weight.dtype)
-        # A query and its gradient.
         per_token = len(queries.weight) * (queries.weight.dtype.itemsize + self._dtype.itemsize)
         self._longest = rows_in_budget(budget, per_token)
         self._dweight: torch.Tensor | None = None
@@ -365,7 +329,7 @@ class _RecomputedQueries:
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         x = self._queries
-        if dq.dtype != x.weight.dtype:  # it could underflow without the factor
+        if dq.dtype != x.weight.dtype:  # may underflow unscaled
             dq = scaled(dq, self._factor, x.weight.dtype)
         dq = x.product_gradient(dq, tokens)
         self._dweight = sum_mm(self._dweight, dq.t(), part_of(x.latent, tokens))

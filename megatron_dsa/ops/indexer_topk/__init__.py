@@ -1,1 +1,1 @@
-"""The lightning indexer: score every visible key, keep the best."""
+"""Lightning indexer: scores of all visible keys, and the best of them."""

@@ -1,4 +1,4 @@
-"""Selection of the best visible keys of every query."""
+"""Selection of the best visible keys per query."""
 
 import functools
 from collections.abc import Iterator
@@ -30,28 +30,23 @@ from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 def indexer_topk(
     inputs: IndexerInputs, layout: Layout, topk: int, *, policy: Policy = Policy()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the ``min(topk, visible)`` best visible keys of every query token.
+    """Select the ``min(topk, visible)`` best visible keys per query token.
 
-    Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
-    and deterministic; equal scores go to the key that comes first in its sequence. With
-    ``policy.indexer_numerics`` ``deepgemm-fp8`` scores are those of inference engines, by the rule
-    of :mod:`megatron_dsa.ops.indexer_topk.engine`.
+    Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. Exact and deterministic:
+    ties go to the first key of the sequence. ``policy.indexer_numerics`` may replace them by scores
+    of inference engines.
 
     Args:
-        inputs: see :class:`IndexerInputs`.
-        layout: which keys each query token sees.
         topk: keys per query, at least 1.
-        policy: which implementations may run.
 
     Returns:
-        ``indices`` int32 ``[Sq, topk]``: rows of the key buffer in sequence order, then ``-1``;
-        ``length`` int32 ``[Sq]``: number of valid entries. Not differentiable.
+        ``indices`` int32 ``[Sq, topk]``: indices into the key buffer in sequence order, then
+        ``-1``; ``length`` int32 ``[Sq]``: valid entries. Not differentiable.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
-            that are NaN or infinite; on a GPU the latter is a device assert, which ends the
-            process at its next synchronisation; for scores that inference engines do not have:
-            without relu, or of index dims above 128.
+        ConfigError: shapes, dtypes or the layout do not fit; scores are not finite (on a GPU a
+            device assert, which ends the process at its next synchronisation); ``deepgemm-fp8``
+            without relu or with index dims above 128.
     """
     check_indexer(inputs, layout)
     if policy.indexer_numerics != EXACT:
@@ -63,7 +58,6 @@ def indexer_topk(
 
 
 def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield the operations that a selection described by ``call`` runs, with their calls."""
     yield "indexer_topk", call
     if policy.indexer_numerics == DEEPGEMM_FP8:
         yield "indexer_engine_scores", replace(call, dtype=FP8)
@@ -72,8 +66,6 @@ def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]
 
 
 class _Exact:
-    """Selection of a block's best keys by scores of the inputs as they are."""
-
     scoring: Operation = SCORES
 
     def __init__(self, inputs: IndexerInputs, layout: Layout, topk: int, policy: Policy):
@@ -82,15 +74,11 @@ class _Exact:
         self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return int32 ``[tokens, topk]``: ascending columns of the block, then -1.
-
-        The block is wider than ``topk``. The result may be written to ``out`` and be it.
-        """
+        """Return int32 ``[tokens, topk]`` or ``out``: ascending columns of the block, then -1."""
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
         return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 
     def bytes_per_token(self, width: int) -> int:
-        """Temporary bytes per query of a block ``width`` slots wide, the result included."""
         return width * self._bytes_per_score + 4 * self.topk
 
     def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
@@ -109,8 +97,6 @@ class _Exact:
 
 
 class _EngineScored(_Exact):
-    """Selection by scores in the fp8 arithmetic of inference engines."""
-
     scoring = ENGINE_SCORES
 
     def __init__(self, *given):
@@ -119,12 +105,12 @@ class _EngineScored(_Exact):
 
     @functools.cached_property
     def _fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        # For all blocks; queries are quantised a block at a time.
+        # Keys for all blocks, queries per block.
         return engine.quantized(self.inputs.k)
 
     def bytes_per_token(self, width: int) -> int:
         heads, dim = self.inputs.q.shape[1:]
-        return super().bytes_per_token(width) + 11 * heads * dim  # queries in bf16, fp32 and fp8
+        return super().bytes_per_token(width) + 11 * heads * dim
 
     def _scores(self, block: Block, seen: Seen) -> torch.Tensor:
         weights = self.inputs.fp32_weights
@@ -132,7 +118,6 @@ class _EngineScored(_Exact):
         q, weights = engine.quantized_queries(self.inputs.q[block.tokens], weights[block.tokens])
         k, scales = self._fp8_keys
         inputs = IndexerInputs(q, k, weights, self.inputs.relu, scales)
-        # The queries are the block's, from the first on.
         here = replace(block, tokens=slice(0, q.shape[0], 1))
         call = describe_index_call(inputs, self.layout, self.topk)
         return ENGINE_SCORES.run(call, self.policy, inputs, here, k, seen)
@@ -147,21 +132,19 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
     def tokens_for_width(width: int) -> int:
-        # A packed block merges two selections (`put`).
         lists = 12 * topk if layout.packed else 0
         bytes_per_token = select.bytes_per_token(width) + lists
         return rows_in_budget(select.policy.workspace_bytes, bytes_per_token)
 
-    # Queries that see no more keys than they select need no scores.
+    # Queries that see at most topk keys need no scores.
     for block in layout.blocks(tokens_for_width, topk + 1):
         seen, out = layout.seen(block), indices[block.tokens]
         columns = written = None
-        if block.width > topk and block.bound > topk:  # else every query gets all that it sees
+        if block.width > topk and block.bound > topk:
             if not layout.packed:
                 written = out if _takes_columns(out, layout, block) else None
                 columns = select(block, seen, written)
             else:
-                # Only the device knows which queries see few keys.
                 columns = select(block, _scored(layout, block, seen, topk))
         if written is None or columns is not written:
             put(out, columns, seen, block.lo, layout.key_rows)
@@ -169,15 +152,12 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
-    """Return whether columns of the block are key rows, and a kernel can write them to ``out``."""
     columns_are_rows = block.lo == 0 and layout.key_rows is None
     # Kernels write 16 bytes at a time.
     return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
 def _scored(layout: Layout, block: Block, seen: Seen, topk: int) -> Seen:
-    """Return visibility for queries that see more than ``topk`` keys, none for the others."""
-
     def scored() -> Seen:
         few = seen.end - seen.start <= topk
         return Seen(torch.where(few, seen.end, seen.start), seen.end)
@@ -193,21 +173,14 @@ ADVICE = (
 
 @torch.no_grad()
 def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> IndexerInputs:
-    """Return ``inputs``, marked as checked, if every score between tokens of ``layout`` is finite.
+    """Return ``inputs``, marked as checked, if every visible score is finite.
 
-    Comparisons with NaN are false: a selection would leave out a key, or all keys of a query,
-    without a word. Scores are finite if the inputs are and no sum of products can overflow, so the
-    inputs are checked, of which there are far fewer: three small kernels on a GPU and no
-    synchronisation. Padding of packed batches (queries that see no key, keys that no query sees)
-    may hold anything.
-
-    Args:
-        inputs: the indexer's tensors, in 16 bits or more.
-        layout: which keys each query sees.
-        where: the layer or operation, for the message.
+    Comparisons with NaN are false: a selection would silently omit keys. Three small kernels check
+    the inputs and a bound of their products, without synchronisation. Padding may hold anything;
+    ``where`` is for the message.
 
     Raises:
-        ConfigError: an input is NaN or infinite, or a score could be. On a GPU a device assert.
+        ConfigError: an input is not finite, or a score could be. On a GPU a device assert.
     """
     tensors = inputs.tensors()
     if inputs.checked or on_meta() or any(x.numel() == 0 for x in tensors):
@@ -224,8 +197,6 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
 
 
 def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return padding: bool ``[num_queries]`` and ``[num_keys]``, ``None`` if there is none."""
-
     def find() -> tuple[torch.Tensor, torch.Tensor]:
         keys = ~seen_slots(layout)
         if layout.key_rows is not None:
@@ -236,16 +207,14 @@ def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def seen_slots(layout: Layout) -> torch.Tensor:
-    """Return bool ``[num_keys]``: slots that any query sees."""
     sees = (layout.end > layout.start).int()
-    # Ranges begin and end: their sum up to a slot is how many of them cover it.
+    # A prefix sum of begins and ends counts the ranges that cover a slot.
     changes = sees.new_zeros(layout.num_keys + 1)
     changes.index_add_(0, layout.start, sees).index_add_(0, layout.end, -sees)
     return changes.cumsum(0)[:-1] > 0
 
 
 def _explain(tensors, hidden, where: str) -> str:
-    """Say how many tokens are concerned; waits for the device."""
     q, keys, weights = (
         ~x.isfinite().flatten(1).all(1) & (True if unseen is None else ~unseen)
         for x, unseen in zip(tensors, hidden, strict=True)

@@ -1,9 +1,8 @@
 """Scores and selection through cuDNN's front end (Hopper, bf16, index dim 128).
 
-Bridged here: its scores would fill an ``S x S`` fp32 buffer, so it runs on one block of queries at
-a time, with the block's position under the diagonal as a causal offset (its mask is aligned to the
-top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 64. Selection treats
-``+0`` and ``-0`` as different scores; both are common results of the relu and equal here.
+Bridged: blocks of queries instead of an ``S x S`` fp32 buffer, with a causal offset (the mask is
+aligned to the top left); ``ratio``, which defaults to 4; 16, 32 or 64 index heads; ``+0`` and
+``-0``, which differ.
 """
 
 import torch
@@ -14,10 +13,8 @@ from megatron_dsa.ops.padding import padded_heads, with_heads
 
 
 class Scores:
-    """``indexer_scores`` of a block."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        return itemsize  # products stay on the chip
+        return itemsize
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -26,8 +23,8 @@ class Scores:
 
         q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
         heads = padded_heads(q.shape[1], (16, 32, 64))
-        # The i-th of r queries sees up to its own slot, the block's last but r - i. A compressed
-        # slot is seen from several queries on: no part of the block is left out then.
+        # Query i of r sees up to the block's last slot but r - i; with compressed slots, mask
+        # nothing.
         offset = block.width - (q.shape[0] if block.ratio == 1 else 0)
         scores = DSA.indexer_forward_wrapper(
             with_heads(q, heads, -2)[None],
@@ -42,13 +39,11 @@ class Scores:
 
 
 class Selection:
-    """``indexer_topk`` of a block."""
-
     def bytes_per_score(self) -> int:
-        return 10  # measured: its documentation does not say what it allocates
+        return 10  # measured
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Visible keys must be the first columns of the block (true for unpacked batches)."""
+        """Select; visible keys must be the first columns (unpacked batches)."""
         from cudnn import DSA
 
         scores = scores.add_(0.0)  # -0 + 0 = +0

@@ -1,21 +1,18 @@
 """Index scores in the fp8 arithmetic of inference engines (DeepGEMM's ``fp8_mqa_logits``).
 
-The rule, from bf16 queries ``q [HI, DI]`` and key ``k [DI]`` after rope and Hadamard transform
-(``docs/guide/rl.md`` compares it with the engines):
+From bf16 ``q [HI, DI]`` and ``k [DI]`` after rope and Hadamard transform:
 
-1. A vector ``x`` (``k``, or one head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
-   448))``; ``x / scale`` is rounded to e4m3, to nearest, ties to even.
+1. A vector ``x`` (``k``, or a head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
+  448))``; ``x / scale`` is rounded to e4m3, ties to even.
 2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
-3. ``p[h] = relu(q[h] . k)`` of the e4m3 numbers. In torch the product is exact, then rounded to
-   fp32. Hopper's tensor cores compute it as in the engine, with fewer bits.
-4. Heads are added up in fp32. For ``r`` in 0 to 7, ``s[r]`` begins at 0 and takes ``w[h] * p[h]``
-   of the heads ``h = r + 8, r, r + 16, r + 24, ...`` one after the other by fused multiply-add.
-   With ``t[i] = s[2 i] + s[2 i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the
-   scale of ``k``.
+3. ``p[h] = relu(q[h] . k)``: exact, then rounded to fp32, in torch; fewer bits on Hopper's tensor
+  cores, as in the engine.
+4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` takes ``w[h] * p[h]`` of ``h = r + 8, r,
+  r + 16, r + 24, ...`` by fused multiply-add. With ``t[i] = s[2 i] + s[2 i + 1]`` the score is
+  ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
 
-Step 4 has the order of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
-threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``: the CUDA compiler rounds the former
-and fuses the latter. Every step but 3 has one result on every device.
+Step 4 is DeepGEMM's on SM90: in ``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds the
+first product and fuses the second. All steps but 3 have one result on every device.
 """
 
 from collections.abc import Iterable
@@ -29,16 +26,15 @@ from megatron_dsa.ops.indexer_topk.fp8 import quantized_by_powers as quantized
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
 
-#: Dims that share a scale in the engines; more would need several.
+#: Dims per scale.
 LARGEST_DIM = 128
-#: Heads whose sums are kept apart (``s`` of the rule).
 SUMS = 8
-#: Keys that torch multiplies at a time; in fp64 they take 8 MiB.
+#: 8 MiB in fp64.
 KEYS = 8192
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times the scales of q."""
+    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times its scales."""
     q, scales = quantized(q)
     return q, weights.float() * scales
 
@@ -63,10 +59,7 @@ def fp32_weights(weights: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class Scores:
-    """``indexer_engine_scores`` in torch, eight index heads at a time."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        # Products of eight heads in fp64 and fp32, their sums in fp64 and fp32, the score.
         return SUMS * (8 + 8 + 4 + 4) + 4
 
     def __call__(
@@ -82,19 +75,18 @@ class Scores:
 
 
 def _in_order(groups: Iterable[slice]) -> list[slice]:
-    """Return groups of eight heads in the order in which they are added up."""
     first, *others = groups
     return [*others[:1], first, *others[1:]]
 
 
 def _scores(q, weights, keys, key_scales) -> torch.Tensor:
-    # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
+    # Products of e4m3 numbers sum exactly in fp64.
     keys = keys.double().t()
     sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
     for heads in _in_order(slices(q.shape[1], SUMS)):
         part = q[:, heads].double()
         products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
-        # A product of two fp32 numbers is exact in fp64: what follows is fused.
+        # Exact in fp64.
         products = products.float().relu_().double()
         products.mul_(weights[:, heads, None])
         taken = sums[:, : part.shape[1]]

@@ -7,18 +7,16 @@ import torch
 from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
-#: The largest element of a vector counts at least as this in power-of-two scales.
+#: For power-of-two scales.
 LEAST = 1e-4
 _LARGEST = torch.finfo(DTYPE).max
-#: All bits of an fp32 number below its exponent.
 _MANTISSA = 0x7FFFFF
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, so that ``x ~ e4m3 * scale``.
+    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``: ``x ~ e4m3 * scale``.
 
-    The largest element of a vector becomes 448; a vector of zeros, or too small for a scale in
-    fp32, has the scale 1. What is not finite makes products with its vector NaN.
+    A vector's largest element becomes 448; non-finite vectors give NaN products.
     """
     if _is_fused(x):
         from megatron_dsa.ops.indexer_topk.triton import quantize
@@ -27,15 +25,14 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)
-    # Divided in fp32: scales of the smallest bf16 have no finite inverse.
+    # Scales of the smallest bf16 have no finite inverse.
     return (x / scales[..., None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE), scales
 
 
 def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, which are powers of two.
+    """Return ``x [..., D]``, rounded to bf16, as e4m3 and fp32 scales ``[...]``.
 
-    ``x`` is rounded to bf16 first. The scale is ``2^ceil(log2(max(|x|max, 1e-4) / 448))``. What is
-    not finite makes products with its vector NaN.
+    Scales are ``2^ceil(log2(max(|x|max, 1e-4) / 448))``. Non-finite vectors give NaN products.
     """
     x = x.bfloat16()
     if _is_fused(x):
@@ -44,7 +41,7 @@ def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize(x.contiguous(), least=LEAST)
     x = x.float()
     largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1).clamp_min(LEAST)
-    # The next power of two: a mantissa that is not 0 carries into the exponent.
+    # A nonzero mantissa carries into the exponent.
     bits = (largest * (1 / _LARGEST)).view(torch.int32)
     scales = ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
     return (x / scales[..., None]).to(DTYPE), scales
@@ -57,6 +54,5 @@ def _is_fused(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _converts(device: torch.device) -> bool:
-    """Return whether a Triton kernel can round to fp8 there."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return fits and has_triton()

@@ -1,8 +1,4 @@
-"""The lightning indexer: inputs, candidates, fakes and plain reference (DeepSeek-V3.2, eq. 1, 2).
-
-Two operations work on one block of queries at a time, so that scores never exist for all pairs:
-``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`BlockSelection`).
-"""
+"""Lightning indexer: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 1, 2)."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ from megatron_dsa.ops.layout.layout import Block, Layout, Seen
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 _HERE = __package__
-#: Calls that the Hopper kernels of scores take.
 _HOPPER: dict[str, Any] = {"capabilities": (HOPPER,), "dims": ((128, 0),), "heads": (1, 64)}
 
 
@@ -31,16 +26,13 @@ class IndexerInputs:
     """Tensors of an index score.
 
     Attributes:
-        q: ``[Sq, HI, DI]``, one query per index head.
-        k: ``[Skv, DI]``, one key shared by all index heads.
-        weights: ``[Sq, HI]``, head weights with ``HI^-1/2 * DI^-1/2`` already in them.
-        relu: clamp each head's product at 0 (DeepSeek) or leave it.
-        key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
-            the scales of q in ``weights`` (:mod:`.engine`). ``None`` otherwise.
-        fp32_weights: fp32 ``[Sq, HI]``, the head weights whose constants were multiplied in fp32
-            (:func:`.engine.fp32_weights`), for scores in the arithmetic of inference engines.
-            ``None``: these take ``weights``.
-        checked: :func:`.api.require_finite_scores` accepted them and need not look again.
+        q: ``[Sq, HI, DI]``.
+        k: ``[Skv, DI]``, of all index heads.
+        weights: ``[Sq, HI]``, including ``HI^-1/2 * DI^-1/2``.
+        relu: clamp each head's product at 0 (DeepSeek).
+        key_scales: fp32 ``[Skv]``, for fp8 (e4m3) q and k; the scales of q are in ``weights``.
+        fp32_weights: fp32 ``[Sq, HI]`` for engine scores; ``None``: ``weights``.
+        checked: :func:`.api.require_finite_scores` accepted them.
     """
 
     q: torch.Tensor
@@ -55,58 +47,50 @@ class IndexerInputs:
         return self.with_tensors([x.detach() for x in self.tensors()])
 
     def with_queries(self) -> IndexerInputs:
-        """Return these inputs, whose queries exist."""
         return self
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that get gradients."""
         return self.q, self.k, self.weights
 
     def with_tensors(self, tensors: Sequence[Any]) -> IndexerInputs:
-        """Return the same with other :meth:`tensors`."""
         q, k, weights = tensors
         return replace(self, q=q, k=k, weights=weights)
 
 
 class BlockScores(Protocol):
-    """An implementation of ``indexer_scores``."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Temporary bytes per score, the score included (``itemsize`` bytes), for the budget."""
+        """Return temporary bytes per score, including its ``itemsize`` bytes."""
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64 for fp64
-        inputs).
+        """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64).
 
-        ``keys [slots, DI]`` are all keys in slot order. Scores of keys that a query does not see
-        may be anything, NaN and uninitialised memory included. The caller may overwrite the result.
+        ``keys`` are in slot order. Invisible scores are undefined, even NaN. The caller may
+        overwrite the result.
         """
 
 
 class BlockSelection(Protocol):
-    """An implementation of ``indexer_topk``; its call is described by the indexer's q.
+    """Implementation of ``indexer_topk``.
 
-    One with a true attribute ``takes_out`` is called with a fourth argument where that spares a
-    copy: a contiguous tensor, which takes the result and is returned.
+    With a true attribute ``takes_out``, a fourth argument may receive the result.
     """
 
     def bytes_per_score(self) -> int:
-        """Temporary bytes per score besides the score itself, for the budget."""
+        """Return temporary bytes per score, without the score."""
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Return int32 ``[tokens, topk]``: ascending columns of the best seen scores, then -1.
+        """Return int32 ``[tokens, topk]``: ascending columns of the best visible scores, then -1.
 
-        ``scores [tokens, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
-        column, ``-0`` and ``+0`` are equal. Scores that are not ``seen`` may be anything.
+        May overwrite ``scores [tokens, width]``, ``width > topk``, undefined where not ``seen``.
+        Ties go to the smallest column; ``-0 == +0``.
         """
 
 
 def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None) -> OpCall:
-    """Describe a call of an indexer operation to dispatch."""
     dtype = inputs.q.dtype
-    if inputs.key_scales is None:  # else it is fp8, and weights are fp32
+    if inputs.key_scales is None:  # fp8 has fp32 weights
         dtype = torch.promote_types(dtype, inputs.weights.dtype)
     return describe_call(
         inputs.q.device,
@@ -121,7 +105,6 @@ def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None)
 
 
 def check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tensor) -> None:
-    """Raise unless the indexer's tensors, the layout and ``queries`` of its tokens fit."""
     q, k, weights = inputs.q, inputs.k, inputs.weights
     fix = "flatten sequence and batch to tokens"
     require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix=fix)
@@ -230,7 +213,6 @@ TOPK = Operation(
 def fake_scores(
     _candidate: Candidate, inputs: IndexerInputs, block: Block, _keys: torch.Tensor, _seen: Seen
 ) -> torch.Tensor:
-    # q may be fp8; the weights never are.
     return empty_sums(inputs.weights, inputs.q[block.tokens].shape[0], block.width)
 
 
@@ -246,17 +228,12 @@ def fake_selection(
     return scores.new_empty(scores.shape[0], topk, dtype=torch.int32)
 
 
-# The plain reference: materialises everything.
-
-
 def index_scores(q, k, weights, relu=True) -> torch.Tensor:
-    """``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` as ``[Sq, Skv]``."""
     products = torch.einsum("qhd,kd->qhk", q, k)
     return torch.einsum("qh,qhk->qk", weights, products.relu() if relu else products)
 
 
 def selected_ids(scores, visible, k) -> torch.Tensor:
-    """Ascending ids of the ``k`` best visible keys per query, ties to the smallest; -1 padded."""
     lists = []
     for row, seen in zip(scores.tolist(), visible.tolist(), strict=True):
         ids = sorted((i for i, ok in enumerate(seen) if ok), key=lambda i: (-row[i], i))[:k]
@@ -265,22 +242,14 @@ def selected_ids(scores, visible, k) -> torch.Tensor:
 
 
 def engine_scores(q, k, weights) -> torch.Tensor:
-    """Scores by the rule of :mod:`.engine`, fp32 ``[Sq, Skv]``.
-
-    Every rounding is written out in float64: neither torch's fp8 dtypes nor code of the package
-    takes part.
-
-    Args:
-        q, k: ``[Sq, HI, DI]`` and ``[Skv, DI]``, rounded to bf16 here.
-        weights: ``[Sq, HI]``, constants included, rounded to fp32 here.
-    """
+    """Return scores by the rule of :mod:`.engine`, in float64 and without torch's fp8."""
     (q, q_scale), (k, k_scale) = _engine_quantized(q), _engine_quantized(k)
     weights = (weights.float().double() * q_scale).float().double()
     sums = [weights.new_zeros(len(q), len(k)) for _ in range(8)]
     heads = list(range(q.shape[1]))
     for head in heads[8:16] + heads[:8] + heads[16:]:
         products = (q[:, head] @ k.T).float().double().clamp_min(0)
-        # A product of two fp32 numbers is exact in float64: product and sum round once.
+        # Exact in float64: product and sum round once.
         fused = sums[head % 8] + weights[:, head, None] * products
         sums[head % 8] = fused.float().double()
     while len(sums) > 1:
@@ -289,13 +258,12 @@ def engine_scores(q, k, weights) -> torch.Tensor:
 
 
 def _engine_quantized(x) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 numbers and power-of-two scales of vectors ``[..., D]``, both float64."""
     x = x.bfloat16().double()
-    largest = x.abs().amax(-1).clamp_min(float(torch.tensor(1e-4)))  # 1e-4 is rounded to fp32
+    largest = x.abs().amax(-1).clamp_min(float(torch.tensor(1e-4)))
     ratio = (largest.float() * (1 / 448)).double()
-    mantissa = torch.frexp(ratio).mantissa  # ratio = mantissa * 2^n, mantissa in [0.5, 1)
+    mantissa = torch.frexp(ratio).mantissa
     scale = torch.where(mantissa == 0.5, ratio, ratio / mantissa)
     x = x / scale[..., None]
     power = torch.where(x == 0, 0, x / torch.frexp(x).mantissa)
-    unit = (power / 16).clamp_min(2.0**-9)  # three bits behind the first one, subnormal below 2^-6
+    unit = (power / 16).clamp_min(2.0**-9)  # three mantissa bits, subnormal below 2^-6
     return (x / unit).round() * unit, scale

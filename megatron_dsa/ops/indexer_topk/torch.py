@@ -1,7 +1,6 @@
-"""Scores, selection and its lists in torch, and the check that scores are finite.
+"""Scores and selection in torch.
 
-The selection is exact and deterministic. ``torch.topk`` is used only for the k-th *value*: which
-of several equal scores it picks is not defined. Ties go to the smallest slot.
+``torch.topk``, whose ties are undefined, only gives the k-th *value*.
 """
 
 from collections.abc import Sequence
@@ -13,15 +12,12 @@ from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
 
-#: Index heads multiplied at a time: enough for a good matrix product, few enough for the budget.
 HEADS_AT_ONCE = 8
 
 
 class Scores:
-    """``indexer_scores`` in torch, a few index heads at a time."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)  # products, and their sum
+        return itemsize * (min(HEADS_AT_ONCE, heads) + 1)
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -31,10 +27,8 @@ class Scores:
 
 
 class Selection:
-    """``indexer_topk`` in torch."""
-
     def bytes_per_score(self) -> int:
-        return 32  # sorted copies, counters, masks
+        return 32
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         visible = seen.columns(scores.shape[1])
@@ -43,11 +37,7 @@ class Selection:
 
 
 def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r, w]``: the ``min(topk, visible)`` best visible entries of each query.
-
-    ``scores`` must be ``-inf`` where not visible. Exactly as many entries are set as asked for,
-    with any number of equal scores.
-    """
+    """Mark the ``min(topk, visible)`` best entries; ``scores`` are ``-inf`` where not visible."""
     kth = torch.topk(scores, min(topk, scores.shape[1]), dim=-1).values[:, -1:]
     better = scores > kth
     ties = (scores == kth) & visible
@@ -56,9 +46,8 @@ def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tenso
 
 
 def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return int32 ``[r, topk]``: the set columns of each query in ascending order, then ``-1``."""
     slot = mask.cumsum(-1, dtype=torch.int32) - 1
-    # Unset columns are written to a spare column, which is cut off: no host synchronisation.
+    # A spare column collects unset ones: no host synchronisation.
     slot = torch.where(mask, slot, topk).long()
     columns = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
     out = torch.full((mask.shape[0], topk + 1), -1, dtype=torch.int32, device=mask.device)
@@ -68,7 +57,6 @@ def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
 def head_products(
     inputs: IndexerInputs, tokens: slice, keys: torch.Tensor, heads: slice
 ) -> torch.Tensor:
-    """Return ``q[tokens, heads] . keys`` as ``[r, h, w]``, after the relu if there is one."""
     q = inputs.q[tokens, heads]
     products = mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
     return products.relu_() if inputs.relu else products
@@ -77,10 +65,7 @@ def head_products(
 def block_scores(
     inputs: IndexerInputs, tokens: slice, keys: torch.Tensor, heads_at_once: int
 ) -> torch.Tensor:
-    """Return the scores ``[r, w]`` of query tokens against ``keys [w, DI]``, in fp32 (or fp64).
-
-    The sum over index heads is taken in a fixed order, so equal inputs give bitwise equal scores.
-    """
+    """Return the scores ``[r, w]`` for ``keys [w, DI]``, fp32 (fp64), bitwise repeatable."""
     weights = inputs.weights[tokens].to(accumulation_dtype(inputs.q.dtype))
     total = None
     for heads in slices(weights.shape[1], heads_at_once):
@@ -98,15 +83,14 @@ def put(
     first: int,
     key_rows: torch.Tensor | None,
 ) -> None:
-    """Write the selection of a block as key rows; one launch on a GPU.
+    """Write the selection of a block as key indices, in one launch on a GPU.
 
     Args:
-        out: int32 ``[tokens, K]``, rows of any stride; -1 where nothing is selected.
-        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none; not read for
-            queries that see at most ``K`` keys: these get all. ``None``: all queries do.
-        seen: what the queries see.
+        out: int32 ``[tokens, K]``, any stride of tokens; -1 for none.
+        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none; unread for
+            queries that see at most ``K`` keys and get all; ``None``: all do.
         first: slot of the block's first column.
-        key_rows: int64, slot -> key row, or ``None`` for the identity.
+        key_rows: int64, slot -> key index, or ``None`` for the identity.
     """
     topk = out.shape[1]
     if out.is_cuda and topk and has_triton():
@@ -128,12 +112,9 @@ def put(
 def sums_fit(
     tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
 ) -> torch.Tensor:
-    """Return a bool scalar: whether ``|q k| + |q k weights|`` of the largest elements is small.
+    """Return whether ``|q k| + |q k weights|`` of the largest elements is below ``limit``.
 
-    Args:
-        tensors: q, k and weights, one entry per token, not empty.
-        unseen: bool, tokens of each to leave out, or ``None``; q and weights have the same.
-        limit: what the sum must be below; false for NaN.
+    ``unseen``: tokens to leave out.
     """
     if tensors[0].is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
         from megatron_dsa.ops.indexer_topk.triton import sums_fit as fused
@@ -141,12 +122,11 @@ def sums_fit(
         return fused(tensors, unseen, limit)
     q, k, weights = map(largest, tensors, unseen)
     products = q * k
-    # The products of a head are summed before they are weighted: both sums have to fit.
+    # A head's sums must fit before and after the weight.
     return torch.addcmul(products, products, weights) < limit
 
 
 def largest(x: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
-    """Return the largest magnitude, a scalar in the accumulation dtype; NaN if there is one."""
     dtype, inf = accumulation_dtype(x.dtype), float("inf")
     if unseen is None:
         return torch.linalg.vector_norm(x, inf, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Triton kernels of the selection: vectors in fp8, lists of key rows, largest magnitudes."""
+"""Triton kernels of the selection."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.layout.layout import Seen
 
-#: Elements that a program quantizes, and the largest e4m3.
 ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
-#: All bits of an fp32 number below its exponent.
 _MANTISSA = tl.constexpr(0x7FFFFF)
-#: Programs that look for the largest magnitudes, and elements of one step.
 _PROGRAMS, _BLOCK = 512, 4096
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, LEAST: tl.constexpr):
-    """One program per ``VECTORS`` vectors; with ``LEAST`` scales are powers of two."""
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     inside = vector < count
     at = vector[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -37,16 +33,15 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
         scale = tl.div_rn(largest, _LARGEST)
         scale = tl.where(scale > 0, scale, 1.0)
     values = tl.div_rn(values, scale[:, None])
-    # What rounding puts above 448 saturates; NaN stays NaN.
+    # Rounding above 448 saturates; NaN stays.
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
     tl.store(scales + vector, scale, mask=inside)
 
 
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``.
+    """Return ``x [..., D]`` as e4m3 and fp32 scales, as in :mod:`.fp8`.
 
-    As :mod:`.fp8` does; with ``least``, to which the largest element of a vector is raised, scales
-    are powers of two. ``D`` is a power of two, x contiguous.
+    ``D`` is a power of two, x contiguous.
     """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -63,7 +58,6 @@ def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.T
 
 @triton.jit(do_not_specialize=["first", "topk", "stride", "key_rows"])
 def _put(out, columns, start, end, key_rows, first, topk, stride, BLOCK: tl.constexpr):
-    """One program per query and ``BLOCK`` entries."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < topk
@@ -85,7 +79,6 @@ def put(
     first: int,
     key_rows: torch.Tensor | None,
 ) -> None:
-    """As :func:`megatron_dsa.ops.indexer_topk.torch.put`."""
     (tokens, topk), block = out.shape, 1024
     if out.numel():
         columns = None if columns is None else columns.contiguous()
@@ -97,10 +90,6 @@ def put(
 
 @triton.jit
 def _largest(x, unseen, width, count, BLOCK: tl.constexpr):
-    """Return the bits of the largest fp32 magnitude of this program's share; NaN is the largest.
-
-    Bits of magnitudes are ordered as these are.
-    """
     largest = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for begin in range(first, count, tl.num_programs(0) * BLOCK):
@@ -118,7 +107,6 @@ def _magnitudes(
     q, k, weights, unseen_queries, unseen_keys, out, q_width, k_width, w_width, q_count, k_count,
     w_count, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out [3, programs]``: the largest magnitudes of each program."""
     programs = tl.num_programs(0)
     at = out + tl.program_id(0)
     tl.store(at, _largest(q, unseen_queries, q_width, q_count, BLOCK))
@@ -128,7 +116,6 @@ def _magnitudes(
 
 @triton.jit(do_not_specialize=["limit"])
 def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
-    """One program. The products of a head are summed before they are weighted: both must fit."""
     place = tl.arange(0, PROGRAMS)
     q = tl.max(tl.load(largest + place), 0).to(tl.float32, bitcast=True)
     k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)
@@ -141,7 +128,6 @@ def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
 def sums_fit(
     tensors: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor | None], limit: float
 ) -> torch.Tensor:
-    """As :func:`megatron_dsa.ops.indexer_topk.torch.sums_fit`; 16-bit or fp32."""
     q, k, weights = (x.contiguous() for x in tensors)
     largest = q.new_empty(3, _PROGRAMS, dtype=torch.int32)
     holds = q.new_empty((), dtype=torch.bool)

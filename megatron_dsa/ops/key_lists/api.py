@@ -1,8 +1,7 @@
-"""Keys of a query in V4's attention, written out as lists block by block.
+"""Key lists of V4's attention, written block by block.
 
-A query attends to the last positions of its sequence (the window) and to compressed keys: the
-selected ones, or all that it sees. Lists are written for as many tokens at a time as fit the
-workspace, in the forward and again in the backward, never stored.
+A query attends to the last positions of its sequence (the window) and to compressed keys, selected
+or all visible. Lists exist for as many tokens as fit the workspace; the backward writes them again.
 """
 
 from collections.abc import Iterator
@@ -19,8 +18,8 @@ from megatron_dsa.ops.key_lists.spec import KEY_LISTS, ListInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel: the entry, and
-#: its copy in a list that an attention kernel wants wider.
+#: Bytes per list entry: of torch with masks, sums and copies; of a kernel with a copy in a wider
+#: list.
 _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 
 
@@ -28,21 +27,18 @@ _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 class KeyLists:
     """Window and compressed keys of every query token of a microbatch.
 
-    The key buffer and each list hold compressed keys first, then keys of positions: so the columns
-    of a selection are the same for all tokens, and lists without a selection are ascending, which
-    makes the backward faster.
+    The key buffer and each list hold compressed keys first, then keys of positions: lists without a
+    selection are ascending, which speeds up the backward.
 
     Attributes:
-        layout: sequences and visibility.
-        window: number of latest positions that a query sees, its own included.
-        compressed: compressed keys of the layer, ``None`` if it has only the window.
-        selected: int32 ``[Sq, topk]``, compressed slots that were selected, valid entries first;
-            ``None``: all visible ones.
+        window: number of latest visible positions, including the query's.
+        selected: int32 ``[Sq, topk]``, selected compressed slots, valid entries first; ``None``:
+            all visible ones.
         selected_length: int32 ``[Sq]``, number of valid entries.
-        held: int64 ``[slots]``, where the key of a position lies behind the compressed keys;
-            ``None``: where the layout says (all ranks' keys).
-        checked: entries of ``selected`` are below the number of compressed keys, as from
-            ``indexer_topk``; otherwise their largest one is looked at.
+        held: int64 ``[slots]``, slot -> index of a position's key past the compressed keys;
+            ``None``: the layout's (all ranks' keys).
+        checked: ``selected`` is below the number of compressed keys, as from ``indexer_topk``;
+            otherwise its maximum is checked.
 
     Raises:
         ConfigError: the tensors do not fit the layout, or each other.
@@ -77,13 +73,13 @@ class KeyLists:
 
     @property
     def offset(self) -> int:
-        """Row of the key buffer where the keys of positions start."""
+        """Index of the first position's key in the buffer."""
         return 0 if self.compressed is None else self.compressed.count
 
     def width(self, tokens: slice) -> int:
-        """Return the list width for some query tokens: no list is longer.
+        """Return the list width for some query tokens.
 
-        Blocks of ever longer lists get powers of two, because cuDNN compiles for a width.
+        Powers of two if lists grow, because cuDNN compiles per width.
         """
         window = min(self.window, self.layout.widest(tokens))
         if self.compressed is None or self.selected is not None:
@@ -93,7 +89,6 @@ class KeyLists:
 
     @property
     def full_width(self) -> int:
-        """The width that fits every token."""
         window = min(self.window, self.layout.max_length)
         if self.compressed is None or self.selected is not None:
             return self._fixed_width(window)
@@ -105,7 +100,7 @@ class KeyLists:
     def blocks(self, policy: Policy) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield ``tokens, indices int32 [r, width], length int32 [r]`` for all query tokens.
 
-        Rows of the key buffer, compact, ``-1`` padded.
+        Compact indices into the key buffer, then ``-1``.
         """
         call = self._call()
         fused = KEY_LISTS.choose(call, policy).candidate.fused
@@ -119,7 +114,6 @@ class KeyLists:
     def of_some(
         self, tokens: torch.Tensor, selected: torch.Tensor, length, policy: Policy
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` of query tokens by index, given their selections."""
         start, end = select_tokens(tokens, self.layout.start, self.layout.end)
         inputs = ListInputs(
             start=start,

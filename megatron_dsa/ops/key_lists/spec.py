@@ -1,4 +1,4 @@
-"""Key lists of V4's attention: inputs, candidates, fake and plain reference."""
+"""Inputs, candidates, fake and reference of V4's key lists."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,18 @@ _HERE = __package__
 
 @dataclass(frozen=True, eq=False)
 class ListInputs:
-    """Ranges and selections of a block of query tokens; see :class:`.api.KeyLists`.
+    """Ranges and selections of a block of query tokens.
 
-    The list of a token has ``n`` compressed slots, then the last ``w = min(window, end - start)``
-    slots ``[start, end)`` in ascending order as rows of the key buffer, then -1. A list that is
-    longer than ``width`` loses compressed entries from behind. Implementations return ``indices``
-    int32 ``[tokens, width]`` and ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1)
-    of larger ones.
+    A list has ``n`` compressed slots, then the last ``w = min(window, end - start)`` of the slots
+    ``[start, end)``, ascending, as indices into the key buffer, then -1. Beyond ``width`` the last
+    compressed entries are dropped. Implementations return ``indices`` int32 ``[tokens, width]`` and
+    ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1).
 
     Attributes:
-        key_rows: int64 ``[slots]`` slot -> row behind ``offset``; ``None`` for the identity.
+        key_rows: int64 ``[slots]``, slot -> key index past ``offset``; ``None`` for the identity.
         selected_length: ``None``: the entries of ``selected`` that are not negative.
-        group_start, group_end: int32 ``[tokens]`` or ``None``, used if ``selected`` is ``None``:
-            all compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
+        group_start, group_end: int32 ``[tokens]`` or ``None``, used without ``selected``: all
+            compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
     """
 
     start: torch.Tensor
@@ -61,7 +60,6 @@ def fake_lists(_candidate: Candidate, inputs: ListInputs) -> tuple[torch.Tensor,
 
 
 def plain_lists(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build the lists token by token: the reference."""
     tokens = inputs.start.shape[0]
     indices = torch.full((tokens, inputs.width), -1, dtype=torch.int32)
     length = torch.zeros(tokens, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Key lists of V4's attention in torch: any device."""
+"""Key lists of V4's attention in torch."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Key lists of V4's attention in one Triton kernel: every entry is written once."""
+"""Key lists of V4's attention in Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.key_lists.spec import ListInputs
 
-# All that follows the batch, and slices of rows with any alignment, must not compile it again.
+# Varying sizes must not cause compilations.
 _ARGUMENTS = [
     "start", "end", "key_rows", "selected", "selected_length", "group_start", "group_end",
     "indices", "length", "rows", "window", "offset", "topk", "stride", "width",
@@ -22,7 +22,6 @@ def _build(
     start, end, key_rows, selected, selected_length, group_start, group_end, indices, length,
     rows, window, offset, topk, stride, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program per ``BLOCK_R`` rows; ``stride`` is that of ``selected``."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < rows
     last = tl.load(end + row, mask=inside, other=0)
@@ -66,7 +65,6 @@ def _build(
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The kernel takes rows with any distance, but neighbouring columns."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -76,7 +74,7 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     length = inputs.start.new_empty(rows)
     selected = _dense(inputs.selected)
     topk, stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
-    # 16 rows at a time: the shortest lists, of a window only, have 128 entries.
+    # 16 tokens at a time: the shortest lists, of a window only, have 128 entries.
     if rows > 0:
         launch(
             _build, (ceil_div(rows, 16),),

@@ -1,15 +1,10 @@
-"""Compressed keys: groups of positions pooled into one key, and their visibility.
+"""Compressed keys: groups of positions pooled into one key.
 
-DeepSeek-V4 pools ``ratio`` consecutive positions of a sequence into one compressed key. Group ``g``
-of a sequence holds its positions ``g * ratio ... (g + 1) * ratio - 1``; the tail of a sequence is
-not compressed. A query at position ``t`` sees the groups that end at or before ``t``:
-``g < floor((t + 1) / ratio)``.
+DeepSeek-V4 pools ``ratio`` consecutive positions into one key, except a sequence's tail. A query at
+position ``t`` sees the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
 
-The compressed keys of all sequences lie in order in *compressed slots*, so that every query token
-sees a contiguous range of them: to the indexer and its losses they are a
-:class:`~megatron_dsa.ops.layout.layout.Layout` like any other. A packed sequence that starts at row
-``o`` has the slots from ``o // ratio`` on: no two groups meet there, without counting the
-groups of the sequences before. Some slots in between hold no group.
+Compressed keys are ordered in *compressed slots*. A packed sequence that starts at token ``o`` has
+the slots from ``o // ratio`` on: unique without counting groups, with empty slots in between.
 """
 
 import dataclasses
@@ -24,19 +19,15 @@ from megatron_dsa.ops.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows that each compressed slot pools.
+    """Tokens pooled in each compressed slot.
 
-    A group's slot follows from its tokens, without a search. With ``row_step == 1``, group ``g`` of
-    the sequence that starts at row ``o`` has the slot ``o // ratio + g``; a row ``r`` is then in
-    the group of slot ``r // ratio``, of the slot before, or in none. With ``row_step > 1`` the
-    slots of the batch elements follow each other, equally many for each.
+    With ``row_step == 1``, group ``g`` of the sequence that starts at token ``o`` has the slot ``o
+    // ratio + g``; otherwise batch elements have equally many slots, one after the other.
 
     Attributes:
-        first_row: int32 ``[G]``, row of the group's first token; -1: the slot holds no group.
-        position: int64 ``[G]``, position of that token in its own sequence, a multiple of the
-            ratio; 0: there is no previous group.
-        row_step: distance in rows of consecutive positions of a sequence (Megatron's ``[s, b]``
-            flattening: ``b``; packed: 1).
+        first_row: int32 ``[G]``, index of the group's first token; -1: empty slot.
+        position: int64 ``[G]``, its position; 0: there is no previous group.
+        row_step: distance of consecutive positions (Megatron's ``[s, b]``: ``b``; packed: 1).
     """
 
     first_row: torch.Tensor
@@ -46,16 +37,14 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class CompressedKeys:
-    """The compressed keys of one microbatch at one ratio.
+    """Compressed keys of one microbatch at one ratio.
 
     Attributes:
-        ratio: positions per key.
-        layout: visibility of compressed slots for the query tokens.
-        groups: rows that each group of this rank pools: of the microbatch, or of the extended rows
-            of ``halo``.
-        halo: tokens of other ranks in groups of this rank; ``None`` if one rank holds all tokens.
-        rows: int64 ``[count]``, slot -> row of the compressed keys of all ranks together; behind
-            the last without a key. ``None`` like ``halo``.
+        layout: visibility of compressed slots.
+        groups: local groups, in tokens of the microbatch or the extended tokens of ``halo``.
+        halo: other ranks' tokens in local groups; ``None`` if one rank holds all.
+        rows: int64 ``[count]``, slot -> index in the compressed keys of all ranks, past the end for
+            empty slots, or ``None``.
     """
 
     ratio: int
@@ -66,12 +55,10 @@ class CompressedKeys:
 
     @property
     def count(self) -> int:
-        """Number of compressed slots, an upper bound of the number of groups."""
         return self.layout.num_keys
 
     @property
     def pooled_rows(self) -> int:
-        """Number of rows that ``groups`` are counted in."""
         if self.halo is None:
             return self.layout.num_queries
         return self.halo.length * self.groups.row_step
@@ -80,7 +67,7 @@ class CompressedKeys:
 def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
     """Return the compressed keys of ``layout`` (of all its tokens) at ``ratio``.
 
-    ``overlap``: a group also pools the positions of the group before it.
+    ``overlap``: a group also pools the previous group's positions.
     """
     require(ratio >= 2, f"ratio must be at least 2, got {ratio}: pass the layer's ratio")
     key = ("compressed", ratio, overlap)
@@ -88,7 +75,6 @@ def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> Compre
 
 
 def visible_groups(layout: Layout, ratio: int) -> Layout:
-    """Return the layout of compressed slots for the query tokens of ``layout``."""
     length = max(layout.all_tokens.max_length, 1)
     elements, per_element = _slot_counts(layout, ratio)
     first = _first_slots(layout, ratio)
@@ -115,17 +101,15 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
 
 
 def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
-    """Return the number of batch elements (one, if packed) and of the compressed slots of each."""
     global_layout = layout.all_tokens
     if layout.packed:
         return 1, global_layout.num_keys // ratio
-    length = global_layout.max_length  # of every batch element
-    # A batch without tokens says nothing of its elements.
+    length = global_layout.max_length
+    # Without tokens the number of elements is unknown.
     return max(global_layout.num_keys // max(length, 1), 1), length // ratio
 
 
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
-    """Return int64 ``[num_queries]``: the first compressed slot of each token's sequence."""
     start = layout.start.long()
     if layout.packed:
         return start // ratio
@@ -136,8 +120,8 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     global_layout = layout.all_tokens
     elements, per_element = _slot_counts(layout, ratio)
     visibility = visible_groups(layout, ratio)
-    completes = global_layout.position % ratio == ratio - 1  # the last position of a group
-    if global_layout.real is not None:  # not padding
+    completes = global_layout.position % ratio == ratio - 1
+    if global_layout.real is not None:
         completes &= global_layout.real
     slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
     if layout.key_ownership is None:
@@ -148,10 +132,10 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     halo = halo_of(layout, keys.sharding, reach)
     step, mine = keys.batch, keys.sharding.rank
     element = torch.arange(step, device=slots.device)
-    rows_of = (keys.table[..., None] * step + element).flatten(1)  # [ranks, rows]
+    rows_of = (keys.table[..., None] * step + element).flatten(1)
     per_element = halo.length // ratio
     local = rows_of[mine]
-    # A group whose predecessor is another rank's reads the rows of that.
+    # Other ranks' predecessors are in the halo.
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
     groups = _groups(
@@ -163,7 +147,6 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
         per_element,
         before.repeat_interleave(step, output_size=local.numel()) if overlap else None,
     )
-    # The row of each group, one rank behind the other.
     extended = torch.arange(keys.table.shape[1], device=slots.device) + reach * (halo.runs + 1)
     pooled = (extended - (ratio - 1)).div(ratio, rounding_mode="floor")[..., None]
     rank = torch.arange(keys.sharding.ranks, device=slots.device)[:, None, None]
@@ -178,14 +161,14 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
 def _groups(
     rows, completes, position, ratio: int, step: int, per_element: int, alone=None
 ) -> Groups:
-    """Return the groups that ``rows`` complete, in the slots of :class:`Groups`.
+    """Return the groups that ``rows`` complete.
 
-    ``alone``: bool, groups whose previous group, if there is one, is another rank's. That one is
-    pooled here as well and discarded: the backward needs a slot for every group of these tokens.
+    ``alone``: groups whose predecessor is another rank's. It is pooled here as well and discarded:
+    the backward needs its slot.
     """
     first = rows - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")
-    # Rows that complete no group are written behind the last slot, which is cut off.
+    # A spare slot collects tokens that complete no group.
     spare = step * per_element
     first_row = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
     begins = torch.zeros(spare + 1, dtype=torch.int64, device=rows.device)

@@ -1,8 +1,7 @@
-"""Halo: rows of other ranks just before each run of a rank's rows.
+"""Halo: tokens of other ranks before each run of a rank's tokens.
 
-A window looks back over a few positions, and a group of positions may begin on another rank. Ranks
-all-gather the last ``reach`` rows of each of their runs: a few hundred rows. The number of runs has
-a bound on the host, so lengths on the device need no host synchronisation.
+Ranks all-gather the last ``reach`` positions of each run, a few hundred, for windows and for groups
+that begin on another rank.
 """
 
 from dataclasses import dataclass
@@ -15,21 +14,19 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """Tables of one rank for one reach; all but ``held`` count positions (``batch`` rows each).
+    """Tables of one rank for one reach, in positions (``batch`` tokens each) except ``held``.
 
-    *Extended* rows are ``[reach rows before the first run, first run, reach rows before the second,
-    second run, ...]``.
+    *Extended* positions are ``[reach before the first run, first run, reach before the second,
+    ...]``.
 
     Attributes:
-        reach: positions before a run that the rank needs.
-        shared: int64 ``[C]``, local rows that the rank shares, in order; unused entries are 0.
-        held: int64 ``[slots]``, slot -> index in ``[local rows, shared rows of rank 0, of rank 1,
-            ...]``; negative if it is not among them.
-        runs: int64 ``[ranks, rows]``, number of the run of each rank's row.
-        local: int64 ``[rows]``, extended rows that are local ones.
-        before: int64 ``[most runs * reach]``, the other extended rows.
-        source: int64 like ``before``: their index in the shared rows of all ranks, -1 before the
-            sequence.
+        shared: int64 ``[C]``, shared local positions; unused entries are 0.
+        held: int64 ``[slots]``, slot -> index in ``[local tokens, shared tokens of rank 0, of rank
+            1, ...]``; negative if absent.
+        runs: int64 ``[ranks, positions]``, run of each position.
+        local: int64 ``[positions]``, extended positions that are local.
+        before: int64 ``[most runs * reach]``, the others.
+        source: int64 like ``before``: index in all shared positions, -1 before the sequence.
     """
 
     reach: int
@@ -42,7 +39,6 @@ class Halo:
 
     @property
     def length(self) -> int:
-        """Number of extended rows."""
         return self.local.shape[0] + self.before.shape[0]
 
 
@@ -64,7 +60,6 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     begins = torch.ones_like(global_positions, dtype=torch.bool)
     begins[:, 1:] = global_positions[:, 1:] != global_positions[:, :-1] + 1
     runs = begins.cumsum(1) - 1
-    # The last row of each row's run: the nearest one from here on that the next does not continue.
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]
     last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)
@@ -75,7 +70,7 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     shared = torch.zeros(ranks, count + 1, dtype=torch.int64, device=device)
     shared.scatter_(1, shared_index, row.expand_as(global_positions))
 
-    spare = global_layout.num_queries // keys.batch  # behind the last position
+    spare = global_layout.num_queries // keys.batch
     in_shared = torch.full((spare + 1,), -1, device=device)
     of_rank = count * torch.arange(ranks, device=device)[:, None] + shared_index
     in_shared.scatter_(0, torch.where(needed, global_positions, spare).flatten(), of_rank.flatten())
@@ -85,7 +80,6 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     element = torch.arange(keys.batch, device=device)[:, None]
     held = (held * keys.batch + element).flatten()
 
-    # Runs that do not exist would begin behind the last row.
     first = torch.full((most + 1,), rows, device=device)
     rank = sharding.rank
     first.scatter_(
@@ -95,7 +89,6 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     offset = torch.arange(reach, device=device)
     before = first + reach * torch.arange(most, device=device)[:, None] + offset
     begin = global_positions[rank, first.clamp_max(rows - 1)]
-    # Positions before the sequence of a run's first row are not needed.
     floor = global_layout.start[begin * keys.batch].long()
     position = begin - reach + offset
     exists = (first < rows) & (position >= floor)

@@ -1,9 +1,8 @@
 """Causal visibility of keys per query, for packed and unpacked batches.
 
-Operations work on flattened tokens: Megatron's ``[s, b, ...]`` flattens to tokens ``s * B + b``
-without a copy. A *slot* is an index into the keys in sequence order, one sequence after the other.
-Every query sees a contiguous range of slots, so no mask is needed. Tensors are computed on the
-device without a host synchronisation.
+Megatron's ``[s, b, ...]`` is flattened to tokens ``s * B + b``. A *slot* is an index into the keys
+in sequence order; every query sees a contiguous range of slots. Computed on the device without
+synchronisation.
 """
 
 from __future__ import annotations
@@ -33,19 +32,17 @@ class QueryRange:
 
         slots  0 ......... origin ....... lowest ========== highest ....... ceiling
                            position 0            |<-lookback->|
+
         lowest = origin + max(0, p + 1 - lookback)      highest = min(origin + p + 1, ceiling)
 
-    With ``ratio`` positions per slot (compressed keys) ``p`` and ``lookback`` still count
-    positions: ``lowest`` and ``highest`` use ``(...) // ratio``.
+    With ``ratio`` (compressed keys), ``lowest`` and ``highest`` use ``(...) // ratio``.
 
     Attributes:
-        tokens: slice of query tokens.
-        origin: lowest slot that any of them sees.
+        origin: lowest visible slot.
         position: of the first query.
         lookback: upper bound of the sequence length.
-        ceiling: number of slots.
-        step: positions from one query to the next; more than 1 where ranks share a sequence.
-        slack: largest deviation of a position; not 0 where lengths are on the device only.
+        step: positions between queries; more than 1 where ranks share a sequence.
+        slack: largest deviation of a position, for lengths on the device.
         ratio: positions per slot.
     """
 
@@ -62,20 +59,18 @@ class QueryRange:
         return len(range(self.tokens.start, self.tokens.stop, self.tokens.step))
 
     def tokens_of(self, begin: int, end: int) -> slice:
-        """Return the slice of query tokens that queries ``[begin, end)`` are."""
         first, step = self.tokens.start, self.tokens.step
         return slice(first + begin * step, first + (end - 1) * step + 1, step)
 
     def bound(self, query: int) -> int:
-        """Return an upper bound of the slots that query ``query`` sees; never falls.
+        """Return an upper bound of the slots visible to ``query``; never falls.
 
-        Without ``slack`` it depends on the query's position only, on any rank.
+        Without ``slack`` it depends on the query's position only.
         """
         position = self.position + query * self.step + self.slack
         return min(position + 1, self.lookback) // self.ratio
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the slot range that covers everything queries ``[begin, end)`` may see."""
         first = self.position + begin * self.step - self.slack
         last = self.position + (end - 1) * self.step + self.slack
         lowest = self.origin + max(0, (first + 1 - self.lookback) // self.ratio)
@@ -83,7 +78,6 @@ class QueryRange:
         return min(lowest, highest), highest
 
     def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Return bool scalar: :meth:`slots` of each query covers its ``[start, end)``."""
         start, end = start[self.tokens], end[self.tokens]
         position = self.position + self.step * torch.arange(len(self), device=start.device)
         reach = (position - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
@@ -95,9 +89,9 @@ class QueryRange:
 
 @dataclass(frozen=True)
 class Block:
-    """Query tokens of one query range, and the slots ``[lo, hi)`` that cover what they see.
+    """Query tokens of one query range, and the slots ``[lo, hi)`` that cover their keys.
 
-    ``ratio`` positions per slot; the first query sees at most ``bound`` slots.
+    The first query sees at most ``bound`` slots.
     """
 
     tokens: slice
@@ -112,7 +106,6 @@ class Block:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Identify the block among those of a layout."""
         return self.tokens.start, self.tokens.stop, self.tokens.step, self.lo, self.hi
 
 
@@ -121,20 +114,18 @@ class Seen:
     """Visible columns of a block's queries: query ``i`` sees ``[start[i], end[i])``.
 
     Attributes:
-        start, end: int32 ``[tokens]``, contiguous, ``start <= end``, both within ``[0, width]``.
-            A column is a slot, counted from the block's first.
+        start, end: int32 ``[tokens]``, contiguous, ``0 <= start <= end <= width``; column 0 is the
+            block's first slot.
     """
 
     start: torch.Tensor
     end: torch.Tensor
 
     def columns(self, width: int) -> torch.Tensor:
-        """Return bool ``[tokens, width]``: visible columns."""
         columns = torch.arange(width, device=self.start.device)
         return (columns >= self.start[:, None]) & (columns < self.end[:, None])
 
     def first(self, count: int) -> torch.Tensor:
-        """Return int32 ``[tokens, count]``: the first columns that each query sees, then -1."""
         offset = torch.arange(count, dtype=torch.int32, device=self.start.device)
         columns = self.start[:, None] + offset
         return torch.where(columns < self.end[:, None], columns, -1)
@@ -142,12 +133,12 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences of a microbatch as Megatron describes them, over all ranks.
+    """Sequences of a microbatch, over all ranks.
 
     Attributes:
-        batch: micro-batch size; 1 for packed batches.
+        batch: micro-batch size; 1 if packed.
         cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
-            without and with padding (``None`` without padding); both ``None`` for unpacked batches.
+            without and with padding, or ``None``.
     """
 
     batch: int = 1
@@ -156,7 +147,6 @@ class Sequences:
 
     @property
     def count(self) -> int | None:
-        """Number of packed sequences, ``None`` for unpacked batches."""
         return None if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
 
@@ -165,23 +155,20 @@ class Layout:
     """Visibility of keys for flattened query tokens.
 
     Attributes:
-        num_queries: query tokens.
         num_keys: keys (and slots) of the key buffer.
         start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``.
-            ``start == end`` for padding tokens.
-        position: int64 ``[num_queries]``, position in the token's sequence (for rope).
-        key_rows: int64 ``[num_keys]`` slot -> row of the key buffer, ``None`` for the identity.
-        real: bool ``[num_queries]``, ``False`` for padding tokens; ``None`` if not :attr:`packed`.
+        position: int64 ``[num_queries]``, position in the sequence (for rope).
+        key_rows: int64 ``[num_keys]``, slot -> index in the key buffer, ``None`` for the identity.
+        real: bool ``[num_queries]``, ``False`` for padding; ``None`` if not :attr:`packed`.
         query_ranges: host-side bounds that cover every query token exactly once.
-        max_length: host-side upper bound of the number of slots that a query sees.
-        global_layout: layout of the query tokens of all ranks, on a rank that holds some.
-        key_ownership: the rank of each key, if keys are sharded over ranks.
-        sequences: lengths of the sequences; ``None`` for ranges of slots that are not sequences.
+        max_length: host-side upper bound of the visible slots of a query.
+        global_layout: layout of all ranks' query tokens, if sharded.
+        key_ownership: the rank of each key, if sharded.
+        sequences: ``None`` for ranges of slots that are not sequences.
 
     Raises:
-        ConfigError: tensors or query_ranges do not have these sizes, or (on a GPU at its next
-            synchronisation) a range of slots is not within the keys. On the CPU also if a
-            query_range is too narrow.
+        ConfigError: sizes do not fit, or (on a GPU at its next synchronisation) a range of slots
+            exceeds the keys; on the CPU also if a query_range is too narrow.
     """
 
     num_queries: int
@@ -196,11 +183,11 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Results of :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
+    #: Emptied by ``replace``, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False)
-    #: Keys of ``derived`` that :meth:`derive_large` of another layout may drop.
+    #: Keys that another layout's :meth:`derive_large` may drop.
     large: set = field(default_factory=set, init=False, repr=False)
-    #: The tensors are written by a CUDA graph, anew in every replay.
+    #: A CUDA graph rewrites the tensors in every replay.
     in_graph: bool = field(default_factory=lambda: capturing(), init=False, repr=False)
 
     def __post_init__(self):
@@ -222,7 +209,7 @@ class Layout:
         inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
-        if self.start.device.type == "cpu":  # on a GPU some ten launches per query_range
+        if self.start.device.type == "cpu":  # about ten launches per query_range on a GPU
             rule = "query_ranges must cover all that their queries see"
             fix = f"{rule}: widen position, lookback or slack"
             for query_range in self.query_ranges:
@@ -230,33 +217,30 @@ class Layout:
 
     @property
     def packed(self) -> bool:
-        """Several sequences of any length, maybe with padding tokens between them."""
         return self.real is not None
 
     @property
     def all_tokens(self) -> Layout:
-        """The layout of the query tokens of all ranks."""
         return self if self.global_layout is None else self.global_layout
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that the query tokens are sharded over."""
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     def derive(self, key, make: Callable) -> Any:
-        """Return ``make()``, called once per ``key``: the layers of a microbatch share it."""
+        """Return ``make()``, cached by ``key`` for the layers of a microbatch."""
         if key in self.derived:
             return self.derived[key]
-        with torch.inference_mode(False):  # training also reads what evaluation computed
+        with torch.inference_mode(False):  # training also reads results of evaluation
             made = make()
-        if self.in_graph or not capturing():  # else it has no content before a replay
+        if self.in_graph or not capturing():  # else without content before a replay
             self.derived[key] = made
         return made
 
     def derive_large(self, key, make: Callable) -> Any:
-        """Return :meth:`derive` of large tensors, which only the last two layouts keep.
+        """Cache large tensors like :meth:`derive`, but only for the last two layouts.
 
-        Layouts of unpacked batches are cached for ever, and large tensors would be with them.
+        Layouts of unpacked batches are cached for ever.
         """
         if key in self.derived and _recent and _recent[-1]() is self and not capturing():
             return self.derived[key]
@@ -266,26 +250,24 @@ class Layout:
                 layout.derived.pop(old, None)
             layout.large.clear()
         _recent[:] = map(weakref.ref, (*others[-1:], self))
-        if capturing():  # the graph reads it in every replay
+        if capturing():  # read in every replay
             self.large.discard(key)
         elif key not in self.derived:
             self.large.add(key)
         return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
-        """Number of query tokens on all ranks without padding: an int if not :attr:`packed`."""
+        """Number of tokens on all ranks without padding: an int if not :attr:`packed`."""
         whole = self.all_tokens
         if (real := whole.real) is None:
             return whole.num_queries
         return whole.derive("real tokens", real.sum)
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return ``keys [num_keys, ...]`` in slot order (without a copy if that is its order)."""
+        """Return ``keys [num_keys, ...]`` in slot order, without a copy if they are."""
         return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
 
     def slots_of_key_rows(self) -> torch.Tensor:
-        """Return int64 ``[num_keys]``: the slot of each row of the key buffer."""
-
         def slots() -> torch.Tensor:
             slots = torch.arange(self.num_keys, device=self.start.device)
             if self.key_rows is None:
@@ -295,7 +277,6 @@ class Layout:
         return self.derive("slots", slots)
 
     def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int32 slots to rows of the key buffer; negative entries (no key) are kept."""
         if self.key_rows is None:
             return slots
         rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
@@ -307,7 +288,7 @@ class Layout:
         """Cut the query ranges into blocks of queries, without the slots above the diagonal.
 
         Args:
-            tokens_for_width: returns the most queries of a block whose visible slots span a width.
+            tokens_for_width: returns the most queries of a block for a width of visible slots.
             cut: a block also ends where :meth:`QueryRange.bound` reaches this.
         """
         for query_range in self.query_ranges:
@@ -318,7 +299,6 @@ class Layout:
                 most = (before_cut if begin < before_cut else total) - begin
                 lo, hi = query_range.slots(begin, begin + 1)
                 most = max(1, min(most, tokens_for_width(hi - lo)))
-                # A longer block sees further: its own end decides.
                 lo, hi = query_range.slots(begin, begin + most)
                 end = begin + max(1, min(most, tokens_for_width(hi - lo)))
                 lo, hi = query_range.slots(begin, end)
@@ -327,7 +307,7 @@ class Layout:
                 begin = end
 
     def widest(self, tokens: slice) -> int:
-        """Return an upper bound of the slots that any query of ``tokens`` (step 1) sees."""
+        """Return an upper bound of the slots visible to any query of ``tokens`` (step 1)."""
         bound = 0
         for query_range in self.query_ranges:
             first, step = query_range.tokens.start, query_range.tokens.step
@@ -339,8 +319,6 @@ class Layout:
         return min(bound, self.max_length)
 
     def seen(self, block: Block) -> Seen:
-        """Return the columns of ``block`` that each of its queries sees, not to be changed."""
-
         def columns() -> Seen:
             start, end = self.start[block.tokens] - block.lo, self.end[block.tokens] - block.lo
             return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
@@ -348,16 +326,12 @@ class Layout:
         return self.derive(("seen", *block.key), columns)
 
 
-#: The last two layouts that derived something large, the latest last.
 _recent: list[weakref.ref[Layout]] = []
 
 
 @tensor_cache(16)
 def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
-    """Layout of Megatron's ``[s, b, ...]`` batches: ``batch`` causal sequences of equal length.
-
-    Queries and keys are ``s * batch + b``; slot order is one batch element after the other.
-    """
+    """Return the layout of ``batch`` causal sequences of equal length, ``[s, b, ...]``."""
     count = seq_length * batch
     token = torch.arange(count, device=device)
     position, start = token // batch, token % batch * seq_length
@@ -384,19 +358,18 @@ def packed_layout(
     max_seqlen: int | None = None,
     cu_seqlens_padded: torch.Tensor | None = None,
 ) -> Layout:
-    """Layout of packed sequences (THD): sequence ``i`` holds the tokens from ``cu_seqlens[i]``.
+    """Return the layout of packed sequences (THD), which begin at ``cu_seqlens[i]``.
 
     Args:
         cu_seqlens: int ``[n + 1]``, cumulative *real* lengths, from 0 on.
-        tokens: of the packed tensor.
-        max_seqlen: host-side upper bound of a real sequence length, for skipping blocks; ``None``:
-            there is none.
-        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding after each sequence,
-            if the tensor has such padding. Tokens past the last sequence are padding as well.
+        tokens: length of the packed tensor.
+        max_seqlen: host-side upper bound of a real length, or ``None``.
+        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding, if any; later tokens
+            are also padding.
 
     Raises:
-        ConfigError: the lengths do not describe sequences of ``tokens`` tokens, or are longer than
-            ``max_seqlen``. On a GPU an assertion there fails, at its next synchronisation.
+        ConfigError: lengths do not fit ``tokens`` or exceed ``max_seqlen``; on a GPU a device
+            assert at its next synchronisation.
     """
     require(
         max_seqlen is None or (isinstance(max_seqlen, int) and max_seqlen >= 0),
@@ -407,7 +380,7 @@ def packed_layout(
     padded = None if cu_seqlens_padded is None else cu_seqlens_padded.int()
     offsets = (cu_seqlens if padded is None else padded).long()
     token = torch.arange(tokens, device=offsets.device)
-    # right=True puts a token that starts a sequence into that sequence, also after empty ones.
+    # right=True: a first token belongs to its sequence, also after empty ones.
     sequence = torch.bucketize(token, offsets[1:], right=True)
     inside = sequence < offsets.numel() - 1
     sequence = sequence.clamp_max(max(offsets.numel() - 2, 0))
@@ -421,7 +394,7 @@ def packed_layout(
         num_keys=tokens,
         start=start.int(),
         end=end.int(),
-        # Padding past the last sequence keeps a position inside the rope table.
+        # Padding needs a position inside the rope table.
         position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
         key_rows=None,
         real=real,

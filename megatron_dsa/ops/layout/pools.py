@@ -1,8 +1,7 @@
-"""Pools: consecutive tokens of a document that the indexer scores and selects as one (GLM-5.3).
+"""Pools: consecutive tokens of a document that the indexer selects as one (GLM-5.3).
 
-A pool is a group of :mod:`.compressed` without overlap. Attention and everything behind it works on
-lists of tokens; this module turns selected pools into such lists, and the attention mass on a list
-into the mass of each pool.
+A pool is a group of :mod:`.compressed` without overlap. Selected pools become lists of tokens,
+whose attention mass is summed per pool.
 """
 
 from dataclasses import dataclass, replace
@@ -15,39 +14,30 @@ from megatron_dsa.ops.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class KeyPools:
-    """Pools of one microbatch.
-
-    Attributes:
-        layout: visibility of tokens.
-        keys: the pools, as compressed keys; ``keys.layout`` is their visibility.
-    """
-
     layout: Layout
     keys: CompressedKeys
 
     @classmethod
     def of(cls, layout: Layout, size: int) -> "KeyPools":
-        """Return the pools of ``size`` tokens of a layout."""
-        # Not kept by the layout, which it refers to: a cycle would keep a microbatch's tensors.
+        # Not cached by the layout: the cycle would keep a microbatch's tensors.
         return cls(layout, compressed_keys(layout, size))
 
     @property
     def size(self) -> int:
-        """Tokens of a pool."""
         return self.keys.ratio
 
     def expand(
         self, selected: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of selected pools, and behind them those that are in no pool yet.
+        """Return the tokens of selected pools, then the tokens that are in no pool yet.
 
         Args:
             selected: int32 ``[Sq, K]``, ascending pools, as from ``indexer_topk``.
-            count: int32 ``[Sq]``, number of them.
+            count: int32 ``[Sq]``.
 
         Returns:
-            int32 ``indices [Sq, K * size + size - 1]``, ascending, then -1, and ``length [Sq]``.
-            The last ``(t + 1) % size`` tokens of a query at position ``t`` are always in.
+            int32 ``indices [Sq, K * size + size - 1]``, ascending, then -1, and ``length [Sq]``,
+            including the last ``(t + 1) % size`` tokens of a query at position ``t``.
         """
         start, first = self.layout.start[:, None], self.keys.layout.start[:, None]
         size, (queries, most) = self.size, selected.shape
@@ -71,18 +61,15 @@ class KeyPools:
         mass: torch.Tensor,
         tokens: torch.Tensor | slice = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the pools of lists from :meth:`expand`: indices, number, and mass of each.
+        """Return the pools of lists from :meth:`expand` for ``tokens``: indices, number, and mass.
 
-        Args:
-            indices, length: lists of the query tokens ``tokens`` (all by default).
-            mass: ``[r, K * size + size - 1]``, of every entry; tokens in no pool are left
-                out.
+        ``mass [r, K * size + size - 1]``: per entry; tokens in no pool are ignored.
         """
         if length is None:
             length = (indices >= 0).sum(1, dtype=torch.int32)
         size, most = self.size, indices.shape[1] // self.size
         start, first = (x.start[tokens][:, None] for x in (self.layout, self.keys.layout))
-        count = length // size  # less than ``size`` tokens are in no pool
+        count = length // size  # fewer than ``size`` are in no pool
         column = torch.arange(most, dtype=torch.int32, device=indices.device)
         absent = column >= count[:, None]
         leading = indices[:, : most * size : size]
@@ -93,10 +80,10 @@ class KeyPools:
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Return the key of each token's pool, ``[keys of the layout, DI]``, and their visibility.
+        """Return the key of each token's pool, and their visibility.
 
-        Tokens in no pool are not seen. Losses over tokens and over pools have the same gradient:
-        the student gives the tokens of a pool equal shares.
+        Tokens in no pool are not visible. Losses over tokens and over pools have the same gradient:
+        the student is equal within a pool.
         """
         layout, keys = self.layout, self.keys
 

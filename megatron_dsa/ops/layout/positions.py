@@ -1,9 +1,8 @@
-"""Selections as positions: a form independent of ranks, packing and key buffers.
+"""Selections as positions, independent of ranks, packing and key buffers.
 
-Inside this package a selection lists rows of the key buffer. Outside (a rollout engine, a file, a
-run on other ranks) it lists *positions*: int32 ``[tokens, K]``, for every query token positions of
-keys within its sequence, from 0, in any order, ``-1`` for no key. Group ``g`` of compressed keys
-(ratio 4) is ``g``. Tokens of padding have a list as well.
+Outside the package (rollout engine, file, other ranks) a selection lists *positions*: int32
+``[tokens, K]``, positions of keys within the query's sequence, from 0, in any order, ``-1`` for no
+key. Group ``g`` of compressed keys (ratio 4) is ``g``. Padding tokens also have a list.
 """
 
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from megatron_dsa.ops.common.checks import require_tensor, require_values
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding
 
-#: Stands behind every position in sorted lists.
+#: Sorts behind every position.
 _NONE = torch.iinfo(torch.int32).max
-#: Temporary bytes per list entry: sorted values with their order, masks, slots.
+#: Sorted values with their order, masks, slots.
 _BYTES_PER_ENTRY = 64
 RULES = {
     "range": "entries must be -1 (no key) or positions from 0",
@@ -31,7 +30,6 @@ RULES = {
 
 
 def check_form(indices: torch.Tensor, name: str = "indices") -> None:
-    """Require int32 ``[tokens, K]`` with ``K > 0``."""
     got = type(indices).__name__
     if fits := isinstance(indices, torch.Tensor):
         fits = indices.dtype == torch.int32 and indices.dim() == 2 and indices.shape[1] > 0
@@ -54,10 +52,8 @@ def validate_indices(
         indices: positions, int32 ``[tokens, K]``. Lists of padding are not read.
         layout: of the query tokens (``layout_from_megatron``, ``bshd_layout`` or
             ``packed_layout``); for compressed keys ``compressed_keys(layout, 4).layout``.
-        topk: the largest ``K``.
-        ascending: also require ascending lists with ``-1`` last. Replay does not need it.
-        name: of the argument, for the message.
-        workspace_bytes: budget for temporary memory.
+        topk: largest allowed ``K``.
+        ascending: also require ascending lists with ``-1`` last; replay does not.
 
     Raises:
         ConfigError: names the argument, the broken rule, the first entry that breaks it, and the
@@ -95,24 +91,20 @@ def positions_to_rows(
     name: str = "indices",
     workspace_bytes: int = 2**28,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions as :func:`~megatron_dsa.dsa_kernels.indexer_topk` would have selected them.
-
-    The rules of :func:`validate_indices` are checked on the device: on a GPU a broken one ends the
-    process at its next synchronisation, on the CPU it raises.
+    """Convert positions to a selection as from :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
 
     Args:
         positions: int32 ``[num_queries, K]``, ``K <= topk``, on the layout's device.
         keys: layout of the keys.
         topk: width of the result.
-        name: what the message calls the positions.
-        workspace_bytes: budget for temporary memory.
 
     Returns:
-        ``indices`` int32 ``[num_queries, topk]``: rows of the key buffer in sequence order, then
-        ``-1``; ``length`` int32 ``[num_queries]``.
+        ``indices`` int32 ``[num_queries, topk]``: indices into the key buffer in sequence order,
+        then ``-1``; ``length`` int32 ``[num_queries]``.
 
     Raises:
-        ConfigError: the form is another; on the CPU also if a rule is broken.
+        ConfigError: for another form or a broken rule of :func:`validate_indices`; the latter ends
+            the process on a GPU at its next synchronisation.
     """
     shape = (keys.num_queries, "K")
     require_tensor(name, positions, shape, (torch.int32,), keys.start, "give one list per token")
@@ -130,7 +122,7 @@ def positions_to_rows(
         ordered = _ordered(given)
         for _, broken, _ in _broken(given, ordered, seen):
             fine &= ~broken.any()
-        # Nothing out of bounds is read before the check below takes effect.
+        # No read out of bounds before the check below.
         valid = ordered < seen[:, None]
         slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
         indices[tokens, :width] = keys.to_key_rows(slots)
@@ -147,11 +139,7 @@ def positions_to_rows(
 def rows_to_positions(
     indices: torch.Tensor, keys: Layout, *, workspace_bytes: int = 2**28
 ) -> torch.Tensor:
-    """Return rows of the key buffer, int32 ``[num_queries, K]``, as positions; negatives as -1.
-
-    Raises:
-        ConfigError: the form is another.
-    """
+    """Convert indices into the key buffer to positions, int32 ``[num_queries, K]``."""
     shape, fix = (keys.num_queries, "K"), "give one list per query token"
     require_tensor("indices", indices, shape, (torch.int32,), keys.start, fix)
     out = torch.empty_like(indices)
@@ -164,14 +152,7 @@ def rows_to_positions(
 
 
 def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
-    """Return the lists of this rank's queries, given lists of these or of all ranks' queries.
-
-    Args:
-        indices: ``[tokens, K]``, moved to the layout's device.
-        layout: of this rank's query tokens.
-        queries: their sharding.
-        name: of the indices, for the message.
-    """
+    """Return the lists of this rank's queries, given these or all ranks'."""
     total = layout.all_tokens.num_queries
     device = layout.start.device
     if len(indices) == layout.num_queries:
@@ -198,21 +179,18 @@ def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _real(given: torch.Tensor, layout: Layout, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions, -1 for padding, and the number of keys that each token sees."""
     if layout.real is not None:
         given = torch.where(layout.real[tokens, None].to(given.device), given, -1)
     return given, (layout.end[tokens] - layout.start[tokens]).to(given.device)
 
 
 def _ordered(given: torch.Tensor) -> torch.Tensor:
-    """Return every list in ascending order, negative entries last."""
     return torch.where(given < 0, _NONE, given).sort(dim=-1).values
 
 
 def _broken(
     given: torch.Tensor, ordered: torch.Tensor, seen: torch.Tensor, ascending: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield every rule, the entries that break it (bool), and the lists."""
     yield "range", given < -1, given
     yield "visible", given >= seen[:, None], given
     yield "once", (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NONE), ordered
@@ -223,7 +201,6 @@ def _broken(
 
 
 def _around(row: torch.Tensor, column: int) -> str:
-    """Return the entries of a list next to a column, for a message."""
     first = max(0, column - 2)
     shown = row[first : column + 3].tolist()
     entries = ", ".join("-1" if x == _NONE else str(x) for x in shown)

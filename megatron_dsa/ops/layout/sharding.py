@@ -1,9 +1,6 @@
 """Sharding of a microbatch's tokens over ranks, and the layout of one rank.
 
-Context parallelism cuts sequences into pieces; sequence parallelism cuts the piece of a
-context-parallel rank again. A *global position* is an index into dim 0 of Megatron's
-``[s, b, ...]`` as it would be on one rank. The rank of a key, the keys of a query and the halo of a
-rank follow from the table of global positions, on the device, without a host synchronisation.
+A *global position* is an index into dim 0 of Megatron's unsharded ``[s, b, ...]``.
 """
 
 from __future__ import annotations
@@ -21,19 +18,16 @@ from megatron_dsa.ops.common.capture import tensor_cache
 from megatron_dsa.ops.common.checks import require_tensor
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
-#: packed batches; ``zigzag_rows``: of the packed tokens, whatever documents they belong to;
-#: ``contiguous``: the ``r``-th of ``cp`` equal parts of the rows.
+#: ``zigzag``: chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in packed
+#: batches; ``zigzag_rows``: of all packed tokens; ``contiguous``: the ``r``-th of ``cp`` equal
+#: parts.
 CPLayout = Literal["zigzag", "zigzag_rows", "contiguous"]
 CP_LAYOUTS = get_args(CPLayout)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Part of the tokens that a rank holds.
-
-    Sequence parallelism cuts the tokens of rank ``cp_rank`` of the context-parallel group into
-    ``sp`` equal parts of neighbouring tokens; this rank holds part ``sp_rank``.
+    """Part ``sp_rank`` of ``sp`` of context-parallel rank ``cp_rank``'s tokens.
 
     Raises:
         ConfigError: there is no such rank or ``cp_layout``.
@@ -62,20 +56,18 @@ class Sharding:
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks that hold different tokens."""
         return self.cp * self.sp
 
     @property
     def rank(self) -> int:
-        """Index among them: the parts of a context-parallel rank are neighbours."""
+        """Parts of a context-parallel rank are neighbours."""
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:
-        """Return the sharding of the context-parallel rank's tokens, all parts together."""
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
-        """Return ``(first global position, length)`` of this rank's tokens in unpacked batches.
+        """Return ``(first global position, length)`` of local tokens in unpacked batches.
 
         Raises:
             ConfigError: ``total`` positions cannot be cut like this.
@@ -89,7 +81,7 @@ class Sharding:
         size, count = total // pieces, total // self.ranks
         local = []
         for done, piece in enumerate([self.cp_rank, pieces - 1 - self.cp_rank]):
-            # The sequence-parallel part cuts the pieces of the context-parallel rank.
+            # Sequence parallelism cuts the pieces again.
             begin = max(self.sp_rank * count, done * size)
             end = min((self.sp_rank + 1) * count, (done + 1) * size)
             if begin < end:
@@ -97,13 +89,11 @@ class Sharding:
         return local
 
     def global_positions(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
-        """Return int64 ``[ranks, total / ranks]``: the global positions of every rank's tokens.
+        """Return int64 ``[ranks, total / ranks]``: global positions of each rank's tokens.
 
         Args:
-            total: positions on all ranks.
-            offsets: int ``[n + 1]`` cumulative (padded) lengths of packed sequences, each a
-                multiple of ``2 * cp``; ``None`` for unpacked batches.
-            device: where the table is wanted.
+            offsets: int ``[n + 1]``, cumulative (padded) lengths of packed sequences, each a
+                multiple of ``2 * cp``, or ``None``.
         """
         self.chunks(total)
         if self.cp_layout == "zigzag" and offsets is not None and self.cp > 1:
@@ -116,7 +106,7 @@ class Sharding:
         return table.reshape(self.ranks, -1)
 
     def _global_positions_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
-        # Padding behind the last sequence is cut like one more.
+        # Padding past the end is cut like another sequence.
         offsets = torch.cat([offsets, offsets.new_full((1,), total)])
         local = torch.arange(total // self.cp, device=offsets.device)
         document = torch.bucketize(local * self.cp, offsets[1:], right=True)
@@ -128,9 +118,9 @@ class Sharding:
         return torch.where(inside < chunk, first + rank * chunk + inside, second)
 
     def runs(self, documents: int | None) -> int:
-        """Return how many runs of neighbouring global positions a rank has at most.
+        """Return the most runs of neighbouring global positions of a rank.
 
-        ``documents`` is the number of packed sequences, ``None`` for unpacked batches.
+        ``documents`` is the number of packed sequences, or ``None``.
         """
         if self.cp == 1 or self.cp_layout == "contiguous":
             return 1
@@ -141,15 +131,10 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class KeyOwnership:
-    """The rank that computes the keys of each global position.
+    """Rank that computes the keys of each global position.
 
-    Attributes:
-        sharding: of the ranks that compute keys.
-        table: int64 ``[ranks, rows]``, see :meth:`Sharding.global_positions`.
-        batch: micro-batch size: tokens per position.
-
-    Raises:
-        ConfigError: the table is not one of the ranks of ``sharding``.
+    ``table``: int64 ``[ranks, positions]``, from :meth:`Sharding.global_positions`. ``batch``:
+    tokens per position.
     """
 
     sharding: Sharding
@@ -166,17 +151,15 @@ class KeyOwnership:
 
     @property
     def in_order(self) -> bool:
-        """The key rows of a sequence ascend with its positions."""
         return self.sharding.cp == 1 or self.sharding.cp_layout == "contiguous"
 
 
 def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Layout:
-    """Return the layout of one rank's query tokens over all keys, which lie rank after rank.
+    """Return the layout of one rank's query tokens over all keys, in the order of ranks.
 
     Args:
         layout: of all tokens.
-        sharding: of the query tokens; differs from ``keys.sharding`` at most in ``sp``.
-        keys: ranks of the keys.
+        sharding: of the query tokens; may differ from ``keys.sharding`` in ``sp``.
 
     Raises:
         ConfigError: the shardings do not belong together, or ``keys`` are of another batch.
@@ -205,12 +188,7 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
 
 
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
-    """Return the layout of query tokens at neighbouring global positions, over all keys.
-
-    Args:
-        layout: of the tokens of a rank, in an unpacked batch.
-        first, length: of the global positions, on any rank.
-    """
+    """Return the layout of query tokens at neighbouring global positions, over all keys."""
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
     tokens = slice(first * keys.batch, (first + length) * keys.batch)
@@ -239,7 +217,7 @@ def _of_tokens(
 def padded_bound(layout: Layout) -> int:
     """Return an upper bound of the padded length of a packed sequence.
 
-    Megatron's ``max_seqlen`` bounds real lengths; padded lengths are on the device.
+    Megatron's ``max_seqlen`` bounds real lengths.
     """
     assert layout.sequences is not None
     padded = layout.sequences.cu_seqlens_padded is not None
@@ -248,7 +226,7 @@ def padded_bound(layout: Layout) -> int:
 
 def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
     if layout.packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
-        # Lengths are on the device. A rank's tokens are spread evenly, up to half a sequence.
+        # Lengths are on the device; a rank's tokens are spread evenly, up to half a sequence.
         tokens, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
         yield QueryRange(
             slice(0, tokens, 1), 0, sharding.sp_rank * tokens * sharding.cp, layout.max_length,
@@ -271,5 +249,4 @@ def _chunk_ranges(layout: Layout, chunks, batch: int) -> Iterator[QueryRange]:
 
 @tensor_cache(16)
 def global_positions_of(sharding: Sharding, total: int, device: torch.device) -> torch.Tensor:
-    """Return :meth:`Sharding.global_positions` of unpacked batches."""
     return sharding.global_positions(total, None, device)

@@ -1,8 +1,6 @@
-"""Masked dense attention as one differentiable function, and its key bits.
+"""Differentiable masked dense attention, and its key bits.
 
-The backward keeps ``q, kv, k_pe, bits, out, lse``: it recomputes probabilities, and the lists of
-keys that the indexer's loss reads. Ranks that share tokens keep the bits of their tokens and gather
-them again.
+Ranks that share tokens keep the bits of their tokens and gather them again in the backward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -51,7 +49,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     groups,
 )
 
-#: Most tokens of a microbatch whose layers share the bits of visible keys: 128 MiB.
+#: 128 MiB.
 MOST_KEPT = 32 * 1024
 
 
@@ -65,17 +63,15 @@ def key_bits(
     """Return the bits of listed keys, for :func:`masked_attention`.
 
     Args:
-        indices: int32 ``[Sq, K]``, keys in any order. Entries ``< 0`` or ``>= num_keys``
-            select nothing.
-        topk_length: int32 ``[Sq]`` or ``None``: entries of ``indices`` from there on are ignored.
-        num_keys: number of keys, ``Skv``, at least 0.
-        policy: which implementations may run.
+        indices: int32 ``[Sq, K]``, in any order; entries ``< 0`` or ``>= num_keys`` select nothing.
+        topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
+        num_keys: ``Skv``.
 
     Returns:
         int32 ``[Sq, ceil(Skv / 128), 4]`` (:mod:`megatron_dsa.ops.masked_attention.spec`).
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     check_lists(indices, topk_length, num_keys)
     call = describe_visible_call(indices.device, indices.shape[1])
@@ -84,18 +80,10 @@ def key_bits(
 
 
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
-    """Return the bits of the keys that each query of ``layout`` sees, in the order of the buffer.
+    """Return visible keys' bits: int32 ``[num_queries, ceil(num_keys / 128), 4]``.
 
-    They take ``num_queries * num_keys / 8`` bytes: 8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for
-    128k. Up to :data:`MOST_KEPT` keys the layers of a microbatch share them, and the last two
-    layouts keep them; longer ones are computed in every call.
-
-    Args:
-        layout: of any ranges of slots.
-        policy: which implementations may run.
-
-    Returns:
-        int32 ``[num_queries, ceil(num_keys / 128), 4]``. No bit of a padding query is set.
+    8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for 128k; cached for the last two layouts up to
+    :data:`MOST_KEPT` keys.
     """
 
     def compute() -> torch.Tensor:
@@ -111,33 +99,26 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
 
 
 def describe_visible_call(device: torch.device | str, topk: int | None = None) -> OpCall:
-    """Describe a call of ``visible_bits`` or ``key_bits``, which have neither heads nor dims."""
     return describe_call(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0, topk=topk)
 
 
 class MaskedAttentionOutput(NamedTuple):
-    """Results of :func:`masked_attention`."""
-
-    #: ``[Sq, H, Dv]`` in q's dtype; 0 for tokens that select nothing.
+    #: ``[Sq, H, Dv]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32 (fp64 for fp64), natural log over the selected keys (sink excluded),
-    #: ``-inf`` if none.
+    #: ``[Sq, H]`` fp32 (fp64), natural log, without sink; ``-inf`` without keys.
     lse: torch.Tensor
-    #: ``[tokens of bits, topk]``, in the dtype of ``lse``: probabilities of the selected keys,
-    #: summed over all heads of the group (without one, over the heads of ``q``), in ascending order
-    #: of the keys, then 0; ``None`` without ``want_p_sum``.
+    #: ``[tokens of bits, topk]``, dtype of ``lse``: probabilities summed over all ranks' heads,
+    #: ascending by key, then 0, or ``None``.
     p_sum: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """Arguments of a call that are no tensors."""
-
     softmax_scale: float
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: Taught | None  # without its tensors
+    indexer: Taught | None
     group: Any
 
     def inputs(self, q, kv, k_pe, bits) -> MaskedAttentionInputs:
@@ -146,12 +127,11 @@ class _Settings:
         return MaskedAttentionInputs(q, kv, k_pe, bits, v_dim, self.softmax_scale, workspace)
 
     def listed(self, inputs: MaskedAttentionInputs, lse, tokens: slice) -> ListedProbabilities:
-        """Return head sums and keys of some of this rank's ``tokens``."""
         width = self.call.topk
         assert width is not None
         if self.group is None:
             of_all = slice(0, tokens.stop - tokens.start)
-            if tokens != slice(0, len(inputs.q)):  # all tokens reuse what the backward kept
+            if tokens != slice(0, len(inputs.q)):  # all tokens reuse buffers of the backward
                 inputs, lse = inputs.of_queries(tokens), lse[tokens]
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
@@ -161,14 +141,9 @@ class _Settings:
     def listed_sample(
         self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, local: int, head_group: Any
     ) -> ListedProbabilities:
-        """Return head sums and keys of sampled tokens among this rank's ``local`` ones.
-
-        With parts the sums are of all heads that teach a token, else of this rank's of
-        ``head_group``.
-        """
         assert self.call.topk is not None
         tokens, some = sample.tokens, slice(0, len(sample.tokens))
-        if self.group is not None:  # ranks have other tokens, and heads for all tokens
+        if self.group is not None:  # ranks select for different tokens
             rank = self.group.rank()
             tokens = gather_tokens(tokens + rank * local, self.group)
             some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))
@@ -182,11 +157,10 @@ class _Settings:
     def _listed_parts(
         self, inputs: MaskedAttentionInputs, lse, sample: QuerySample, tokens, head_group: Any
     ) -> ListedProbabilities:
-        """As :meth:`listed_sample`; each part is of one group of heads, which one rank has."""
         group, width = self.group or head_group, self.call.topk
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts = sample.parts // ranks
-        # [tokens of a rank, rank with the heads, its parts, tokens of a part]
+        # [tokens of a rank, rank with the heads, its parts, tokens of a part].
         tokens = tokens.view(-1, ranks, parts, len(sample.tokens) // sample.parts)
         own = tokens[:, rank].transpose(0, 1).flatten()
         heads = torch.arange(parts, device=own.device).repeat_interleave(len(own) // parts)
@@ -199,9 +173,9 @@ class _Settings:
         return ListedProbabilities(*exchange_parts(found, len(tokens), parts, group))
 
     def part_size(self, tokens: int) -> int:
-        """Return the tokens of a part of the teacher.
+        """Return the tokens of a part of the teacher, within an eighth of the workspace.
 
-        Sums and lists take an eighth of the workspace, or a quarter for half of the tokens.
+        A quarter, if that suffices for half of the tokens.
         """
         if self.group is not None or self.call.topk is None:
             return tokens
@@ -215,7 +189,7 @@ class _Settings:
         for some in slices(tokens, self.part_size(tokens)) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
-            del found  # before the next part takes memory
+            del found  # frees memory
 
 
 def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
@@ -248,8 +222,6 @@ def _sink_gradient(
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """``q, kv, k_pe, ..., the indexer's tensors -> out, lse, p_sum``."""
-
     @staticmethod
     def forward(ctx, q, kv, k_pe, k_pe_grad, sink, bits, s, *index_tensors):
         inputs = s.inputs(q, kv, k_pe, bits)
@@ -262,14 +234,13 @@ class _MaskedAttention(torch.autograd.Function):
         ctx.settings = s
         ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # of lse, which has none
+        ctx.set_materialize_grads(False)
         return out, lse, p_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
-        """Return all gradients; the sparse indexer loss exists in here only."""
-        if dout is None:  # nothing reads the output
+        if dout is None:
             return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
         q, kv, k_pe, sink, bits, out, lse, *index_tensors = ctx.saved_tensors
@@ -290,7 +261,7 @@ class _MaskedAttention(torch.autograd.Function):
                 parts = [TeacherPart(all_taken, found.indices, found.length, found.p_sum)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
 
-        # Several parts reuse nothing of the backward, so they run before dq and dkv take memory.
+        # Several parts reuse nothing of the backward: run them before dq and dkv are allocated.
         before = s.part_size(len(bits)) < len(bits)
         train(s.indexer if before else None)
         dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
@@ -318,42 +289,34 @@ def masked_attention(
     group: Any = None,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend from every query token to the keys of its bits, by plain MLA.
+    """Attend from each query to the keys of its bits, by plain MLA.
 
-    The result equals :func:`sparse_attention` on absorbed queries and latent keys. Every key is
-    read, selected or not, with fewer dims than a latent: faster where most keys are selected.
-
-    Ranks that attend for the same tokens with different heads may each select keys for some of the
-    tokens: bits are gathered over ``group``, head sums reduce-scattered.
+    Equals :func:`sparse_attention` on absorbed queries and latents. Reads all keys, with fewer dims
+    than a latent: faster if most keys are selected.
 
     Args:
-        q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the dims without rope first.
-        kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value, as
-            MLA's up projection returns it. Finite, keys that no query selects included.
-        k_pe: ``[Skv, R]``, same dtype: the rope key of all heads; also finite.
-        bits: int32 ``[Sq, ceil(Skv / 128), 4]``, the keys of each query, from :func:`key_bits`;
-            with ``group`` ``[Sq / ranks, ...]``, for this rank's part of the tokens, in the order
-            of ranks. Masking is by bits only.
-        softmax_scale: factor on ``q . k`` before the softmax.
+        q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the ``R`` rope dims last.
+        kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value.
+            Finite, also where not selected.
+        k_pe: ``[Skv, R]``, same dtype: rope key of all heads; also finite.
+        bits: int32 ``[Sq, ceil(Skv / 128), 4]`` from :func:`key_bits`, the only mask; with
+            ``group`` of this rank's part of the tokens, in the order of ranks.
+        softmax_scale: factor on ``q . k``.
         topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
-        attn_sink: ``[H]``: a logit per head in the denominator that has no value. No kernel reads
-            it: outputs are scaled by the share of the keys.
-        k_pe_grad: fp32 ``[Skv, R]``: if given, the gradient of ``k_pe`` is sent here, unrounded,
-            instead of to ``k_pe`` (see ``layers/parallel/gather.py``).
-        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        indexer: train the indexer on these probabilities in the backward, for the query tokens of
-            ``bits``.
-        group: process group of ranks that have the same tokens and other heads each. All of them
-            call together, forward and backward, with the same ``topk``.
-        policy: which implementations may run.
+        attn_sink: ``[H]``, logits without a value; no kernel reads them: outputs are scaled by the
+            share of the keys.
+        k_pe_grad: fp32 ``[Skv, R]``: receives the unrounded gradient of ``k_pe`` in its stead.
+        want_p_sum: also return the head sum of the probabilities.
+        indexer: trained in the backward on these probabilities, for the tokens of ``bits``.
+        group: ranks that share the tokens and have different heads; collective in forward and
+            backward.
 
     Returns:
-        :class:`MaskedAttentionOutput`; ``out`` is differentiable in q, kv, k_pe and attn_sink.
+        ``out`` is differentiable in q, kv, k_pe and attn_sink.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, no ``topk`` where it is needed or,
-            on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer``
-            with a ``head_group`` in addition to ``group``.
+        ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small (on a GPU an
+            error of the launch); both ``indexer.head_group`` and ``group``.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)
@@ -426,7 +389,6 @@ def describe_attention(
 
 
 def _local_tokens(q: torch.Tensor, indexer: Taught | None, group: Any) -> int:
-    """Check ``group``; return the number of queries that this rank selects keys for."""
     if group is None:
         return len(q)
     local, rest = divmod(len(q), group.size())
@@ -444,5 +406,4 @@ def _local_tokens(q: torch.Tensor, indexer: Taught | None, group: Any) -> int:
 
 
 def gather_tokens(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return ``x [tokens, ...]`` of all ranks, ``[tokens * ranks, ...]``."""
     return all_gather_async(x, group).wait()

@@ -1,10 +1,8 @@
-"""Masked dense attention on one page: key bits, inputs, implementations, fakes, reference.
+"""Masked dense attention: key bits, inputs, implementations, fakes, reference.
 
-*Key bits* hold the keys of a query, one bit per key, for all heads: int32 ``[Sq, G, 4]`` with
-``G = ceil(Skv / 128)``. Word ``l`` of group ``g`` has the keys ``128 g + 8 n + 2 l + e`` (``n`` =
-0..15, ``e`` = 0..1) at bit ``2 n + e``. A thread of a matrix unit holds these columns of an
-accumulator, so it reads one word per query. Bits of keys at or past ``Skv`` are 0.
-:mod:`.triton.tiles` writes the bits of a key for all queries, in the same order of bits.
+*Key bits*: one bit per query and key, for all heads: int32 ``[Sq, G, 4]`` with ``G = ceil(Skv /
+128)``. Bit ``2 n + e`` of word ``l`` of group ``g`` is key ``128 g + 8 n + 2 l + e`` (``n`` =
+0..15, ``e`` = 0..1), a column that a thread of a matrix unit holds.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
 from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
-#: Keys (or queries) of a group, and int32 words for them.
 GROUP, WORDS = 128, 4
 
 
 def groups(count: int) -> int:
-    """Return the groups of ``count`` keys (or queries); the last one may be partial."""
     return -(-count // GROUP)
 
 
@@ -35,9 +31,9 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     queries, keys = mask.shape
     count = groups(keys)
     padded = torch.nn.functional.pad(mask, (0, count * GROUP - keys))
-    # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)]
+    # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)].
     flags = padded.view(queries, count, 16, WORDS, 2).transpose(2, 3).flatten(3)
-    # Bits are disjoint, so a sum that wraps to negative numbers sets bit 31 as it should.
+    # Disjoint bits: the sum may wrap to set bit 31.
     return (flags.int() << _positions(mask)).sum(-1, dtype=torch.int32)
 
 
@@ -53,8 +49,6 @@ def _positions(like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KeyBitsInputs:
-    """Index lists, see ``api.key_bits``."""
-
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     num_keys: int
@@ -62,13 +56,12 @@ class KeyBitsInputs:
 
 
 class ListedProbabilities(NamedTuple):
-    """Head sums of the probabilities of selected keys, and the keys.
+    """Head sums of the probabilities of selected keys.
 
     Attributes:
-        p_sum: ``[Sq, K]`` fp32 (fp64 for fp64 inputs), in ascending order of a query's keys, then
-            0.
-        indices: int32 ``[n, K]``, the keys of ``n`` of the queries, ascending, then -1.
-        length: int32 ``[n]``, keys of these queries.
+        p_sum: ``[Sq, K]`` fp32 (fp64), ascending by key, then 0.
+        indices: int32 ``[n, K]`` of ``n`` queries, ascending, then -1.
+        length: int32 ``[n]``.
     """
 
     p_sum: torch.Tensor
@@ -78,12 +71,7 @@ class ListedProbabilities(NamedTuple):
 
 @dataclass(frozen=True)
 class VisibleBitsInputs:
-    """Ranges of visible slots.
-
-    Attributes:
-        start, end: int32 ``[Sq]``; query ``i`` sees the slots ``[start[i], end[i])``.
-        slots: int32 ``[Skv]``, the slot of each key; ``None``: key ``i`` is slot ``i``.
-    """
+    """Visible slots ``[start[i], end[i])``, int32; ``slots [Skv]``: slot of each key."""
 
     start: torch.Tensor
     end: torch.Tensor
@@ -94,12 +82,12 @@ class VisibleBitsInputs:
 
 @dataclass(frozen=True)
 class MaskedAttentionInputs:
-    """Inputs of one masked dense attention, with the bits of all ``q``; see ``api.py``.
+    """Inputs with the bits of all ``q``.
 
     Attributes:
-        part: queries that have the same heads, for head sums; queries are in equal parts then, each
-            with the next ``q.shape[1]`` heads of ``kv``. ``None``: all have all heads.
-        kept: results that an implementation keeps for the next operation on the same inputs.
+        part: queries per part; part ``i`` has the ``i``-th ``q.shape[1]`` heads of ``kv``.
+            ``None``: all heads.
+        kept: results for the next operation on the same inputs.
     """
 
     q: torch.Tensor
@@ -120,14 +108,13 @@ class MaskedAttentionInputs:
         return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
 
     def by_part(self) -> Iterator[tuple[slice, MaskedAttentionInputs]]:
-        """Yield the queries of each part, and its inputs."""
         part, heads = self.part or max(1, len(self.q)), self.q.shape[1]
         for i, some in enumerate(slices(len(self.q), part)):
             kv = self.kv[:, i * heads : (i + 1) * heads]
             yield some, replace(self.of_queries(some), kv=kv, part=None)
 
     def head_parts(self) -> list[slice]:
-        """Return equal parts of the heads, one at least, whose fp32 ``dq`` fits the workspace."""
+        """Split the heads into equal parts whose fp32 ``dq`` fits the workspace."""
         queries, heads, dim = self.q.shape
         most = max(1, self.workspace_bytes // (4 * max(1, queries) * dim))
         count = -(-heads // -(-heads // most))
@@ -258,15 +245,11 @@ def _numbers(q: torch.Tensor) -> torch.Tensor:
 def reference(
     q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, mask: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``out``, ``lse`` and ``p_sum [Sq, Skv]``, with a bool ``mask [Sq, Skv]``.
-
-    Differentiable, no limit of memory.
-    """
     nope = q.shape[2] - k_pe.shape[1]
     logits = torch.einsum("qhd,khd->qhk", q[..., :nope], kv[..., :nope])
     logits = logits + torch.einsum("qhr,kr->qhk", q[..., nope:], k_pe)
     logits = (logits * softmax_scale).masked_fill(~mask[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
-    # A query without keys has no softmax; its probabilities are 0, not 0/0.
+    # 0, not 0/0, without keys.
     p = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     return torch.einsum("qhk,khd->qhd", p, kv[..., nope:]), lse, p.sum(1)

@@ -1,7 +1,6 @@
-"""Masked dense attention in torch: any device, any dims, temporary memory bounded by a budget.
+"""Masked dense attention in torch, in bounded memory.
 
-Scores exist for a block of queries and a block of keys at a time. The backward computes them twice,
-for the queries' and for the keys' gradient, so that each is summed in one tensor and rounded once.
+The backward computes scores twice, for dq and for dkv, so that each is rounded once.
 """
 
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     unpack,
 )
 
-#: Temporary bytes per key of a query: of :func:`pack` without its mask, and of :func:`unpack`.
+#: Per key of a query.
 _BYTES_PACK, _BYTES_UNPACK = 16, 16
 MORE_KEYS = "topk must be at least the number of keys of each query, got {}: raise it"
 
@@ -41,7 +40,7 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
         indices = inputs.indices[tokens]
         length = None if inputs.topk_length is None else inputs.topk_length[tokens]
         valid = valid_entries(indices, length, inputs.num_keys)
-        # What selects nothing goes to a column behind the keys.
+        # Invalid entries select a column past the keys.
         mask = valid.new_zeros(len(indices), inputs.num_keys + 1)
         mask.scatter_(1, torch.where(valid, indices, inputs.num_keys).long(), True)
         bits[tokens] = pack(mask[:, :-1])
@@ -53,7 +52,6 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
     if slots is None:
         slots = torch.arange(inputs.num_keys, dtype=torch.int32, device=inputs.start.device)
     bits = inputs.start.new_empty(queries, groups(inputs.num_keys), WORDS)
-    # Two comparisons and their conjunction.
     per_query = bits.shape[1] * GROUP * (3 + _BYTES_PACK)
     for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
         start, end = inputs.start[tokens, None], inputs.end[tokens, None]
@@ -86,10 +84,10 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """Return the head sums of the probabilities, and the keys of the queries ``listed``.
+    """Return head sums of probabilities, and the keys of the queries ``listed``.
 
     Raises:
-        ConfigError: a query has more than ``width`` keys; on a GPU a device assert.
+        ConfigError: more than ``width`` keys; on a GPU a device assert.
     """
     queries = len(inputs.q)
     p_sum = inputs.q.new_zeros(queries, width, dtype=accumulation_dtype(inputs.q.dtype))
@@ -108,8 +106,7 @@ def probabilities(
 def _probabilities_of_block(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, tokens: slice, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return head sums and keys of some queries, and how many keys they have."""
-    # The last column takes what is not selected.
+    # The last column collects unselected keys.
     sums = lse.new_zeros(len(lse[tokens]), width + 1, dtype=accumulation_dtype(inputs.q.dtype))
     listed = inputs.bits.new_full(sums.shape, -1)
     count = torch.zeros_like(sums[:, :1], dtype=torch.int64)
@@ -131,8 +128,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``dq``, ``dkv`` and ``dk_pe`` (accumulation dtype).
 
-    With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T``,
-    ``dS = P * (dP - rowsum(dO * O))``, ``dQ = dS K`` and ``dK = dS^T Q``.
+    ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - rowsum(dO * O))``, ``dQ = dS K``, ``dK = dS^T
+    Q``.
     """
     q, nope = inputs.q, inputs.nope_dim
     dtype = accumulation_dtype(q.dtype)
@@ -140,7 +137,6 @@ def backward(
     dk_pe = torch.empty_like(inputs.k_pe, dtype=dtype)
 
     def differentiated(tokens: slice, keys: slice, key, value):
-        """Return the probabilities, the gradient of the scores, and ``dout``, heads first."""
         grad = dout[tokens].to(q.dtype).transpose(0, 1)
         delta = (grad.to(dtype) * out[tokens].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
         probs = _probabilities(inputs, tokens, keys, key, lse)
@@ -169,10 +165,9 @@ def backward(
 
 
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
-    """Return how many keys, in whole groups, take half of the workspace."""
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
-    # A copy in the dtype of the inputs, one in the dtype of sums, the gradients and an addend.
+    # Copies in the dtypes of inputs and sums, gradients and an addend.
     per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
     fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
     return GROUP * max(1, min(fitting, groups(len(inputs.kv))))
@@ -183,7 +178,6 @@ def _key_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
 
 
 def _query_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
-    """Yield queries whose scores with a block of keys take half of the workspace."""
     heads, dim = inputs.q.shape[1:]
     sums, keys = accumulation_dtype(inputs.q.dtype).itemsize, _block_of_keys(inputs)
     per_query = heads * sums * (4 * keys + 4 * (dim + inputs.v_dim)) + keys * _BYTES_UNPACK
@@ -191,7 +185,6 @@ def _query_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
 
 
 def _heads_first(inputs: MaskedAttentionInputs, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys ``[H, k, Dn + R]`` and values ``[H, k, v_dim]``."""
     kv = inputs.kv[keys].transpose(0, 1)
     k_pe = inputs.k_pe[keys].expand(len(kv), -1, -1)
     return torch.cat([kv[..., : inputs.nope_dim], k_pe], dim=-1), kv[..., inputs.nope_dim :]
@@ -214,5 +207,4 @@ def _probabilities(inputs, tokens: slice, keys: slice, key, lse: torch.Tensor) -
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return ``lse``, 0 for queries without keys: their scores are -inf and stay so."""
     return torch.where(lse == float("-inf"), 0.0, lse)

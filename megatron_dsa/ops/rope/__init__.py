@@ -1,1 +1,1 @@
-"""Interleaved rope on the last dims of heads, with or without the query norm."""
+"""Interleaved rope, with or without the query norm."""

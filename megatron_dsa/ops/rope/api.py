@@ -1,8 +1,7 @@
-"""Interleaved rope on the last dims of heads, with or without the norm of DeepSeek-V4's queries.
+"""Interleaved rope on the last dims of heads, with or without V4's query norm.
 
-Pair ``i`` is dims ``D - R + 2i`` and ``D - R + 2i + 1``; it is rotated by the angle whose cosine
-and sine are ``cos[token, i]`` and ``sin[token, i]``. The operations are bound by memory: every
-element is read once, written once and rounded once.
+Pair ``i``, dims ``D - R + 2i`` and ``D - R + 2i + 1``, is rotated by the angle of ``cos[token, i]``
+and ``sin[token, i]``. Bound by memory: elements are read, written and rounded once.
 """
 
 import torch
@@ -29,17 +28,15 @@ def norm_rope(
 
     Args:
         x: ``[tokens, H, D]``.
-        cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x); the last ``R`` dims are rotated in
-            neighbouring pairs, which stay in place.
+        cos, sin: ``[tokens, R / 2]`` fp32 (fp64), for neighbouring pairs of the last ``R`` dims.
         eps: added to the mean square.
-        inplace: the result may reuse the memory of x, which nothing else reads.
-        policy: which implementations may run.
+        inplace: may reuse the memory of x, if nothing else reads it.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, differentiable in x.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     _check(x, cos, sin)
     call = _describe(x)
@@ -54,9 +51,9 @@ def rotate(
     inverse: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Rotate the last dims of every head, or rotate them back (V4's outputs: the value has rope).
+    """Rotate the last dims of every head, or back: V4's values, and so its outputs, have rope.
 
-    Arguments, result and errors as in :func:`norm_rope`, without the norm.
+    Arguments, result and errors as in :func:`norm_rope`.
     """
     _check(x, cos, sin)
     if cos.shape[1] == 0:  # nothing to rotate: a copy of 8k x 64 x 256 costs 0.13 ms
@@ -79,27 +76,24 @@ def rotate_index(
 ) -> torch.Tensor:
     """Rotate some dims of index queries or keys, then apply the Walsh-Hadamard transform.
 
-    The transform is orthogonal, so it changes no product of queries and keys; it spreads large
-    values over all dims.
+    The transform is orthogonal: it changes no product, but spreads large values over all dims.
 
     Args:
         x: ``[tokens, H, D]``.
-        cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x).
-        first: rotate the first ``R`` dims and leave pair ``i`` in dims ``i`` and ``R / 2 + i``, as
-            Megatron's rope of MLA does; otherwise the last ``R`` dims, whose pairs stay in place.
-        neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
-            ``R / 2 + i`` of those that are rotated.
+        cos, sin: ``[tokens, R / 2]`` fp32 (fp64).
+        first: rotate the first ``R`` dims and move pair ``i`` to dims ``i`` and ``R / 2 + i``, as
+            Megatron's MLA does; otherwise the last ``R`` dims, in place.
+        neighbours: pairs are neighbouring dims, otherwise dims ``i`` and ``R / 2 + i``.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
         rounded: also round to x's dtype before the transform, as inference engines do.
-        transposed: apply the transpose: from the gradient of the result to the gradient of x.
-        policy: which implementations may run.
+        transposed: apply the transpose, to gradients.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, rounded once (``rounded``: twice), differentiable in x
         unless ``transposed``.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     _check(x, cos, sin)
     dim = x.shape[2]
@@ -111,7 +105,6 @@ def rotate_index(
         return x
     steps = [(cos, sin, transform)]
     if rounded and transform and cos.shape[1]:
-        # Without columns in the tables nothing is turned.
         steps = [(cos, sin, False), (cos[:, :0], sin[:, :0], True)]
     for cos, sin, transform in reversed(steps) if transposed else steps:
         x = INDEX_ROTATION.run(

@@ -1,4 +1,4 @@
-"""Norm and rope: operations, implementations, fakes and references."""
+"""Norm and rope: operations, implementations, fakes, references."""
 
 from typing import Any
 
@@ -45,10 +45,7 @@ INDEX_ROTATION = _operation(
 def fake_norm_rope(
     candidate: Candidate, x, cos, sin, _eps, inplace, workspace_bytes: int
 ) -> torch.Tensor:
-    """Return and keep what the implementations do."""
-
     def forward(x):
-        # torch's result has memory of its own.
         y = x.detach() if inplace and candidate.fused else torch.empty_like(x)
         rstd = empty_sums(x, *x.shape[:2])
         return (y, rstd), (y, rstd, cos, sin)
@@ -61,7 +58,6 @@ def fake_norm_rope(
 
 
 def fake_rotate(candidate: Candidate, x, cos, sin, _inverse, workspace_bytes: int) -> torch.Tensor:
-    """Return and keep what the implementations do."""
     shape, dtype = x.shape, x.dtype
 
     def forward(x):
@@ -78,18 +74,15 @@ def fake_rotate_index(
     candidate: Candidate, x, cos, sin, _first, _neighbours, _transform, workspace_bytes: int,
     transposed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Return and keep what the implementations do."""
     x = x.detach() if transposed else x
     return fake_rotate(candidate, x, cos, sin, False, workspace_bytes)
 
 
 def reference_rotate(x, cos, sin, inverse) -> torch.Tensor:
-    """Return ``x [tokens, H, D]`` with pairs of its last dims rotated (back, if ``inverse``)."""
     return reference_rotate_index(x, cos, -sin if inverse else sin, False, True, False)
 
 
 def reference_norm_rope(x, cos, sin, eps) -> torch.Tensor:
-    """Return ``rotate(x * rsqrt(mean(x^2) + eps))``."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return reference_rotate(normed, cos, sin, False)
 
@@ -97,8 +90,8 @@ def reference_norm_rope(x, cos, sin, eps) -> torch.Tensor:
 def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.Tensor:
     """Return ``x [tokens, H, D]`` with pairs of its first or last dims rotated, transformed.
 
-    Pairs of the first dims leave as halves, others stay in place. Entry ``i, j`` of the transform
-    is ``D^-1/2``, negative if ``i & j`` has an odd number of bits.
+    Pairs of the first dims leave as halves, others stay. Entry ``i, j`` of the transform is
+    ``D^-1/2``, negative if ``i & j`` has an odd number of bits.
     """
     dim, half = x.shape[-1], cos.shape[1]
     start = 0 if first else dim - 2 * half
@@ -118,10 +111,7 @@ def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.T
 
 @tensor_cache(8)
 def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the symmetric Walsh-Hadamard matrix ``[size, size]`` of 1 and -1.
-
-    Its product with itself is ``size`` times the identity; ``size`` is a power of two.
-    """
+    """Return the symmetric Walsh-Hadamard matrix; its square is ``size`` times the identity."""
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -1,4 +1,4 @@
-"""Norm and rope in torch: any device, any dims, temporary memory bounded by a budget."""
+"""Norm and rope in torch."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: First dims or last, pairs of neighbours or of halves, with the transform or without.
+#: First dims, neighbours, transform.
 Kind = tuple[bool, bool, bool]
 _ROPE: Kind = (False, True, False)
 
@@ -17,12 +17,10 @@ _ROPE: Kind = (False, True, False)
 def norm_rope(
     x, cos, sin, eps, inplace=False, workspace_bytes=DEFAULT_WORKSPACE_BYTES
 ) -> torch.Tensor:
-    """See :func:`.api.norm_rope`; ``inplace`` is ignored."""
     return _NormRope.apply(x, cos, sin, eps, workspace_bytes)
 
 
 def rotate(x, cos, sin, inverse, workspace_bytes=DEFAULT_WORKSPACE_BYTES) -> torch.Tensor:
-    """See :func:`.api.rotate`."""
     return _Rotate.apply(x, cos, sin, _ROPE, inverse, workspace_bytes)
 
 
@@ -30,7 +28,6 @@ def rotate_index(
     x, cos, sin, first, neighbours, transform, workspace_bytes=DEFAULT_WORKSPACE_BYTES,
     transposed=False,
 ) -> torch.Tensor:  # fmt: skip
-    """See :func:`.api.rotate_index`."""
     x = x.detach() if transposed else x
     kind = first, neighbours, transform
     return _Rotate.apply(x, cos, sin, kind, transposed, workspace_bytes)
@@ -55,7 +52,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Through apply, so that the gradient can be differentiated again.
+        # Through apply, for second derivatives.
         return _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
 
 
@@ -82,7 +79,7 @@ class _NormRope(torch.autograd.Function):
         dx = torch.empty_like(y)
         for tokens in _chunks(y, ctx.workspace_bytes):
             out, grad = y[tokens].to(rstd.dtype), dy[tokens].to(rstd.dtype)
-            # A rotation keeps inner products, so one rotation of the difference is enough.
+            # A rotation keeps inner products: rotate the difference once.
             part = grad - out * (grad * out).mean(-1, keepdim=True)
             part.mul_(rstd[tokens][..., None])
             _turn(part, cos[tokens], sin[tokens], _ROPE, True)
@@ -91,7 +88,7 @@ class _NormRope(torch.autograd.Function):
 
 
 def _chunks(x: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
-    per_token = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize  # five copies
+    per_token = 5 * x.shape[1] * x.shape[2] * accumulation_dtype(x.dtype).itemsize
     return slices(len(x), rows_in_budget(workspace_bytes, per_token))
 
 
@@ -101,7 +98,7 @@ def _transformed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _turn(x: torch.Tensor, cos, sin, kind: Kind, back: bool) -> None:
-    """Rotate dims of ``x`` in place; it is in the accumulation dtype."""
+    """Rotate dims of ``x``, in the accumulation dtype, in place."""
     first, neighbours, _ = kind
     size = 2 * cos.shape[1]
     rotated = x[..., :size] if first else x[..., x.shape[-1] - size :]
@@ -116,6 +113,5 @@ def _turn(x: torch.Tensor, cos, sin, kind: Kind, back: bool) -> None:
 
 
 def _pairs(x: torch.Tensor, neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the first and the second members of all pairs."""
     half = x.shape[-1] // 2
     return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])

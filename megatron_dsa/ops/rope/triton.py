@@ -1,11 +1,7 @@
-"""Norm and rope in Triton: one pass over the heads in either direction.
+"""Norm and rope in Triton.
 
-Queries: a program takes some heads of one token, whole, and reads the token's tables once. A thread
-holds neighbouring dims, so that both members of a pair meet in its registers.
-
-Index heads: a program takes some heads of one or several tokens. The transform is a product with
-its matrix of signs on the matrix units; the fp32 heads enter it as two numbers of 16 bits, whose
-sum has 16 bits of mantissa, so that the result is rounded once.
+The transform is a product with a matrix of signs on matrix units; fp32 heads are split into two
+16-bit numbers with 16 bits of mantissa together, so that the result is rounded once.
 """
 
 import torch
@@ -17,11 +13,11 @@ from megatron_dsa.ops.common.autograd import differentiable, once_differentiable
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: Heads of a program of index heads.
+#: Per program.
 _HEADS = 64
-#: Tables may be slices of larger ones; their alignment must not compile kernels again.
+#: Slices' alignment must not cause compilations.
 _ANY_ALIGNMENT = ["cos", "sin"]
-#: Sizes of index heads follow the batch.
+#: Varying sizes must not cause compilations.
 _ANY_SIZES = {
     "do_not_specialize": ["heads", "count", "scale"],
     "do_not_specialize_on_alignment": _ANY_ALIGNMENT,
@@ -34,7 +30,6 @@ def _turn(
     D: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the last ``2 * HALF`` of ``D`` dims of a tile of heads of one token."""
     pair = tl.arange(0, BLOCK_D // 2) - (D // 2 - HALF)
     turned = (pair >= 0) & (pair < HALF)
     at = row * stride + pair
@@ -43,7 +38,7 @@ def _turn(
     if INVERSE:
         s = -s
     a, b = tl.split(tl.reshape(x, [BLOCK_H, BLOCK_D // 2, 2]))
-    # Other dims are not multiplied by 1 and 0: that would spread an infinity to its neighbour.
+    # Other dims are not multiplied by 1 and 0, which would spread an infinity to its neighbour.
     first = tl.where(turned[None, :], a * c - b * s, a)
     second = tl.where(turned[None, :], a * s + b * c, b)
     return tl.reshape(tl.join(first, second), [BLOCK_H, BLOCK_D])
@@ -54,7 +49,6 @@ def _place(
     row_stride, head_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's token, heads, contiguous offsets, mask, and offsets by the strides."""
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -70,7 +64,6 @@ def _forward(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     INVERSE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate, after the norm if ``NORM``; ``y`` may be ``x``, whose strides are those given."""
     row, head, at, mask, source = _place(row_stride, head_stride, H, D, BLOCK_H, BLOCK_D)
     value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
@@ -87,10 +80,7 @@ def _norm_backward(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the norm and rope from its output.
-
-    A rotation keeps inner products, so one rotation of the difference is enough.
-    """
+    """Rotate the difference once: a rotation keeps inner products."""
     row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
@@ -102,7 +92,6 @@ def _norm_backward(
 
 @triton.jit
 def _columns(START: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return ``COUNT`` columns from ``START`` on, in a block, and the mask of the block."""
     index = tl.arange(0, BLOCK)
     return START + index, index < COUNT
 
@@ -121,7 +110,7 @@ def _store(x, at, inside, column, exists, value):
 
 @triton.jit
 def _product(x, signs, like, total):
-    """Return ``total + x @ signs``; fp32 becomes two numbers if ``like`` has 16 bits."""
+    """Return ``total + x @ signs``; fp32 is split into two numbers if ``like`` has 16 bits."""
     dtype: tl.constexpr = like.dtype.element_ty
     signs = signs.to(dtype)
     if dtype == tl.float32:
@@ -135,7 +124,6 @@ def _product(x, signs, like, total):
 
 @triton.jit
 def _signs_of(signs, column, exists, D: tl.constexpr):
-    """Return rows of the matrix of signs, ``[columns, D]``."""
     return tl.load(
         signs + column[:, None] * D + tl.arange(0, D)[None, :], mask=exists[:, None], other=0.0
     )
@@ -143,7 +131,6 @@ def _signs_of(signs, column, exists, D: tl.constexpr):
 
 @triton.jit
 def _signs_to(signs, column, exists, D: tl.constexpr):
-    """Return columns of the matrix of signs, ``[D, columns]``."""
     return tl.load(
         signs + tl.arange(0, D)[:, None] * D + column[None, :], mask=exists[None, :], other=0.0
     )
@@ -158,7 +145,6 @@ def _angles(cos, sin, token, inside, stride, HALF: tl.constexpr, PAIRS: tl.const
 
 @triton.jit
 def _heads_of(heads, count, BLOCK: tl.constexpr):
-    """Return the program's heads (as rows ``token * heads + head``), tokens and a mask."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return row, row // heads, row % heads, row < count
 
@@ -220,7 +206,7 @@ def _index_backward(
     NEIGHBOURS: tl.constexpr, JOINED: tl.constexpr, TRANSFORM: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The transform, which is its own inverse, and the rotation back."""
+    """Apply the transform, which is its own inverse, and rotate back."""
     row, token, head, inside = _heads_of(heads, count, BLOCK)
     at, to = token * token_stride + head * head_stride, row * D
     if TRANSFORM:
@@ -262,7 +248,7 @@ def _index_backward(
 
 
 def _blocks(x: torch.Tensor) -> dict[str, int]:
-    """About 4096 elements per program, 32 per thread: 8 KB in flight, in a few registers."""
+    """Return blocks of 4096 elements, 32 per thread: 8 KB in flight, few registers."""
     dims = next_power_of_2(x.shape[2])
     heads = max(1, min(next_power_of_2(x.shape[1]), 4096 // dims))
     return {"BLOCK_H": heads, "BLOCK_D": dims, "num_warps": max(1, min(8, heads * dims // 1024))}
@@ -276,7 +262,6 @@ def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
 
 
 def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Return x with dense heads, and tables of one stride with dense tokens."""
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return _dense(x), cos, sin
@@ -305,7 +290,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         arguments = _dense(dy), *ctx.saved_tensors, not ctx.inverse
-        # Through apply, so that the gradient can be differentiated again.
+        # Through apply, for second derivatives.
         dx = _Rotate.apply(*arguments) if torch.is_grad_enabled() else _rotated(*arguments)
         return dx, None, None, None
 
@@ -313,8 +298,7 @@ class _Rotate(torch.autograd.Function):
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, eps, inplace):
-        # An alias instead of mark_dirty: x is a view of a projection's output, and autograd would
-        # copy the whole gradient for an in-place change of a view.
+        # An alias, not mark_dirty: x is a view, for which autograd would copy the whole gradient.
         y = x.detach() if inplace else x.new_empty(x.shape)
         rstd = x.new_empty(x.shape[:2], dtype=torch.float32)
         _launch(
@@ -337,11 +321,10 @@ class _NormRope(torch.autograd.Function):
 
 
 def _block(columns: int) -> int:
-    return max(16, next_power_of_2(columns))  # 16 for the matrix units
+    return max(16, next_power_of_2(columns))
 
 
 def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, bool]) -> torch.Tensor:
-    """Return the contiguous result of ``kernel`` for ``x [tokens, H, D]``."""
     first, neighbours, transform = kind
     tokens, heads, dim = x.shape
     x = _dense(x)
@@ -350,7 +333,6 @@ def _launch_index(kernel, x: torch.Tensor, cos, sin, kind: tuple[bool, bool, boo
     rest = dim - 2 * half
     count = tokens * heads
     if count > 0 and dim > 0:
-        # Without a transform nothing is read from the matrix.
         signs = hadamard_signs(dim, torch.bfloat16, x.device) if transform else x
         launch(
             kernel, (ceil_div(count, _HEADS),),
@@ -376,13 +358,11 @@ class _RotateIndex(torch.autograd.Function):
 
 
 def norm_rope(x, cos, sin, eps, inplace=False, workspace_bytes=None) -> torch.Tensor:
-    """See :func:`.api.norm_rope`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x.contiguous(), cos, sin)
     return _NormRope.apply(x, cos, sin, float(eps), inplace)
 
 
 def rotate(x, cos, sin, inverse, workspace_bytes=None) -> torch.Tensor:
-    """See :func:`.api.rotate`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x, cos, sin)
     return (_Rotate.apply if differentiable(x) else _rotated)(x, cos, sin, inverse)
 
@@ -391,7 +371,6 @@ def rotate_index(
     x, cos, sin, first, neighbours, transform, workspace_bytes=None,
     transposed=False,
 ) -> torch.Tensor:  # fmt: skip
-    """See :func:`.api.rotate_index`; bf16, fp16, fp32, no temporaries."""
     x, cos, sin = _tables(x, cos, sin)
     kind = first, neighbours, transform
     if transposed:

@@ -1,12 +1,9 @@
-"""Sparse attention of MLA with its up projections absorbed, in blocks of tokens.
+"""MLA sparse attention with absorbed up projections.
 
-Attention runs in the space of the latents: ``W_uk`` is multiplied into the queries and ``W_uv``
-follows the output, so that all heads share one key. Queries and outputs are three to four times
-wider there, so they and their gradients exist for one block of tokens at a time; the backward
-computes absorbed queries again.
+``W_uk`` is multiplied into the queries and ``W_uv`` into the output: all heads share one key, the
+latent. The wide tensors exist for one block of tokens at a time; the backward recomputes them.
 
-With ``group`` a rank attends with all heads. The weights of all ranks are gathered once per pass
-(kept, they would take 34 MB per layer of DeepSeek-V3.2); their gradient is summed in fp32.
+With ``group``, weights are gathered in each pass (34 MB per layer of DeepSeek-V3.2 if kept).
 """
 
 from collections.abc import Iterator
@@ -62,48 +59,41 @@ from megatron_dsa.ops.sparse_attention.spec import (
     SparseAttentionInputs,
 )
 
-#: Results of :func:`absorbed_attention`.
 AbsorbedAttentionOutput = SparseAttentionOutput
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Arguments that take no part in autograd."""
-
     attention: Settings
     blocks: tuple[slice, ...]
-    kernel_heads: int  # heads that the forward's kernel computes, padding included
+    kernel_heads: int  # includes padding
     keeps_latents: bool
     group: Any
 
 
 class _Blocks:
-    """Inputs of a pass, and a buffer for the absorbed queries of a block, padded to ``heads``."""
-
     def __init__(self, plan: _Plan, heads: int, q, kv, weights, sink, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
         self.sink = sink
         self.rank = weights.shape[2]
-        self.nope = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
+        self.nope = q.shape[2] - (kv.shape[1] - self.rank)
         self.w_uk, self.w_uv = weights[:, : self.nope], weights[:, self.nope :]
         self.absorbed = self.buffer(heads, kv.shape[1])
         if heads > q.shape[1]:
             self.absorbed[:, q.shape[1] :] = 0.0
 
     def buffer(self, heads: int, dims: int) -> torch.Tensor:
-        """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
         return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return the inputs of a block; its absorbed queries stay until the next call."""
+        """Return a block's inputs; the next call overwrites absorbed queries."""
         length = None if self.length is None else self.length[tokens]
         return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
 
     def inputs_of(
         self, q, indices, length, want_p_sum: bool = False, heads: slice = slice(None)
     ) -> SparseAttentionInputs:
-        """Return the inputs of some tokens, at most as many as a block has, with some heads."""
         padded = self.absorbed[: len(q)]
         if q.shape[1] < self.q.shape[1]:
             padded = padded.flatten(0, 1)[: len(q) * q.shape[1]].unflatten(0, q.shape[:2])
@@ -116,8 +106,6 @@ class _Blocks:
 
 
 class _AbsorbedAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, weights, sink, ..., the indexer's tensors -> out, lse, p_sum``."""
-
     @staticmethod
     def forward(ctx, q, kv, kv_grad, weights, sink, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
@@ -134,14 +122,14 @@ class _AbsorbedAttention(torch.autograd.Function):
             write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
             lses.append(lse)
             if p.keeps_latents:
-                latents.append(latent.contiguous())  # a view would keep its padding
-            del inputs, latent, p_sum  # before the next block takes memory
+                latents.append(latent.contiguous())  # drop padding
+            del inputs, latent, p_sum  # frees memory
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, sink, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # of lse and p_sum, which have none
+        ctx.set_materialize_grads(False)
         return out, lse, p_sum
 
     @staticmethod
@@ -151,9 +139,8 @@ class _AbsorbedAttention(torch.autograd.Function):
         q, kv, weights, sink, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
-        # The kernels of the backward take queries without padding.
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, sink, indices, length)
-        if dout is None:  # nothing reads the output; other ranks take part
+        if dout is None:  # other ranks take part
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
@@ -185,12 +172,10 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Backward:
-    """The backward of all blocks, run one after the other; sums gradients."""
-
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
-        # No method of this object: a cycle would keep all of it until Python collects garbage.
+        # A bound method would be a cycle, which keeps buffers until garbage collection.
         rows = blocks.q.shape[:2].numel()
         self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
@@ -200,10 +185,7 @@ class _Backward:
         self.dsink: Any = None
 
     def teachers(self) -> Iterator[TeacherPart]:
-        """Run all blocks; yield teachers of as many together as take an eighth of the workspace.
-
-        The loss makes a gradient of all index keys for every part.
-        """
+        """Yield teachers in large parts: the loss allocates a key gradient for each."""
         blocks, indices, length = self.plan.blocks, self.blocks.indices, self.blocks.length
         workspace = self.plan.attention.policy.workspace_bytes // 8
         per_block = self.blocks.longest * indices.shape[1] * 4
@@ -213,13 +195,9 @@ class _Backward:
             teacher = _joined([self.run(block, teaches=True) for block in part])
             of_part = None if length is None else length[tokens]
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
-            del teacher  # before the next part takes memory
+            del teacher  # frees memory
 
     def sampled(self, sample: QuerySample, head_group: Any) -> Iterator[TeacherPart]:
-        """Yield teachers of sampled tokens, whose gradients are summed already.
-
-        With parts they are of all heads that teach a token, else of this rank's of ``head_group``.
-        """
         group = head_group if sample.parts > 1 else None
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts, indices, length = sample.parts // ranks, self.blocks.indices, self.blocks.length
@@ -233,7 +211,6 @@ class _Backward:
         yield TeacherPart(slice(0, len(sample.tokens)), indices, length, teacher)
 
     def _teachers_of(self, parts: list[QuerySample]) -> Iterator[TeacherPart]:
-        """Yield teachers of some tokens at a time: each part has its heads."""
         blocks, attention = self.blocks, self.plan.attention
         count = blocks.q.shape[1] // len(parts)
         if len(parts) > 1:
@@ -248,10 +225,9 @@ class _Backward:
                 teacher = attention.run(PROBABILITIES, inputs, lse[:, heads])
                 taken = slice(first + some.start, first + some.stop)
                 yield TeacherPart(taken, indices, length, teacher)
-                del q, lse, inputs, teacher  # before the next block takes memory
+                del q, lse, inputs, teacher  # frees memory
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
-        """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""
         blocks, attention = self.blocks, self.plan.attention
         inputs, dout = blocks.inputs(tokens), self.dout[tokens]
         latent = self.latents.get(tokens.start)
@@ -294,7 +270,6 @@ class _Backward:
 
 
 def _bounds(x: _Blocks, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bounds of absorbed queries and gradients of latent outputs, by Cauchy-Schwarz."""
     nope, rope = x.q.split([x.nope, x.q.shape[2] - x.nope], dim=2)
     queries = largest(_largest_vector(nope) * _largest_column(x.w_uk))
     outputs = largest(_largest_vector(dout) * _largest_column(x.w_uv))
@@ -307,7 +282,6 @@ def _largest_column(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_vector(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest norm of each head of ``x [tokens, H, D]``; 0 without tokens."""
     norms = torch.linalg.vector_norm(x, dim=2, dtype=accumulation_dtype(x.dtype))
     return norms.amax(0) if len(x) else norms.new_zeros(x.shape[1])
 
@@ -329,38 +303,23 @@ def absorbed_attention(
     recompute: bool = False,
     policy: Policy = Policy(),
 ) -> AbsorbedAttentionOutput:
-    """Attend from every query token to its own list of latents (multi-head latent attention).
+    """Attend from each query to its own list of latents: plain MLA over the listed keys.
 
-    The result equals plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
-    ``weights``, it is ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T``
-    per head. The wide tensors of that chain exist for a block of tokens only.
+    Other arguments, results and errors as in
+    :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
 
     Args:
-        q: ``[Sq, H, A + P]``, bf16, fp16, fp32 or fp64; the ``P`` dims with rope last.
-        kv: ``[Skv, R + P]``, same dtype: the latent, then the dims that all heads share, rotated.
-        weights: ``[H, A + V, R]``, same dtype: per head what makes its key without rope of a latent
-            (``W_uk``), then its value (``W_uv``). With ``group`` ``[H / ranks, ...]``, of this
-            rank's heads, which come in the order of ranks.
-        indices, topk_length, attn_sink, in_order, indexer: see
-            :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
-        softmax_scale: factor on ``q . k`` before the softmax.
-        kv_grad: fp32 ``[Skv, R + P]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see ``layers/parallel/gather.py``).
-        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        group: process group of ranks that share the heads and have other tokens each. All of them
-            call together, forward and backward.
-        recompute: run the forward kernel again in the backward instead of saving the latent output
-            ``[Sq, H, R]``.
-        policy: which implementations may run; its workspace bounds the blocks.
+        q: ``[Sq, H, A + P]``; the ``P`` rope dims last.
+        kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key of all heads.
+        weights: ``[H, A + V, R]``, same dtype: up projection per head, ``W_uk`` then ``W_uv``. With
+            ``group`` this rank's heads only.
+        group: ranks that share the heads and hold different tokens; collective in forward and
+            backward.
+        recompute: rerun the forward kernel in the backward instead of saving ``[Sq, H, R]``.
 
     Returns:
-        ``out [Sq, H, V]`` in q's dtype, 0 for tokens that select nothing, differentiable in q, kv,
-        weights and attn_sink; ``lse [Sq, H]`` fp32, natural log over the selected keys (sink
-        excluded), ``-inf`` if none; ``p_sum [Sq, K]`` fp32, 0 at invalid entries, ``None`` unless
-        it was asked for.
-
-    Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ``out [Sq, H, V]``, ``lse``, ``p_sum``; ``out`` is differentiable in q, kv, weights and
+        attn_sink.
     """
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
     require_tensor("q", q, ("Sq", "H", "A + P"), FLOATS, fix=fix)
@@ -397,7 +356,7 @@ def absorbed_attention(
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )
-    if topk_length is not None:  # once for all blocks and both directions
+    if topk_length is not None:
         topk_length = lengths(indices, topk_length)
     attention = Settings(
         rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order,

@@ -1,9 +1,6 @@
-"""Sparse attention as one differentiable function.
+"""Differentiable sparse attention.
 
-Forward and backward are dispatched apart; they share only ``out`` and ``lse``. The backward keeps
-``q, kv, sink, indices, length, out, lse`` and the indexer's inputs: no scores, no gathered keys.
-Both passes run once; with :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4) once per block of
-tokens, whose lists are written in the forward and again in the backward.
+With :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4), both passes run in blocks of tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,14 +47,11 @@ from megatron_dsa.ops.sparse_attention.spec import (
 
 
 class SparseAttentionOutput(NamedTuple):
-    """Results of :func:`sparse_attention`."""
-
-    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for tokens that select nothing.
+    #: ``[Sq, H, v_dim]`` in q's dtype; 0 without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
+    #: ``[Sq, H]`` fp32, natural log, without sink; ``-inf`` without keys.
     lse: torch.Tensor
-    #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities, 0 at invalid entries;
-    #: ``None`` without ``want_p_sum``.
+    #: ``[Sq, K]`` fp32, probabilities summed over local heads, 0 at invalid entries, or ``None``.
     p_sum: torch.Tensor | None
 
 
@@ -68,18 +62,14 @@ def _teaching(call: OpCall) -> OpCall:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of a call without a gradient, kept for the backward by the autograd function.
-
-    They live as long as the graph, so they hold no tensor that autograd saves: neither the
-    indexer's nor the selection of ``lists``, which is passed as ``indices``.
-    """
+    """Non-tensor arguments, which live as long as the graph."""
 
     v_dim: int
     softmax_scale: float
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    indexer: Taught | None  # without its tensors
+    indexer: Taught | None
     lists: KeyLists | None = None
     in_order: bool = False
     length_in_range: bool = False
@@ -100,12 +90,10 @@ class Settings:
         )
 
     def run(self, operation: Operation, *args, teacher: bool = False) -> Any:
-        """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
         call = _teaching(self.call) if teacher else self.call
         return operation.run(call, self.policy, *args)
 
     def blocks(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-        """Yield ``tokens, indices, length``: all tokens, or blocks for which lists are written."""
         if self.lists is None:
             yield slice(None), indices, length
         else:
@@ -113,10 +101,7 @@ class Settings:
             yield from lists.blocks(self.policy)
 
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
-        """Yield ``some, indices, length`` of the tokens ``taken``, given their selections.
-
-        Lists and head sums of ``some`` take an eighth of the workspace.
-        """
+        """Yield ``some, indices, length`` in parts of an eighth of the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
         for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
             of_some = None if length is None else part_of(length, some)
@@ -127,25 +112,22 @@ class Settings:
                 yield some, *self.lists.of_some(*selected, self.policy)
 
     def teacher_columns(self, p_sum, indices, tokens: slice) -> torch.Tensor:
-        """Return the columns of ``p_sum`` that belong to selected keys, without the window."""
         if self.lists is None:
             return p_sum
-        # Behind a selection that is not full, the window follows at once.
+        # The window directly follows a selection that is not full.
         valid = indices[tokens] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
     def loss_teacher(self, p_sum, indices) -> torch.Tensor:
-        """As :meth:`teacher_columns` for the loss, which reads no entry without a key."""
         return p_sum if self.lists is None else p_sum[:, : indices.shape[1]].contiguous()
 
 
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
-    """Write ``part`` to the ``tokens`` of ``whole``; a part with all tokens is returned itself.
+    """Write ``part`` to ``tokens`` of ``whole``, or return a part of all tokens.
 
-    Sizes are not read by ``len``, which would compile a graph per size.
+    ``len`` would make torch.compile build a graph per size.
     """
     if part is None or part.shape[0] == total:
-        # A view would keep the padding behind it.
         return None if part is None else part.contiguous()
     if whole is None:
         whole = part.new_empty(total, *part.shape[1:])
@@ -154,8 +136,6 @@ def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, t
 
 
 class _SparseAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, sink, ..., the indexer's tensors -> out, lse, p_sum``."""
-
     @staticmethod
     def forward(ctx, q, kv, kv_grad, sink, indices, length, s: Settings, *index_tensors):
         out: Any = None
@@ -176,13 +156,12 @@ class _SparseAttention(torch.autograd.Function):
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        ctx.set_materialize_grads(False)  # of lse and p_sum, which have none
+        ctx.set_materialize_grads(False)
         return out, lse, p_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum) -> tuple[torch.Tensor | None, ...]:
-        """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
         q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
         dout = (torch.zeros_like(out) if dout is None else dout).contiguous()
@@ -223,7 +202,6 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def _teacher_among(s: Settings, sample: QuerySample | None, q, kv, indices, length) -> TeacherPart:
-    """Return the head sum of a softmax over selected keys only: no window, no sink."""
     if sample is not None:
         q, indices, length = select_tokens(sample.tokens, q, indices, length)
     call = replace(s.call, topk=indices.shape[1], sink=False)
@@ -260,33 +238,28 @@ def sparse_attention(
     indexer: Taught | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
-    """Attend from every query token to its own list of keys (one key/value head).
+    """Attend from each query to its own list of keys (one key/value head).
 
     Args:
         q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.
-        kv: ``[Skv, D]``, same dtype; the value is its first ``v_dim`` columns, by construction of
-            absorbed MLA.
-        indices: int32 ``[Sq, K]``, indices of keys. Entries ``< 0`` or ``>= Skv`` select nothing.
-            A query must not list a key twice. Masking is by indices only. Or
-            :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
-        softmax_scale: factor on ``q . kv`` before the softmax.
-        v_dim: number of leading columns of ``kv`` that are the value.
-        topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
-        attn_sink: fp32 ``[H]``: a logit per head in the denominator that has no value
-            (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
-        kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see ``layers/parallel/gather.py``).
-        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        in_order: all lists follow one order of the keys, as the results of ``indexer_topk`` and
-            ``KeyLists`` do: spares a backward from sorting them.
-        indexer: train the indexer on these probabilities in the backward, which recomputes them.
-        policy: which implementations may run.
+        kv: ``[Skv, D]``, same dtype; the first ``v_dim`` columns are the value (absorbed MLA).
+        indices: int32 ``[Sq, K]``, unique key indices per query, the only mask; entries ``< 0`` or
+            ``>= Skv`` select nothing. Or :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
+        softmax_scale: factor on ``q . kv``.
+        topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
+        attn_sink: ``[H]``, logits without a value (DeepSeek-V4): ``out = out_keys * sigmoid(lse -
+            sink)``.
+        kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient of ``kv`` in its stead.
+        want_p_sum: also return the head sum of the probabilities.
+        in_order: lists follow one order of keys, as from ``indexer_topk``: spares the backward a
+            sort.
+        indexer: trained in the backward on these probabilities.
 
     Returns:
-        :class:`SparseAttentionOutput`; ``out`` is differentiable in q, kv and attn_sink.
+        ``out`` is differentiable in q, kv and attn_sink.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, v_dim, attn_sink)
@@ -351,7 +324,7 @@ def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
 
 def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
     first = lists.offset
-    # Where held is given, kv holds a part of all ranks' keys.
+    # kv holds part of all ranks' keys.
     keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}
     require_layout(lists.layout, {"q": q}, keys)
     require(topk_length is None, "topk_length must be None: lists have their own lengths")
@@ -360,7 +333,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
     if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
-        # A larger slot would select a key of a position.
+        # Larger numbers would index keys of positions, which follow the compressed keys.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
         require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)

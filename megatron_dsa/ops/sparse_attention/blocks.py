@@ -1,4 +1,4 @@
-"""Blocks of tokens in which absorbed attention runs."""
+"""Blocks of tokens for absorbed attention."""
 
 import torch
 
@@ -8,14 +8,14 @@ from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
-#: Query tokens times heads, and tokens, of a kernel's thread block, at most.
+#: Most heads and tokens of a thread block.
 _ROWS, _TOGETHER = 64, 8
-#: Waves of thread blocks, at least: the last one of a launch leaves processors idle. And tokens, at
-#: least: the fp32 gradients of the weights are read and written once per block.
+#: Fewest waves of thread blocks (the last leaves SMs idle) and tokens (weight gradients are updated
+#: once per block).
 _WAVES, _TOKENS = 8, 1024
-#: The same where a thread block has several tokens: a wave is long there, and takes much memory.
+#: The same for thread blocks of several tokens, whose waves take much memory.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
-#: Blocks at most, where each backward returns a gradient of all keys.
+#: If each backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16
 
 
@@ -28,21 +28,11 @@ def token_blocks(
     backward: bool = True,
     kernel_heads: int = 0,
 ) -> tuple[slice, ...]:
-    """Return the blocks of tokens in which absorbed attention runs: slices of equal length.
+    """Split tokens into equal slices of whole waves of thread blocks.
 
-    Absorbed queries, latent outputs and their gradients, and lists and head sums where tokens share
-    a thread block, fit the workspace, unless kernels would not fill the GPU then. A block has whole
-    waves of thread blocks.
-
-    Args:
-        tokens, keys: of the call.
-        call: of sparse attention, with the dims of latents.
-        policy: the workspace, and the choice of the backward.
-        device: of the tensors.
-        backward: a backward follows.
-        kernel_heads: heads of the forward's kernel, if more than the call's.
+    A slice's wide tensors fit the workspace, unless the GPU would not be full. ``call`` has the
+    dims of latents; ``kernel_heads``: the forward kernel's, if more than the call's.
     """
-    # The forward has queries and outputs, the backward their gradients as well.
     per_token = max(2 * call.heads, kernel_heads)
     per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
     wave, fewest = _wave(call.heads, device), 1
@@ -51,13 +41,12 @@ def token_blocks(
         waves, least = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
         fewest = max(waves * wave, _up(least, wave))
         if together > 1 and backward:
-            # Ids and members of the union, head sums, where they go (and a copy), the teacher.
+            # Union's ids and members, head sums, their targets (and a copy), teacher.
             per_token += (call.topk or 0) * (5 + 4 * together + 16 + 4)
         if backward and not BACKWARD.choose(call, policy).candidate.support.adds_keys:
             fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))
     wave = wave or 1
     most = max(fewest, policy.workspace_bytes // per_token // wave * wave)
-    # At most half as many tokens again as wanted, or a third less.
     count = max(1, min(-(-tokens // most), round(tokens / fewest)))
     size = tokens if count == 1 else _up(-(-tokens // count), wave)
     return tuple(slices(tokens, size)) if tokens else (slice(0, 0),)

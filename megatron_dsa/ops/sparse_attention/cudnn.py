@@ -1,9 +1,7 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
-Bridged here: the sink is required there (``-inf`` means none); the lse of tokens without keys is
-``+inf``; list widths come in buckets; lists are sorted where that keeps the key gradient in the
-cache. On Hopper the key gradient is accumulated in fp32 and rounded on return; ours stays unrounded
-until it is summed over ranks, so the accumulator is read from the workspace.
+Bridged: required sink (``-inf`` for none), ``+inf`` as lse without keys, bucketed list widths,
+sorted lists. On Hopper the unrounded fp32 key gradient is read from the workspace.
 """
 
 import logging
@@ -19,7 +17,7 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 logger = logging.getLogger(__name__)
 
-#: The version whose workspace is laid out as :func:`_accumulator` reads it.
+#: First version whose workspace :func:`_accumulator` can read.
 _WORKSPACE_SINCE = (1, 32)
 _TILE = 64
 _accumulator_fits: bool | None = None
@@ -29,7 +27,6 @@ _workspace_bytes: dict[tuple, int] = {}
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
     from cudnn import DSA
 
     q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
@@ -59,7 +56,6 @@ def backward(
 
 
 def _workspace(DSA, arguments, length) -> torch.Tensor | None:
-    """Allocate the workspace here if the fp32 key gradient can be read from it."""
     q = arguments[0]
     hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
     if not hopper or CUDNN.version() < _WORKSPACE_SINCE or _accumulator_fits is False:
@@ -75,14 +71,11 @@ def _workspace(DSA, arguments, length) -> torch.Tensor | None:
 
 
 def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
-    """Return the key gradient in fp32: the unrounded accumulator where it can be read."""
     global _accumulator_fits
     if workspace is None or _accumulator_fits is False:
         return dkv.float()
     wide = _accumulator(workspace, *dkv.shape)
     if _accumulator_fits is None:
-        # Once per process, in its first call (which compiles anyway): the rounded accumulator has
-        # to be the gradient that was returned, or the layout has changed.
         _accumulator_fits = torch.equal(wide.to(dkv.dtype), dkv)
         if not _accumulator_fits:
             logger.warning(
@@ -95,7 +88,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 gradient from the end of the workspace, where keys are padded to a tile."""
+    """Return the fp32 gradient at the end of the workspace."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)
@@ -103,11 +96,10 @@ def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return ``p_sum [Sq, K]`` fp32, the head sum of the probabilities.
+    """Return ``p_sum [Sq, K]`` fp32.
 
-    cuDNN normalises each row to sum 1; the sum over heads that it divided by is known from the lse
-    (1 per head, or ``exp(lse - total)`` with a sink) and multiplied back, so that the sum over
-    tensor-parallel ranks can be completed.
+    Undo cuDNN's normalisation per query (sums of 1 per head, or ``exp(lse - total)`` with a sink),
+    so that ranks can add theirs.
     """
     from cudnn import DSA
 
@@ -118,7 +110,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
-    # Rows without keys and heads that only pad get no weight: exp(x - inf) = 0.
+    # ``exp(x - inf)`` is 0 without keys and for padding heads.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
         with_heads(inputs.q, heads, -2)[None],
@@ -130,5 +122,5 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         topk_length=lengths(inputs.indices, inputs.topk_length, inputs.length_in_range)[None],
         topk_indices_global=False,
     )["target"][0, :, : valid.shape[1]]
-    # Entries that select nothing may hold anything there.
+    # cuDNN leaves invalid entries undefined.
     return torch.where(valid, target * mass[:, None], 0.0)

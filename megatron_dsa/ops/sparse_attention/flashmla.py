@@ -1,8 +1,7 @@
 """Sparse attention forward through DeepSeek's FlashMLA (Hopper and Blackwell, bf16).
 
-Differences from this package's contract that are bridged here: 64 or 128 heads only, widths in
-multiples of 128, no clamping of ``topk_length``, and ``+inf`` instead of ``-inf`` as the lse of
-tokens without keys. Its lse is the natural log over the keys without the sink, as ours.
+Bridged: 64 or 128 heads, widths in multiples of 128, unclamped ``topk_length``, ``+inf`` as lse
+without keys.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from megatron_dsa.ops.dispatch.packages import FLASH_MLA
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.padding import padded_heads, with_heads
 
-if TYPE_CHECKING:  # spec.py reads HEADS and probe
+if TYPE_CHECKING:
     from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
-#: Widths of lists are multiples of it.
 WIDTH = 128
-#: Supported numbers of heads.
 HEADS = (64, 128)
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 
 
 def probe(call: OpCall) -> str | None:
-    """Return the reason against the installed FlashMLA, ``None`` without one."""
     import flash_mla
 
     function = getattr(flash_mla, "flash_mla_sparse_fwd", None)
@@ -62,10 +58,7 @@ def _signature_complaint(function) -> str | None:
 
 @lru_cache(maxsize=4)
 def _lse_complaint(function) -> str | None:
-    """Compare the lse of equal logits: copies from before 2026 return base 2.
-
-    With it, a backward that expects the natural log is silently wrong.
-    """
+    """Reject copies from before 2026, whose base-2 lse corrupts gradients."""
     q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device="cuda")
     kv = torch.zeros(WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
     indices = torch.arange(WIDTH, dtype=torch.int32, device="cuda").view(1, 1, -1)
@@ -79,7 +72,6 @@ def _lse_complaint(function) -> str | None:
 
 
 def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and lists padded to supported heads and widths."""
     indices, heads = inputs.indices, padded_heads(inputs.q.shape[1], HEADS)
     if inputs.padded_q is not None and inputs.padded_q.shape[1] == heads:
         q = inputs.padded_q
@@ -91,7 +83,6 @@ def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """``out`` is a view of the heads that q has: the result of padding heads stays behind them."""
     from flash_mla import flash_mla_sparse_fwd
 
     heads, sink, length = inputs.q.shape[1], inputs.sink, inputs.topk_length

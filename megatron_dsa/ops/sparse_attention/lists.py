@@ -1,8 +1,6 @@
-"""Lists of keys in ascending order, for backwards that add to the key gradient at random.
+"""Sorted key lists for backwards that scatter into the key gradient.
 
-Thread blocks that start together walk their lists at the same pace. In ascending order (or any that
-all lists have in common) they add to the same part of the key gradient at about the same time, and
-that part stays in the GPU's cache. It pays where the whole gradient does not.
+With one order of keys, concurrent thread blocks add to the same, cached part of the key gradient.
 """
 
 import torch
@@ -12,7 +10,6 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 
 def sorting_pays(inputs: SparseAttentionInputs) -> bool:
-    """Return whether lists have no order and the fp32 key gradient exceeds half of the cache."""
     if inputs.in_order:
         return False
     cache = torch.cuda.get_device_properties(inputs.kv.device).L2_cache_size
@@ -20,7 +17,6 @@ def sorting_pays(inputs: SparseAttentionInputs) -> bool:
 
 
 def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the caller's ``indices [Sq, K]`` and a length ``[Sq]`` for each, int32, in [0, K]."""
     indices = inputs.indices.contiguous()
     return indices, lengths(indices, inputs.topk_length, inputs.length_in_range)
 
@@ -28,16 +24,12 @@ def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Ten
 def ascending_lists(
     inputs: SparseAttentionInputs, places: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return :func:`caller_lists` with every list in ascending order and without invalid entries.
-
-    Entries past a list's length are no keys. ``places`` (int32, like the indices) is filled with
-    the new index of each of the caller's entries.
-    """
+    """Return sorted lists without invalid entries; ``places``: the new index of each entry."""
     indices, length = caller_lists(inputs)
     queries, width = indices.shape
     keys = inputs.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
-    # Per entry: validity, masked copy, sorted copy and its int64 order.
+    # Bytes: validity, masked copy, sorted copy and its int64 order.
     step = rows_in_budget(inputs.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)

@@ -1,4 +1,4 @@
-"""Fakes of sparse attention; our own adapters run as they are, around no kernels."""
+"""Fakes of sparse attention: our adapters around no-op kernels."""
 
 import torch
 
@@ -35,7 +35,6 @@ def backward(candidate: Candidate, inputs: SparseAttentionInputs, out, lse, dout
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     dkv, p_sum = empty_sums(kv, *kv.shape), None
     if candidate.name == "cudnn":
-        # The gradient that cuDNN returns, and its accumulator brought to column order.
         rounded = torch.empty_like(kv)
         dkv = dkv.clone()
         del rounded
@@ -56,7 +55,6 @@ def probabilities(candidate: Candidate, inputs: SparseAttentionInputs, lse) -> t
         p_sum = empty_sums(inputs.q, *inputs.indices.shape)
         del denominator
         return p_sum
-    # cuDNN's normalised sums are multiplied back into a tensor of their own.
     masked, target = torch.empty_like(inputs.indices), empty_sums(inputs.q, *inputs.indices.shape)
     result = target.clone()
     del masked
@@ -64,8 +62,6 @@ def probabilities(candidate: Candidate, inputs: SparseAttentionInputs, lse) -> t
 
 
 class NoOpKernels(Kernels):
-    """Kernels that write nothing, between the allocations of a GPU."""
-
     def compiled(self, part, *arguments):
         return lambda *_tensors: None
 
@@ -74,5 +70,5 @@ class NoOpKernels(Kernels):
 
 
 def _no_op_kernels() -> NoOpKernels:
-    found = kernels_for(torch.device("cuda"))  # of the GPU that is planned for
+    found = kernels_for(torch.device("cuda"))
     return NoOpKernels(found.target, found.tiles)

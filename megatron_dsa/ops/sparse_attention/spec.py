@@ -1,8 +1,4 @@
-"""Sparse attention on one page: inputs, implementations, reference.
-
-Every query attends to its own list of keys (DeepSeek-V3.2, eq. 3; absorbed MLA). ``meta.py`` holds
-the fakes, which call the adapter of our kernels.
-"""
+"""Sparse attention: inputs, implementations, reference (DeepSeek-V3.2, eq. 3)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +14,14 @@ from megatron_dsa.ops.sparse_attention import flashmla
 
 
 class KeyGradientAccumulator:
-    """Accumulator of the key gradient over backward calls for parts of the queries.
+    """Sum of the key gradient over backward calls for parts of the queries.
 
-    Backwards that use atomics keep adding to :meth:`buffer` and return ``None`` as ``dkv``. Callers
-    pass the ``dkv`` of others to :meth:`add`.
+    Backwards that use atomics add to :meth:`buffer`; callers pass others' ``dkv`` to :meth:`add`.
 
     Args:
         rows: query tokens times heads of all calls.
-        bounds: returns upper bounds of the magnitudes in ``q`` and in ``dout`` of all calls, fp32
-            scalars, for sums in fixed point.
+        bounds: returns upper bounds of ``|q|`` and ``|dout|`` of all calls (fp32 scalars), for
+            fixed-point sums.
     """
 
     def __init__(self, rows: int, bounds: Callable[[], tuple[torch.Tensor, torch.Tensor]]):
@@ -36,13 +31,12 @@ class KeyGradientAccumulator:
         self._sum: torch.Tensor | None = None
 
     def buffer(self, make: Callable[[], Any], finish: Callable[[Any], torch.Tensor]) -> Any:
-        """Return ``make()`` of the first call; ``finish`` converts it to fp32 ``[Skv, D]``."""
+        """Return the first call's ``make()``; ``finish`` converts it to fp32 ``[Skv, D]``."""
         if self._finish is None:
             self._buffer, self._finish = make(), finish
         return self._buffer
 
     def add(self, dkv: torch.Tensor | None) -> None:
-        """Add the ``dkv`` that a backward returned."""
         if dkv is not None:
             self._sum = dkv if self._sum is None else self._sum.add_(dkv)
 
@@ -56,16 +50,14 @@ class KeyGradientAccumulator:
 
 @dataclass(frozen=True)
 class SparseAttentionInputs:
-    """Inputs of one sparse attention, as every implementation receives them; see ``api.py``.
+    """Inputs of every implementation.
 
     Attributes:
-        workspace_bytes: budget for temporary memory.
-        want_p_sum: return the head sum of the probabilities if it comes for free.
+        want_p_sum: return ``p_sum`` if it costs nothing.
         length_in_range: ``topk_length`` is within ``[0, K]``.
-        key_sum: accumulator to which a backward may add; it then returns ``None`` as ``dkv``.
-        padded_q: ``[Sq, more than H, D]``, contiguous, or ``None``: ``q`` is a view of its first H
-            heads, the others are finite. Spares a forward that needs more heads
-            (``Support.head_sizes``) a copy of ``q``.
+        key_sum: accumulator of backwards that return ``None`` as ``dkv``.
+        padded_q: contiguous ``[Sq, more than H, D]``: ``q``, then finite padding heads
+            (``Support.head_sizes``).
     """
 
     q: torch.Tensor
@@ -84,9 +76,9 @@ class SparseAttentionInputs:
 
 
 _HERE = __package__
-#: Absorbed MLA of V3.2 (512 latent dims, 64 of rope), and DeepSeek-V4.
+#: Absorbed MLA of V3.2 (512 + 64 dims), and DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
-#: A tile holds several queries.
+#: Tiles hold several queries.
 _FEW_HEADS = First("tilelang", heads=(1, 32))
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
@@ -166,7 +158,7 @@ BACKWARD = Operation(
             fused=False,
         ),
     ),
-    # Others need an operation of its own for the teacher.
+    # Others need a separate operation for the teacher.
     first=(_FEW_HEADS, First("tilelang", heads=(1, 128), teacher=True)),
     fake=f"{_HERE}.meta:backward",
 )
@@ -207,9 +199,8 @@ PROBABILITIES = Operation(
 
 
 def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
-    """The forward or backward also returns the teacher; else ``PROBABILITIES`` computes it."""
     choice = operation.choose(call, policy)
-    if call.deterministic and choice.never_run:  # such tilings leave it out
+    if call.deterministic and choice.never_run:
         return False
     return choice.candidate.support.gives_teacher
 
@@ -217,17 +208,16 @@ def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
 def reference(
     q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``out``, ``lse`` and ``p_sum``; differentiable, no limit of memory."""
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
     rows = torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
-    keys = rows[torch.where(valid, indices, kv.shape[0]).long()]  # [Sq, K, D]
+    keys = rows[torch.where(valid, indices, kv.shape[0]).long()]
     logits = torch.einsum("qhd,qkd->qhk", q, keys) * softmax_scale
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
-    # Without keys there is no softmax; probabilities are 0, not 0/0.
+    # 0, not 0/0, without keys.
     safe = torch.where(total == float("-inf"), 0.0, total)
     p = torch.exp(logits - safe[..., None])
     return torch.einsum("qhk,qkd->qhd", p, keys[..., :v_dim]), lse, p.sum(1)

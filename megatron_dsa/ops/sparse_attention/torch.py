@@ -1,8 +1,4 @@
-"""Sparse attention in torch: any device, any dims, temporary memory bounded by a budget.
-
-Queries run a chunk at a time; the gathered keys and the probabilities of a chunk are
-dropped before the next one, and the backward pass gathers and recomputes them again.
-"""
+"""Sparse attention in torch, in bounded memory."""
 
 import math
 
@@ -27,12 +23,10 @@ def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores
 
 
 def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
-    """Append a row of zeros, which every invalid index is sent to instead of a real row."""
     return torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
 
 
 def _selected(inputs: SparseAttentionInputs, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``index [r, K]`` int64 (invalid entries -> the zero row) and ``valid [r, K]``."""
     index = inputs.indices[tokens]
     length = None if inputs.topk_length is None else inputs.topk_length[tokens]
     valid = valid_entries(index, length, inputs.kv.shape[0])
@@ -40,7 +34,6 @@ def _selected(inputs: SparseAttentionInputs, tokens: slice) -> tuple[torch.Tenso
 
 
 def _scores(inputs: SparseAttentionInputs, tokens: slice, keys: torch.Tensor, valid: torch.Tensor):
-    """Scaled logits ``[r, H, K]`` in the accumulation dtype, ``-inf`` where nothing is selected."""
     scores = bmm(inputs.q[tokens], keys.transpose(1, 2)).mul_(inputs.softmax_scale)
     return scores.masked_fill_(~valid[:, None], float("-inf"))
 
@@ -48,7 +41,6 @@ def _scores(inputs: SparseAttentionInputs, tokens: slice, keys: torch.Tensor, va
 def forward(
     inputs: SparseAttentionInputs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return ``out``, ``lse``, and ``p_sum`` or ``None``: the probabilities are at hand here."""
     q, v_dim = inputs.q, inputs.v_dim
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
@@ -80,14 +72,13 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
 
 
 def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Log of the softmax denominator, sink included; 0 for tokens without any mass."""
+    """Return the log of the softmax denominator; 0 for tokens without mass."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return replace_negative_infinity(lse, 0.0)
 
 
 def replace_negative_infinity(x: torch.Tensor, value: float) -> torch.Tensor:
-    """Return ``x`` with ``value`` in place of ``-inf``; one launch."""
     return torch.nan_to_num(x, nan=math.nan, posinf=math.inf, neginf=value)
 
 
@@ -96,14 +87,14 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``.
 
-    With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and ``dS = P * (dP - rowsum(dO *
-    O))``; ``d sink = -sum_t p_sink * rowsum(dO * O)``.
+    ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - rowsum(dO * O))``, ``d sink = -sum_t p_sink *
+    rowsum(dO * O)``.
     """
     q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)
     table = _with_zero_row(kv)
-    # The extra row collects the (zero) contributions of invalid entries.
+    # The extra entry collects invalid indices.
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None

@@ -1,7 +1,6 @@
-"""Triton kernel of the head sum of the probabilities, from a forward's log-sum-exp.
+"""Triton kernel for head sums of probabilities.
 
-A thread block has one query and some entries of its list: it gathers their keys once for up to 128
-heads, and writes nothing but the sums.
+A thread block gathers some keys of a query's list once for up to 128 heads.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
-#: Entries of a thread block, dims of a step, and the least and most rows of a product.
+#: Entries, dims per step, least and most heads of a thread block's product.
 ENTRIES, DIMS, LEAST_HEADS, MOST_HEADS = 64, 64, 16, 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -26,10 +25,6 @@ def head_sums(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of ``BLOCK_K`` entries of a query's list, summed over all heads.
-
-    Heads that only pad have a log-sum-exp of ``inf``, and so no weight.
-    """
     query = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     held = place < width
@@ -50,7 +45,7 @@ def head_sums(
                 q + query * q_row + head[:, None] * q_head + dim[None, :],
                 mask=real[:, None] & inside, other=0.0,
             )  # fmt: skip
-            # Keys that are not selected are not read: they may be NaN.
+            # Unselected keys may be NaN.
             at = row[:, None] + dim[None, :]
             chosen = tl.load(kv + at, mask=selects[:, None] & inside, other=0.0)
             scores = tl.dot(queries, tl.trans(chosen), scores, input_precision="ieee")

@@ -1,1 +1,1 @@
-"""The compressor in Triton."""
+"""Compressor in Triton."""

@@ -1,37 +1,35 @@
-"""Kernels of compressor pooling: forward, backward, and the sums of partial gradients.
+"""Kernels of compressor pooling.
 
-A tile ``[groups, positions, channels]`` holds all positions of its groups: a few groups of ratio 4,
-or some channels of one group of ratio 128. Threads of a warp share channels first, then positions
-or groups: few positions lie in one thread and need no exchange.
+A tile ``[groups, positions, channels]`` holds all positions of its groups; threads share channels
+first.
 
-The backward computes the softmax again, which costs no traffic. The program of a group writes the
-last ``d`` channels of its tokens and the first ``d`` of the group before it; it zeros the first
-``d`` channels of its tokens if no group follows.
+The backward recomputes the softmax without extra traffic. A group's program writes the last ``d``
+channels of its tokens and the first ``d`` of the previous group, and zeros the first ``d`` of its
+tokens if no group follows.
 """
 
 import triton
 import triton.language as tl
 
-#: Least maximum of scores: unlike -inf it can be subtracted from -inf, and unlike the lowest number
-#: it can be multiplied by log2(e).
+#: Can be subtracted from -inf and multiplied by log2(e).
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Sizes that follow the batch, and slices of index tensors, must not compile kernels again.
+# Varying sizes must not cause compilations.
 _PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
 
 
 @triton.jit
 def _exp_of_difference(x, y):
-    # tl.exp takes three more instructions to keep denormal results.
+    # tl.exp keeps denormals with three more instructions.
     return tl.exp2(x * _LOG2_E - y * _LOG2_E)
 
 
 @triton.jit
 def _indices(first_row, position, slot, groups):
-    """First tokens of slots (-1: no group), and 1 where a group precedes, else 0.
+    """Return first tokens of slots (-1: empty), and 1 if a group precedes, else 0.
 
-    As int32: a loop that reads them a turn ahead keeps them in registers.
+    int32 stays in registers if prefetched.
     """
     first = tl.load(first_row + slot, mask=slot < groups, other=-1)
     at = tl.load(position + slot, mask=slot < groups, other=0)
@@ -40,21 +38,19 @@ def _indices(first_row, position, slot, groups):
 
 @triton.jit
 def _tile(base, stride, first, shift, column, use, other):
-    """Tokens ``first + shift`` in fp32, ``other`` where ``use`` is false; not kept in L1."""
     at = base + first * stride + column + shift * stride
     return tl.load(at, mask=use, other=other, cache_modifier=".cg").to(tl.float32)
 
 
 @triton.jit
 def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr):
-    # Spread over the groups before they are loaded, or they change their layout in shared memory.
+    # Broadcast before the load, or it changes its layout in shared memory.
     at = tl.arange(0, BLOCK_P)[None, :, None] * WIDTH + column + tl.zeros_like(like).to(tl.int32)
     return tl.load(ape + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _softmax(u, s, v, t, OVERLAP: tl.constexpr):
-    """Maximum, sum and weighted sum over positions, all ``[groups, channels]``."""
     top = tl.maximum(tl.max(s, 1), _LOWEST)
     if OVERLAP:
         top = tl.maximum(top, tl.max(t, 1))
@@ -74,8 +70,6 @@ def pool(
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per ``BLOCK_G`` slots and ``BLOCK_D`` channels: no loop, few registers."""
-    # Neighbours in the grid read neighbouring channels of the same rows.
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     column = tl.max_contiguous(channel, VEC)[None, None, :]
     place = tl.arange(0, BLOCK_P)[None, :, None]
@@ -106,7 +100,6 @@ def pool(
 def _store_gradients(
     dvalues, dscores, u, s, top, weight, pooled, first, shift, column, use, WIDTH: tl.constexpr
 ):
-    """Write the gradients of a tile; return the scores' gradient in fp32."""
     dvalue = _exp_of_difference(s, top) * weight
     dscore = dvalue * (u - pooled)
     to = first * WIDTH + column + shift * WIDTH
@@ -122,7 +115,6 @@ def pool_backward(
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """``programs`` programs share the slots of ``BLOCK_D`` channels; each adds to ``dape`` once."""
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     program = tl.program_id(0) // parts
     column = tl.max_contiguous(channel, VEC)[None, None, :]
@@ -135,7 +127,7 @@ def pool_backward(
     own: tl.constexpr = WIDTH - D
     slot = (program * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
     first, at = _indices(first_row, position, slot, groups)
-    # Several blocks in flight (num_stages) spill registers and are no faster.
+    # More blocks in flight (num_stages) spill registers and are no faster.
     for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=1):
         slot = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
         row = first.to(tl.int64)
@@ -154,7 +146,7 @@ def pool_backward(
             t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
             after, at_after = _indices(first_row, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
-        # All loads wait for these: read them a block ahead.
+        # All loads wait for these: prefetch them.
         first, at = _indices(first_row, position, slot + programs * BLOCK_G, groups)
         top, total, pooled = _softmax(u, s, v, t, OVERLAP)
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -185,7 +177,6 @@ def _sum_partials(
     partial, dape, program, programs, size,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add ``programs`` rows of ``size`` partial sums, in a fixed order."""
     column = program * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
     for start in range(0, programs, BLOCK_S):
@@ -201,15 +192,13 @@ def _zero_gaps(
     dvalues, dscores, first_row, program, rows, groups, row_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Zero the gradients of ``BLOCK_R`` tokens where they are in no group."""
     row = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
-    # A row's group has this number, or the one before (see Groups).
     number = row // row_step // RATIO
     near = first_row + row % row_step * slots + number
     here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
     before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
-    # Rows of other batch elements lie between those of a group, so this counts rows, not positions.
+    # Other batch elements lie between a group's tokens.
     span = RATIO * row_step
     inside = (here >= 0) & (here <= row) & (row - here < span)
     inside = inside | ((before >= 0) & (row - before < span))
@@ -231,7 +220,6 @@ def finish_gradients(
     RATIO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``dape`` (first programs) and zero tokens in no group (the others), in one launch."""
     size: tl.constexpr = RATIO * WIDTH
     adding: tl.constexpr = (size + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)

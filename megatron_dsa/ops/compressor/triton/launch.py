@@ -1,6 +1,6 @@
-"""Launches of compressor pooling in Triton: every token is read once, every gradient written once.
+"""Launches of compressor pooling in Triton.
 
-Bound by memory: each multiprocessor needs 40 kB and more in flight, which registers limit.
+Bound by memory: each SM needs at least 40 kB in flight, which registers limit.
 """
 
 import torch
@@ -14,16 +14,14 @@ from megatron_dsa.ops.compressor.triton import kernels
 from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.layout.compressed import Groups
 
-#: Up to this many positions lie in one thread.
 _FEW_POSITIONS = 16
 
 
 def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
-    """Return the constants of a kernel: groups, positions, channels of a tile, of a thread's loads.
+    """Return the constants of a kernel.
 
-    Few positions make tiles of 512 elements with up to ``channels`` channels: many small programs
-    keep more bytes in flight than few large ones. Many positions share a warp, 4 channels (8 bytes
-    of a token) per thread.
+    Few positions: small tiles, since many programs keep more bytes in flight. Many positions:
+    shared by a warp, 4 channels (8 bytes of a token) per thread.
     """
     positions = next_power_of_2(inputs.ratio)
     vector = channels // 32
@@ -35,7 +33,6 @@ def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
 
 
 def _warps(inputs: CompressorInputs, tile: dict[str, int], elements: int) -> int:
-    """Return the warps whose threads have ``elements`` of a tile, of both halves with overlap."""
     halves = 2 if inputs.overlap else 1
     threads = tile["BLOCK_G"] * tile["BLOCK_P"] * tile["BLOCK_D"] * halves // elements
     return max(1, min(8, threads // 32))
@@ -64,17 +61,16 @@ def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:
 
 
 def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
-    """Write the gradients of tokens in groups; return partial sums of ``dape`` per program."""
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, width = groups.first_row.shape[0], values.shape[1]
     if slots == 0 or values.shape[0] == 0:
         return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
     tile = _tile(inputs, 64)
-    warps = _warps(inputs, tile, 16)  # fewer elements per thread: gradients take registers
+    warps = _warps(inputs, tile, 16)  # gradients take registers
     parts = ceil_div(inputs.dim, tile["BLOCK_D"])
     blocks = ceil_div(slots, tile["BLOCK_G"])
-    # As many programs as run at the same time, 16 warps of 128 registers per thread on a
-    # multiprocessor: more would only make more partial sums (2 MB for ratio 4, 4 MB for ratio 128).
+    # One wave (16 warps of 128 registers per thread on an SM): more would only add partial sums (2
+    # MB for ratio 4, 4 MB for ratio 128).
     at_once = 16 // warps * (processors(values.device) if values.is_cuda else 2)
     programs = min(blocks, max(1, at_once // parts))
     partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)
@@ -89,10 +85,8 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
 
 
 def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
-    """Zero the gradients of tokens in no group; return the gradient of ``ape``."""
     rows, width = dvalues.shape
     dape = torch.empty_like(inputs.ape)
-    # Few columns per program where there are few, so that many programs share the work.
     columns = min(128, max(8, next_power_of_2(dape.numel() // 128)))
     blocks = ceil_div(dape.numel(), columns) + ceil_div(rows, 64)
     launch(
@@ -137,7 +131,6 @@ def _inputs(values, scores, ape, first_row, position, rest) -> CompressorInputs:
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:
-    """Return ``pooled [G, d]`` in the dtype of the values; bf16, fp16 or fp32."""
     if inputs.values.dtype == torch.float64:
         raise ConfigError(
             "values must not be float64 for the Triton kernels, which sum in float32: use the "

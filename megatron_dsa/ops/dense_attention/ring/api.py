@@ -1,4 +1,4 @@
-"""Dense attention on one rank or over context-parallel ranks, as operations on plain tensors."""
+"""Dense attention on one or several context-parallel ranks."""
 
 import dataclasses
 from typing import Any
@@ -33,24 +33,21 @@ def dense_attention(
     group=None,
     policy: Policy = Policy(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention over all visible keys, for the ``dense`` and ``warmup`` stages.
-
-    Keys and values of other context-parallel ranks come over a ring.
+    """Attend causally to all visible keys (stages ``dense`` and ``warmup``).
 
     Args:
-        q, k: ``[tokens, H, D]``, this rank's; v: ``[tokens, H, Dv]``; ``Dv`` may differ from ``D``.
-        layout: which keys each query token sees, of unpacked or packed sequences.
+        q, k: ``[tokens, H, D]``, local.
+        v: ``[tokens, H, Dv]``, local.
+        layout: visible keys of each query.
         softmax_scale: factor on ``q . k``.
-        group: the context-parallel process group that ``layout`` is sharded over; not used if one
-            rank holds all tokens.
-        policy: which implementations may run.
+        group: context-parallel process group of ``layout``, if sharded.
 
     Returns:
         ``out [tokens, H, Dv]`` in q's dtype, 0 for tokens that see nothing, and ``lse [tokens, H]``
-        fp32 (fp64 for fp64), natural log, ``-inf`` for such tokens, without gradient.
+        fp32 (fp64), natural, ``-inf`` for such tokens, without gradient.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+        ConfigError: shapes, dtypes or the layout do not fit.
     """
     require_scale(softmax_scale)
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
@@ -76,29 +73,23 @@ def gathered_latent_attention(
     latent_grad: torch.Tensor | None = None,
     policy: Policy = Policy(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`dense_attention` over context-parallel ranks whose MLA latents were gathered.
+    """Run :func:`dense_attention` on gathered MLA latents, without communication.
 
-    Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values
-    ``latents[:, :R] @ w_uv[h].T``. They exist of one rank's tokens at a time; nothing is sent.
+    Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values ``latents[:, :R]
+    @ w_uv[h].T``, expanded for one rank's tokens at a time.
 
     Args:
-        q: ``[tokens, H, D]`` of this rank's tokens, rotated.
-        latents: ``[cp * tokens, R + P]``, of all context-parallel ranks, one after the other:
-            normalised, and the ``P`` rope dims rotated.
-        w_uk: ``[H, D - P, R]``; w_uv: ``[H, Dv, R]``, of the local heads. Their gradients are of
-            this rank's queries.
-        layout: of this rank's tokens, sharded over context-parallel ranks.
-        softmax_scale: factor on ``q . k``.
-        latent_grad: fp32 (fp64 for fp64) ``[cp * tokens, R + P]``: if given, the gradient of
-            ``latents`` is sent here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_with_proxy`).
-        policy: which implementations may run, as of the operation ``dense_attention``.
-
-    Returns:
-        ``out`` and ``lse``, see :func:`dense_attention`.
+        q: ``[tokens, H, D]``, local, rotated.
+        latents: ``[cp * tokens, R + P]``, of all context-parallel ranks in order: normalised, the
+            ``P`` rope dims rotated.
+        w_uk: ``[H, D - P, R]``, local heads; its gradient is the local queries'.
+        w_uv: ``[H, Dv, R]``, alike.
+        layout: of the local tokens, sharded over context-parallel ranks.
+        latent_grad: fp32 (fp64) ``[cp * tokens, R + P]``: receives the unrounded gradient of
+            ``latents`` in its stead.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+        ConfigError: shapes, dtypes or the layout do not fit.
     """
     require_scale(softmax_scale)
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
@@ -124,10 +115,7 @@ def gathered_latent_attention(
 
 
 def token_shard(layout: Layout) -> TokenShard:
-    """Return the tokens of a context-parallel rank, cached by their layout.
-
-    Args:
-        layout: of the query tokens of a rank, all parts of sequence parallelism together.
+    """Return the tokens of a context-parallel rank, with all parts of sequence parallelism.
 
     Raises:
         ConfigError: the layout is not one of sequences, or has other keys.
@@ -158,7 +146,6 @@ def _shard(layout: Layout) -> TokenShard:
         "cu_seqlens": sequences.cu_seqlens,
         "cu_seqlens_padded": sequences.cu_seqlens_padded,
     }
-    # All sequences of a batch may be empty, with padding behind.
     if sharding.cp_layout == "zigzag" and cp > 1:
         longest = max(padded_bound(layout), 1)
         return PackedZigzagShard(cp, rank, count, max_seqlen=longest, **lengths)

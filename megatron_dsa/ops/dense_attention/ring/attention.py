@@ -23,7 +23,6 @@ from megatron_dsa.ops.dispatch.support import OpCall
 
 
 def describe_dense_call(q: torch.Tensor, v_dim: int, packed: bool) -> OpCall:
-    """Describe a call of dense attention to dispatch."""
     return describe_call(
         q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=q.shape[2], v_dim=v_dim, packed=packed
     )
@@ -38,13 +37,9 @@ def ring_attention(
     softmax_scale: float,
     block: BlockAttention | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend causally to the keys of all ranks, whose keys and values go round a ring.
+    """Attend causally to keys and values that go round a ring.
 
-    See :func:`.api.dense_attention`.
-
-    Args:
-        shard: the tokens of this rank.
-        block: attention to one block, or its name; ``None`` takes the best one that can run.
+    ``block``: attention to one block, or its name; ``None``: the best that can run.
     """
     if shard.cp > 1:
         found = distributed.get_world_size(group), distributed.get_rank(group)
@@ -73,10 +68,6 @@ def gathered_latent_attention(
     block: BlockAttention | str | None = None,
     latent_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to keys and values made of gathered latents, block by block, in the backward again.
-
-    See :func:`.api.gathered_latent_attention`.
-    """
     kernel = _kernel_for(block, q, w_uv.shape[1], shard)
     blocks = Gathered(shard.cp, shard.rank)
     return _LatentAttention.apply(
@@ -85,12 +76,6 @@ def gathered_latent_attention(
 
 
 def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the blocks of all ranks, one after the other.
-
-    Args:
-        payload: content of a block, ``KeysAndValues`` or ``Latent``.
-        blocks: where they come from, ``Ring`` or ``Gathered``.
-    """
     combined = Combined(q.dtype)
     left = sum(len(shard.parts(source)) for source in range(shard.cp))
     for source, block in blocks.blocks(payload.local, payload.disposable):
@@ -99,12 +84,11 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
             k, v = payload.expand(block, part.keys)
             out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
-            del k, v, out, lse  # before the next block takes memory
+            del k, v, out, lse  # frees memory
     return combined.out, combined.lse
 
 
 def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, Any]:
-    """Return ``dq`` of :func:`attend`, and the gradient of ``payload.local`` in fp32 (fp64)."""
     acc = accumulation_dtype(q.dtype)
     collected = blocks.gradients(payload.local.shape, acc, q.device)
     dq = None
@@ -128,8 +112,6 @@ def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple
 
 
 class _OneBlockAttention(torch.autograd.Function):
-    """A ring of one: nothing is copied for sending, and nothing is combined."""
-
     @staticmethod
     def forward(ctx, q, k, v, sequences, kernel, scale):
         out, lse = kernel.forward(q, k, v, True, scale, sequences)
@@ -152,7 +134,7 @@ class _KeyValueAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, shard, blocks, kernel, scale):
         out, lse = attend(q, KeysAndValues(k, v), shard, blocks, kernel, scale)
-        # Only save_for_backward, so that recompute and offloading find them.
+        # save_for_backward only: recompute and offloading must find them.
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = (shard, blocks, kernel, scale)
         ctx.mark_non_differentiable(lse)

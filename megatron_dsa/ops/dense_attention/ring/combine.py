@@ -1,7 +1,6 @@
-"""Joining attention over blocks of keys: sums of outputs, weighted by their log-sum-exp.
+"""Combination of partial attention outputs, weighted by their log-sum-exp.
 
-``1 / (1 + exp(lse - part_lse))`` is the part's share of the joint softmax. A block costs one pass,
-the first one none.
+A part's share of the joint softmax is ``1 / (1 + exp(lse - part_lse))``.
 """
 
 from functools import cache
@@ -14,17 +13,17 @@ from megatron_dsa.ops.dispatch.packages import TRITON
 
 
 class Combined:
-    """Output and lse over all blocks so far; sums are in the accumulation dtype of ``dtype``."""
+    """Output and lse of all blocks so far, in the accumulation dtype."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.out: Any = None  # tensors once the first part is there
+        self.out: Any = None
         self.lse: Any = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, tokens: slice, last: bool) -> None:
         """Add a part ``out [n, H, Dv]``, ``lse [n, H]`` of some query tokens.
 
-        The first part must be of all tokens. After the ``last`` one, ``self.out`` is the result.
+        The first part must have all tokens; the ``last`` turns ``self.out`` into the result.
         """
         if self.out is None:
             self.lse = lse.contiguous()
@@ -39,11 +38,11 @@ class Combined:
 def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Tensor:
     """Merge ``part [n, H, Dv]`` into ``sums [tokens, H, Dv]`` from token ``first`` on.
 
-    ``lse`` is updated in place, and ``sums`` if it has the ``dtype`` of the result.
+    Updates ``lse`` in place, and ``sums`` if it has the result's ``dtype``.
     """
     acc, tokens = accumulation_dtype(dtype), slice(first, first + part.shape[0])
     old = lse[tokens]
-    # Tokens that see nothing in either: -inf minus -inf.
+    # -inf - -inf is NaN for tokens that see nothing.
     share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
     torch.logaddexp(old, part_lse, out=old)
     merged = torch.lerp(sums[tokens].to(acc), part.to(acc), share.to(acc))

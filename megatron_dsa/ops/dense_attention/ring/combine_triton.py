@@ -1,4 +1,4 @@
-"""Joining a part to the sums in Triton: every element is read once and written once."""
+"""Triton kernel that adds a part to the sums in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def _merge(
     sums_row, sums_head, part_row, part_head, part_lse_row, part_lse_head,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program takes some heads of one token; ``result`` may be ``sums``."""
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -24,7 +23,7 @@ def _merge(
     inside = (head < H)[:, None] & (dim < D)[None, :]
     at = row * sums_row + head[:, None] * sums_head + dim[None, :]
     value = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
-    # Tokens outside of the part are only copied, as if they saw nothing there.
+    # Tokens outside of the part are only copied.
     row_in_part = row - first
     heads = (head < H) & (row_in_part >= 0) & (row_in_part < count)
     old = tl.load(lse + row * H + head, mask=head < H, other=float("-inf"))
@@ -45,7 +44,6 @@ def _merge(
 
 
 def merge(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Tensor:
-    """As :func:`.combine.merge_torch`, up to fp32; last dims have stride 1."""
     count = part.shape[0]
     in_place = sums.dtype == dtype and sums.is_contiguous()
     result = sums if in_place else torch.empty(sums.shape, dtype=dtype, device=sums.device)

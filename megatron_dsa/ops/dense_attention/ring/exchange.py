@@ -1,8 +1,6 @@
-"""Key exchange between ranks (ring, or blocks that are gathered already) and its backward.
+"""Key exchange between ranks (ring or gathered blocks) and its backward.
 
-On the ring, the next block and the last gradient travel while the current ones are computed. The
-gather of gathered blocks returns their gradients. A block holds keys and values, or MLA's latents,
-which every rank expands for its heads: fewer numbers to send, for two products per block.
+The next block and the last gradient travel during the computation.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm
 class RingExchange:
     """Point-to-point messages between neighbours of a process group (NCCL or gloo).
 
-    Between :meth:`start` and :meth:`wait` neither tensor may be written, nor ``receive`` read.
+    Between :meth:`start` and :meth:`wait` no tensor may be written, nor ``receive`` read.
     """
 
     def __init__(self, group, cp: int, rank: int):
@@ -29,19 +27,18 @@ class RingExchange:
         self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        """Begin sending to the next rank and receiving from the one before."""
-        # One batch: a rank that sends first and receives later would wait for itself.
+        # One batch: sending first and receiving later would deadlock.
         requests = distributed.batch_isend_irecv(
             [
                 distributed.P2POp(distributed.isend, send, self._next, self._group),
                 distributed.P2POp(distributed.irecv, receive, self._previous, self._group),
             ]
         )
-        # NCCL works on a stream of its own: the tensors must live until it is done with them.
+        # NCCL's stream still uses the tensors.
         self._pending = (requests, send, receive)
 
     def wait(self) -> None:
-        """End the step; with NCCL the current stream waits, the host does not."""
+        """Finish the step; with NCCL the current stream waits, not the host."""
         assert self._pending is not None
         for request in self._pending[0]:
             request.wait()
@@ -49,18 +46,15 @@ class RingExchange:
 
 
 class Ring:
-    """Blocks go round a ring; ``exchange`` makes a :class:`RingExchange` per kind of message."""
-
     def __init__(self, exchange: Callable[[], RingExchange], cp: int, rank: int):
         self._exchange, self._cp, self._rank = exchange, cp, rank
 
     def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank's block with its rank, the local one first.
+        """Yield every rank and its block, the local one first.
 
-        A block is valid until the next one. Later ones overwrite ``local`` if it is ``disposable``.
+        A block is valid until the next; later ones overwrite ``local`` if it is ``disposable``.
         """
         exchange = self._exchange() if self._cp > 1 else None
-        # One buffer is read and sent, another receives.
         current = local
         spares: list[torch.Tensor] = []
         for step in range(self._cp):
@@ -78,21 +72,17 @@ class Ring:
                 current = received
 
     def gradients(self, shape, dtype: torch.dtype, device) -> RingGradients:
-        """Return a collector of the gradients, in the order of :meth:`blocks`."""
         exchange = self._exchange() if self._cp > 1 else None
         return RingGradients(exchange, torch.empty(shape, dtype=dtype, device=device))
 
 
 class RingGradients:
-    """Gradients that travel with their blocks; every rank adds its part, or nothing."""
-
     def __init__(self, exchange: RingExchange | None, buffer: torch.Tensor):
         self._exchange, self._fresh, self._coming = exchange, True, False
         self._current = buffer
         self._spare: torch.Tensor | None = None
 
     def start(self) -> None:
-        """Send the last block's gradient on; to be called before the next block's is computed."""
         if self._fresh:
             return
         self._arrive()
@@ -105,7 +95,7 @@ class RingGradients:
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
         """Return the current block's gradient, and ``Tensor.copy_`` or ``Tensor.add_``.
 
-        The first part, which is copied, must be of all tokens.
+        The first part, which is copied, must have all tokens.
         """
         if self._fresh:
             self._fresh = False
@@ -114,14 +104,12 @@ class RingGradients:
         return self._current, torch.Tensor.add_
 
     def home(self) -> torch.Tensor:
-        """Return the gradient of the local block; to be called after all blocks."""
         if self._exchange is not None:
             self.start()
             self._arrive()
         return self._current
 
     def _arrive(self) -> None:
-        """Wait for the current block's gradient, once, where nothing was added."""
         if self._coming:
             assert self._exchange is not None and self._spare is not None
             self._exchange.wait()
@@ -130,45 +118,37 @@ class RingGradients:
 
 
 class Gathered:
-    """Blocks that are gathered already, one rank's after the other; nothing is sent."""
-
     def __init__(self, cp: int, rank: int):
         self._cp, self._rank = cp, rank
 
     def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank's block with its rank, the local one first; ``local`` holds all."""
         blocks = local.chunk(self._cp)
         for step in range(self._cp):
             source = (self._rank - step) % self._cp
             yield source, blocks[source]
 
     def gradients(self, shape, dtype: torch.dtype, device) -> GatheredGradients:
-        """Return a collector of the gradients; ``shape`` is of all blocks together."""
         return GatheredGradients(torch.zeros(shape, dtype=dtype, device=device), self._cp)
 
 
 class GatheredGradients:
-    """This rank's part of the gradients of all blocks."""
-
     def __init__(self, gradients: torch.Tensor, cp: int):
         self._gradients, self._blocks = gradients, gradients.chunk(cp)
 
     def start(self) -> None:
-        """Nothing is sent."""
+        """Send nothing."""
 
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
-        """See :meth:`RingGradients.target`."""
         return self._blocks[source], torch.Tensor.add_
 
     def home(self) -> torch.Tensor:
-        """Return the gradients of all blocks."""
         return self._gradients
 
 
 class KeysAndValues:
-    """One buffer, so one message: keys ``[tokens, H, Dqk]``, then values ``[tokens, H, Dv]``."""
+    """Keys ``[tokens, H, Dqk]`` and values ``[tokens, H, Dv]`` in one buffer, for one message."""
 
-    disposable = True  # the buffer is a copy
+    disposable = True
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor):
         self._shapes, self._keys = (k.shape, v.shape), k.numel()
@@ -182,31 +162,26 @@ class KeysAndValues:
         return k, v
 
     def expand(self, buffer: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of some tokens of a block."""
         k, v = self._views(buffer)
         return k[tokens], v[tokens]
 
     def add_gradients(self, buffer, tokens: slice, target: Callable, dk, dv) -> None:
-        """Add the gradients of some tokens of a block to ``target()``."""
         gradients, put = target()
         for view, part in zip(self._views(gradients), (dk, dv), strict=True):
             put(view[tokens], part)
 
     def split(self, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of the local keys and values, in the dtype of the inputs."""
         dk, dv = (x.to(self.local.dtype) for x in self._views(gradients))
         return dk, dv
 
 
 class Latent:
-    """Latents ``[tokens, R + P]``: ``R`` numbers to expand, then the heads' common rope key.
+    """Latents ``[tokens, R + P]``: the latent, then the heads' common rope key.
 
-    Attributes:
-        dw_uk, dw_uv: gradients of the weights after :meth:`add_gradients`, ``[H * D, R]`` in the
-            accumulation dtype.
+    ``dw_uk, dw_uv``: gradients ``[H * D, R]`` after :meth:`add_gradients`.
     """
 
-    disposable = False  # the buffer is the caller's
+    disposable = False
 
     def __init__(self, latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor):
         self.local = latent.contiguous()
@@ -216,7 +191,6 @@ class Latent:
         self.dw_uv: torch.Tensor | None = None
 
     def expand(self, buffer: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys ``[n, H, Dqk]`` and values ``[n, H, Dv]`` of some tokens of a block."""
         block = buffer[tokens]
         latent, rope = block[:, : self._rank], block[:, self._rank :]
         k = block.new_empty(block.shape[0], self._heads, self._unrotated + rope.shape[1])
@@ -226,7 +200,6 @@ class Latent:
         return k, torch.mm(latent, self._w_uv.t()).unflatten(1, (self._heads, -1))
 
     def add_gradients(self, buffer, tokens: slice, target: Callable, dk, dv) -> None:
-        """Add the gradients of some tokens of a block to ``target()``, which waits."""
         dtype, acc = buffer.dtype, accumulation_dtype(buffer.dtype)
         latent = buffer[tokens, : self._rank]
         dk_latent = dk[..., : self._unrotated].flatten(1).to(dtype)

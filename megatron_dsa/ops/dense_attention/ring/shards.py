@@ -1,12 +1,10 @@
-"""The tokens of a context-parallel rank, and the keys of another rank that they see.
+"""Tokens of a context-parallel rank, and the keys that they see.
 
-Zigzag: a sequence is cut into ``2 * cp`` chunks and rank ``r`` holds chunks ``r`` and
-``2 * cp - 1 - r``. All its tokens see the first chunk of a rank before it, and the tokens of its
-second chunk see both chunks of a rank after it: the same work for all ranks. Contiguous: rank ``r``
-holds the ``r``-th of ``cp`` parts and sees everything of the ranks before it.
+Zigzag: rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp`` per sequence. All its
+tokens see the first chunk of an earlier rank; its second chunk sees both chunks of a later rank:
+equal work. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts.
 
-Local tokens are in the order of the sequence, so the local block is causal and one part. Shards are
-made by :func:`.api.token_shard` of a checked layout.
+Local tokens are in sequence order, so the local block is one causal part.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +22,6 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Part:
-    """Work of one rank on the block of another: some local queries, some keys of the block.
-
-    Attributes:
-        causal: a query sees keys up to its position in the sequence only.
-        sequences: which of these queries see which of these keys.
-    """
-
     queries: slice
     keys: slice
     causal: bool
@@ -38,8 +29,6 @@ class Part:
 
 
 class TokenShard(Protocol):
-    """Tokens of context-parallel rank ``rank`` of ``cp``."""
-
     @property
     def cp(self) -> int: ...
     @property
@@ -50,14 +39,10 @@ class TokenShard(Protocol):
     def packed(self) -> bool: ...
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """Return this rank's work on the block of rank ``source``.
-
-        The first part of the local block has all tokens, as queries and as keys.
-        """
+        """Return the work on the block of rank ``source``; the local one starts with all tokens."""
 
 
 def local_part(sequences: Dense | Packed) -> tuple[Part, ...]:
-    """Return a rank's work on its local block."""
     return (Part(_ALL, _ALL, True, sequences),)
 
 
@@ -78,8 +63,6 @@ class UnpackedShard:
 
 
 class ZigzagShard(UnpackedShard):
-    """Two chunks of every sequence."""
-
     def parts(self, source: int) -> tuple[Part, ...]:
         dense, half = Dense(self.batch), self.tokens // 2
         if source == self.rank:
@@ -90,8 +73,6 @@ class ZigzagShard(UnpackedShard):
 
 
 class ContiguousShard(UnpackedShard):
-    """One part of every sequence."""
-
     def parts(self, source: int) -> tuple[Part, ...]:
         if source == self.rank:
             return local_part(Dense(self.batch))
@@ -100,17 +81,14 @@ class ContiguousShard(UnpackedShard):
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """Tokens of packed sequences.
+    """Tokens of packed sequences, computed without waiting for the device.
 
-    Tokens past a sequence's real length, and tokens after the last sequence, see nothing and no
-    query sees them. Nothing here waits for the device. Parts are built once, so the layers of a
-    microbatch share the shard.
+    Padding tokens see nothing and are not seen.
 
     Attributes:
-        tokens: local tokens.
-        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, cumulative lengths
-            of the whole sequences; padded ones ``None`` without padding.
-        max_seqlen: host-side upper bound of a whole sequence's length, see the classes.
+        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, of whole sequences;
+            padded ones ``None`` without padding.
+        max_seqlen: host-side upper bound of a whole sequence's length.
     """
 
     cp: int
@@ -127,7 +105,7 @@ class PackedShard:
     def offsets(self) -> torch.Tensor:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
-    @torch.inference_mode(False)  # parts of an evaluation are used in training as well
+    @torch.inference_mode(False)  # evaluation's parts also serve training
     def _once(self, key, make: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
         if key not in self.derived:
             self.derived[key] = make()
@@ -139,8 +117,7 @@ class PackedZigzagShard(PackedShard):
     """Two chunks of every sequence, whose padded length is a multiple of ``2 * cp``.
 
     Sequence ``k`` has the local tokens ``[padded[k] / cp, padded[k + 1] / cp)``. ``max_seqlen``
-    bounds its padded length where that is not just the next multiple of ``2 * cp``: tokens beyond
-    it are not computed.
+    bounds padded lengths beyond the next multiple of ``2 * cp``.
     """
 
     def __post_init__(self):
@@ -150,13 +127,13 @@ class PackedZigzagShard(PackedShard):
             require_values({rule: (self.offsets.diff() % chunks == 0).all()}, rule)
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        # Without padding all earlier ranks look the same, and so do all later ones.
+        # Without padding all earlier ranks are alike, and all later ones.
         key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
         return self._once(key, lambda: self._parts(source))
 
     def _parts(self, source: int) -> tuple[Part, ...]:
         bounds = self.offsets // self.cp
-        # A bound for real lengths is one for padded lengths after rounding up.
+        # Rounded up, a bound of real lengths bounds padded ones.
         longest = -(-self.max_seqlen // (2 * self.cp)) * 2
         sequences = covering(self._ends(source, bounds[:-1], bounds[1:]), self.tokens, longest)
         return (Part(_ALL, _ALL, source == self.rank, sequences),)
@@ -183,7 +160,6 @@ class PackedZigzagShard(PackedShard):
         return torch.minimum((self.cu_seqlens.diff() - chunk * size).clamp_min(0), size)
 
     def _real_of_rank(self, start, end, rank: int) -> torch.Tensor:
-        """Return the real tokens of a rank, per sequence; they come first."""
         if self.cp == 1:
             return torch.minimum(self.cu_seqlens.diff(), end - start)
         return self._real(start, end, rank) + self._real(start, end, 2 * self.cp - 1 - rank)
@@ -195,17 +171,13 @@ def _order(source: int, rank: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PackedRuns(PackedShard):
-    """Runs of neighbouring global positions, cut without regard to sequences.
+    """Runs of neighbouring global positions, cut regardless of sequences.
 
-    Two facts keep the work small: local tokens are in the order of global positions, so a rank's
-    tokens of a sequence are neighbours also across its runs; and at most one sequence goes on from
-    keys before a run into that run, the one that holds the run's first position.
-
-    ``max_seqlen`` bounds real lengths: keys of a block that lie further away are left out, and
-    whole blocks as well.
+    Only the sequence at a run's first position has keys before that run. Keys further away than
+    ``max_seqlen`` (real lengths) are skipped.
 
     Attributes:
-        runs: of every rank its pairs ``(first position, length)``, in order.
+        runs: pairs ``(first position, length)`` of every rank, in order.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...] = field(kw_only=True)
@@ -220,7 +192,6 @@ class PackedRuns(PackedShard):
         )
         if self.cu_seqlens_padded is None:
             return local_part(covering([(end, end)], self.tokens, self.max_seqlen))
-        # How much padding follows a sequence is on the device.
         return local_part(
             covering(
                 [(real, real), (end, real), (end, end)], self.tokens, self.tokens, self.max_seqlen
@@ -228,8 +199,6 @@ class PackedRuns(PackedShard):
         )
 
     def _of_another(self, source: int) -> Iterator[Part]:
-        """Yield a part per group of local runs that have the same keys before them."""
-
         def keys_before(run: tuple[int, int]) -> int:
             return self._before(source, run[0])
 
@@ -241,7 +210,6 @@ class PackedRuns(PackedShard):
                 yield part
 
     def _part(self, source: int, first: int, end: int, seen: int) -> Part | None:
-        """Return the work of local tokens at ``[first, end)`` on another rank's first ``seen``."""
         reach = self.max_seqlen - 1
         keys = slice(self._before(source, first - reach), seen)
         if keys.start == keys.stop:
@@ -258,7 +226,7 @@ class PackedRuns(PackedShard):
         counts = queries.stop - queries.start, keys.stop - keys.start
         busy = self._before(self.rank, last_query) - queries.start
         idle = self._before(source, first_key) - keys.start
-        # Keys that no query sees, then the sequence's, then queries that see nothing.
+        # Unseen keys, then the sequence's, then queries that see nothing.
         none = torch.zeros_like(busy)
         cu_q = torch.stack([none, none, busy.clamp_max(counts[0]), none + counts[0]])
         cu_k = torch.stack([none, idle.clamp(0, counts[1]), none + counts[1], none + counts[1]])
@@ -270,7 +238,6 @@ class PackedRuns(PackedShard):
         return start, torch.minimum(start + self.cu_seqlens.diff(), end), end
 
     def _before(self, rank: int, position):
-        """Count the tokens of a rank before a global position, an int or a tensor of them."""
         tokens = 0
         for first, length in self.runs[rank]:
             inside = position - first

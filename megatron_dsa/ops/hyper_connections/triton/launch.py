@@ -1,13 +1,7 @@
 """Launches and autograd of hyper-connections in Triton.
 
-A forward reads the streams three times and writes them once: projection, mix with norm, write. A
-backward also reads them three times: for the write, for the mix, and for the gradients of the
-projection and of the streams, which share a kernel; the write's gradient of the streams is written
-once and read once.
-
-The backward keeps the streams, the output of attention or of the MLP, and per token the projection,
-the weights and the factors of both norms in fp32. Programs write partial sums over tokens, which
-are added in a fixed order.
+The backward keeps streams, output, and per token the projection, the weights and the factors of
+both norms in fp32.
 """
 
 import torch
@@ -32,17 +26,14 @@ from megatron_dsa.ops.hyper_connections.triton.tiles import (
 
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
-    """See :func:`.api.read_streams`."""
     return _Read.apply(*_dense(inputs.tensors), inputs.settings)
 
 
 def head(inputs: ReadInputs) -> torch.Tensor:
-    """See :func:`.api.read_head`."""
     return _Head.apply(*_dense(inputs.tensors), inputs.settings)
 
 
 def write(inputs: WriteInputs) -> torch.Tensor:
-    """See :func:`.api.write_streams`."""
     return _Write.apply(*_dense(inputs.tensors))
 
 
@@ -51,12 +42,10 @@ def _dense(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def _processors(x: torch.Tensor) -> int:
-    """Return the multiprocessors of the device; 2 for an interpreted kernel."""
     return processors(x.device) if x.is_cuda else 2
 
 
 def _weigh(x, fn, base, scale, settings):
-    """Return ``m``, ``rstd``, ``pre``, ``post`` and ``comb``; the last two are None for a head."""
     (tokens, n, channels), outputs = x.shape, fn.shape[0]
     eps, norm_eps, iterations = settings
     is_head = outputs == n
@@ -86,7 +75,6 @@ def _weigh(x, fn, base, scale, settings):
 
 
 def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
-    """Return the gradients of the projection and of its norm, and partial ones of the rest."""
     m, rstd = kept
     tokens, outputs = m.shape
     n = dpre.shape[1]
@@ -119,7 +107,6 @@ def _mixed(x, pre, weight, settings):
 
 
 def _mix_backward(x, pre, weight, rstd, dnormed):
-    """Return the gradients of the rounded sum and of ``pre``, and partial ones of the weight."""
     tokens, n, channels = x.shape
     programs = weight_parts(tokens, _processors(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
@@ -134,7 +121,6 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
 
 
 def _added(fn, weight, of_fn, of_weight, of_rest):
-    """Return the gradients of ``fn`` and ``weight``, and all others in one, from their parts."""
     dfn = of_fn[0] if len(of_fn) == 1 else torch.empty_like(fn)
     dweight, rest = torch.empty_like(weight), of_rest.new_empty(of_rest.shape[1])
     fn_programs = 0 if len(of_fn) == 1 else ceil_div(fn.numel(), SUMMED_COLUMNS[0])

@@ -1,7 +1,6 @@
-"""Kernels of hyper-connections that move streams, bound by memory.
+"""Memory-bound kernels of hyper-connections.
 
-A tile holds the same channels of all ``N`` streams of a token, a thread the same channels of each:
-sums over streams stay within a thread.
+A thread holds the same channels of all ``N`` streams: sums over streams need no communication.
 """
 
 import triton
@@ -20,7 +19,6 @@ def mix(
     x, pre, weight, out, rstd, eps,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``RMSNorm(sum_i pre_i x_i)`` of one token, the sum rounded; also the norm's factor."""
     token = tl.program_id(0).to(tl.int64)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -39,11 +37,7 @@ def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the rounded sum and of ``pre``, and ``partial [programs, C]`` of the weight's.
-
-    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ..., each fetched ``STAGES - 1`` before it
-    is needed; the sum of the streams is computed again.
-    """
+    """Gradients of the rounded sum and ``pre``; ``partial [programs, C]`` of the weight."""
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -60,7 +54,7 @@ def mix_backward(
         u = _round(tl.sum(wide * factors[:, None], 0), x.dtype.element_ty)
         dgain += gradient * u * scale
         gradient = gradient * gain
-        # All sums that need the tile come first, which frees its registers.
+        # Sums that need the tile come first and free its registers.
         from_norm, from_mean = tl.sum(wide * gradient[None, :], 1), tl.sum(wide * u[None, :], 1)
         slope = tl.sum(gradient * u, 0) * (scale * scale * scale) / C
         tl.store(dpre + row * N + stream, from_norm * scale - from_mean * slope)
@@ -75,10 +69,10 @@ def read_backward(
     C: tl.constexpr, N: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the streams, all parts in one pass, and partial ones of ``fn``.
+    """Gradient of the streams in one pass; partial ones of ``fn``.
 
-    A program takes ``BLOCK_C`` channels of one stream, and ``steps`` blocks of tokens: ``partial
-    [parts, OUT, N * C]`` has the sums over those. ``dstreams``: gradient of the write, or None.
+    A program takes ``BLOCK_C`` channels of a stream and ``steps`` blocks of tokens, summed in
+    ``partial [parts, OUT, N * C]``.
     """
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     stream = tl.program_id(0) // blocks
@@ -94,7 +88,7 @@ def read_backward(
     )  # fmt: skip
     dfn = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     nothing = tl.zeros([BLOCK_O, BLOCK_T], x.dtype.element_ty)
-    # Formed once, and large loads first in a step, or Triton fetches less far ahead.
+    # Large loads first in a step: otherwise Triton prefetches less.
     first = (part * steps).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     for step in range(steps):
         token = first + step * BLOCK_T
@@ -119,7 +113,7 @@ def read_backward(
             high, low = split_halves(weights, tile.dtype)
             dfn = tl.dot(tl.trans(high), tile, dfn)
             dfn = tl.dot(tl.trans(low), tile, dfn)
-            # Triton fetches ahead only what a product takes. These add nothing to finite numbers.
+            # Triton only prefetches operands of products; these add 0 to finite numbers.
             dfn = tl.dot(nothing, mixed, dfn)
             if dstreams is not None:
                 dfn = tl.dot(nothing, given, dfn)
@@ -136,7 +130,6 @@ def write(
     output, x, post, comb, out,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``out_j = post_j output + sum_i comb[i, j] x_i`` for some channels of one token."""
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -145,7 +138,7 @@ def write(
     at = token * (N * C) + stream[:, None] * C + column[None, :]
     tile = tl.load(x + at, mask=inside[None, :], other=0.0).to(tl.float32)
     value = tl.load(output + token * C + column, mask=inside, other=0.0).to(tl.float32)
-    # A stream at a time: nothing leaves the thread that has loaded it.
+    # One stream at a time: values stay in the thread that loaded them.
     for j in tl.static_range(N):
         parts = tl.load(comb + token * (N * N) + stream * N + j)
         new = tl.sum(tile * parts[:, None], 0) + value * tl.load(post + token * N + j)
@@ -158,10 +151,6 @@ def write_backward(
     output, x, post, comb, dout, doutput, dx, dpost, dcomb,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of the write, for one token; ``VEC`` neighbouring channels lie in a thread.
-
-    Dims of a tile ``[N, N, BLOCK_C]`` are stream ``i``, new stream ``j`` and channels.
-    """
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, N)
     add = tl.load(post + token * N + stream)[None, :, None]
@@ -182,7 +171,7 @@ def write_backward(
         tl.store(doutput + place, own.to(doutput.dtype.element_ty), mask=inside)
         back = tl.sum(matrix * gradient, 1, keep_dims=True)
         tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
-        # Within a thread: what threads add to each other are a few numbers at the end.
+        # Within a thread: threads exchange only the final sums.
         added += tl.sum(tl.reshape(gradient * value, [1, N, BLOCK_C // VEC, VEC]), 3)
         products += tl.sum(tl.reshape(tile * gradient, [N, N, BLOCK_C // VEC, VEC]), 3)
     tl.store(dpost + token * N + stream[None, :], tl.sum(added, 2))

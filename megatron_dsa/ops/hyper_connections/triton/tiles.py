@@ -1,12 +1,11 @@
-"""Tiles and programs of hyper-connections; without Triton, because the fakes read them."""
+"""Tiles and programs of hyper-connections, without Triton for the fakes."""
 
 from dataclasses import dataclass
 
 from megatron_dsa.ops.common.arithmetic import ceil_div
 
-#: Tokens and warps of a program that computes weights, and of its backward.
 TOKENS, WEIGHT_WARPS = 16, 1
-#: Columns of a program that adds partial sums: of the projection's weights, and of the norm's.
+#: Columns per program: ``fn``, weight of the norm.
 SUMMED_COLUMNS = 1024, 64
 
 
@@ -15,30 +14,23 @@ def _power_of_2(n: int) -> int:
 
 
 def weight_parts(tokens: int, processors: int) -> int:
-    """Return the programs of the mix's backward, which all run at the same time."""
+    """Return the programs of the mix's backward: two per SM."""
     return min(tokens, 2 * processors)
 
 
 def row_warps(channels: int) -> int:
-    """Return the warps of a program per token: 16 channels per thread and stream."""
+    """Return the warps of a program: 16 channels per thread and stream."""
     return max(1, min(16, _power_of_2(channels) // 512))
 
 
 def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
-    """Return 2 where the streams and the gradient of the next token fit in shared memory, else 1.
-
-    GPUs have at least 99 KiB of shared memory; sums take 16.
-    """
+    """Return 2 if the next token's streams and gradient fit shared memory, else 1."""
     return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
 
 
 def project_tiles(
     tokens: int, width: int, outputs: int, itemsize: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return the constants of ``project``, the parts of columns, and the blocks of each.
-
-    Two programs per multiprocessor run at the same time, each with at least eight blocks.
-    """
     block_t, block_k = max(16, min(64, _power_of_2(tokens))), 256 // itemsize
     blocks = ceil_div(width, block_k)
     wanted = max(1, 2 * processors // ceil_div(tokens, block_t))
@@ -52,13 +44,13 @@ def project_tiles(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Launch of ``read_backward``, the fastest that was tried on an H100.
+    """Launch of ``read_backward``, the fastest tried on an H100.
 
     Attributes:
-        tokens: of a block.
+        tokens: per block.
         stages: blocks in flight and the one computed.
-        at_once: programs that run at the same time on a multiprocessor.
-        idle: share of their slots that may be empty, on average.
+        at_once: concurrent programs per SM.
+        idle: acceptable share of empty slots, on average.
     """
 
     tokens: int
@@ -68,17 +60,14 @@ class _Tile:
 
 
 _READ, _HEAD = _Tile(64, 3, 2, 0.05), _Tile(32, 4, 4, 0.16)
-#: Parts of tokens that are tried; each costs partial sums.
+#: Each part costs partial sums.
 MOST_PARTS = 8
 
 
 def read_backward_tiles(
     tokens: int, channels: int, streams: int, outputs: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return the constants of ``read_backward``, the parts of tokens, and the blocks of each.
-
-    The fewest parts with which few multiprocessors are idle.
-    """
+    """Return constants, parts and blocks: the fewest parts that leave few SMs idle."""
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = ceil_div(tokens, kind.tokens)

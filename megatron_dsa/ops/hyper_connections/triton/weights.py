@@ -1,6 +1,6 @@
-"""Kernels of hyper-connections: projection of all streams, Sinkhorn's iterations, sums of parts.
+"""Kernels of hyper-connections: weights, and sums of partial gradients.
 
-``project`` is bound by reading the streams. Other kernels hold a token's ``[N, N]`` matrix in the
+``project`` is bound by reading the streams. The others hold a token's ``[N, N]`` matrix in the
 registers of one or few threads.
 """
 
@@ -23,8 +23,7 @@ def project(
 ):  # fmt: skip
     """Partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and sums of squares.
 
-    A program takes ``BLOCK_T`` tokens and ``steps`` blocks of columns. With ``SPLIT``, for bf16,
-    ``fn`` is multiplied as the sum of two bf16 numbers, with 16 bits.
+    ``SPLIT`` (bf16): ``fn`` is the sum of two bf16 numbers, 16 bits together.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -59,14 +58,12 @@ def project(
 
 @triton.jit
 def _rows(first, N: tl.constexpr):
-    """Offsets ``[1, N, N]`` of a matrix behind ``first``."""
     i = tl.arange(0, N)
     return first + i[None, :, None] * N + i[None, None, :]
 
 
 @triton.jit
 def _softmax(logits):
-    """Softmax over the last axis of ``[tokens, N, N]``."""
     e = tl.exp(logits - tl.max(logits, 2)[:, :, None])
     return e / tl.sum(e, 2)[:, :, None]
 
@@ -77,10 +74,7 @@ def weigh(
     WIDTH: tl.constexpr, N: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Weights of ``BLOCK_T`` tokens from the ``parts`` partial products of each.
-
-    Also writes ``m``, the products under the norm, and the norm's factor ``rstd``.
-    """
+    """Weights of ``BLOCK_T`` tokens from the sums of ``parts`` products."""
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
@@ -126,10 +120,9 @@ def weigh(
 def _sinkhorn_gradient(
     p, gradient, divisors, eps, N: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Gradient of the softmax ``p [BLOCK_T, N, N]`` from the gradient of Sinkhorn's result.
+    """Gradient of the softmax ``p [BLOCK_T, N, N]``, from Sinkhorn's.
 
-    The iterations run again and leave their divisors in memory, ``[2 * ITERATIONS - 1, BLOCK_T,
-    N]``. Backwards, a matrix times its divisors is the one before it.
+    Reruns the iterations, stores their divisors, and undoes them backwards.
     """
     at = divisors + tl.arange(0, BLOCK_T)[:, None] * N + tl.arange(0, N)[None, :]
     SIZE: tl.constexpr = BLOCK_T * N
@@ -144,7 +137,7 @@ def _sinkhorn_gradient(
         total = tl.sum(matrix, 1) + eps
         matrix = matrix / total[:, None, :]
         tl.store(at + (2 * k + 2) * SIZE, total)
-    tl.debug_barrier()  # other threads have stored what this one reads
+    tl.debug_barrier()  # other threads wrote what this one reads
     for back in range(ITERATIONS - 1):
         k = ITERATIONS - 2 - back
         total = tl.load(at + (2 * k + 2) * SIZE)
@@ -167,9 +160,7 @@ def weigh_backward(
 ):  # fmt: skip
     """Gradients of the projection's result, of ``base`` and of ``scale``.
 
-    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; that of ``x`` has another part,
-    ``-x * shrink``, from the norm. ``partial [programs, OUT + 3]`` has the sums over a program's
-    tokens for ``base`` and, behind them, for ``scale``.
+    ``partial [programs, OUT + 3]`` has sums of ``base``, then of ``scale``.
     """
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     program = tl.program_id(0)
@@ -221,7 +212,6 @@ def weigh_backward(
 
 @triton.jit
 def _add(partial, total, parts, width, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``total [width]`` of ``partial [parts, width]`` for ``COLUMNS`` columns, ``ROWS`` at once."""
     row, column = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -238,11 +228,6 @@ def add_parts(
     FN: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
     FN_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, REST_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over parts: ``fn [.., FN]``, the norm's ``weight [.., C]``, and ``rest [.., REST]``.
-
-    Programs up to ``fn_programs`` add the first, the last program adds the last. Few columns have
-    many parts, of which more are loaded at once.
-    """
     program = tl.program_id(0)
     if program < fn_programs:
         _add(fn, dfn, fn_parts, FN, program, 1, FN_COLUMNS)

@@ -1,1 +1,1 @@
-"""Our own kernel of the sparse indexer loss for Hopper (``docs/kernels/indexer.md``: figures)."""
+"""TileLang kernel of the sparse indexer loss for Hopper."""

@@ -1,7 +1,4 @@
-"""The dense indexer loss whose teachers of plain MLA come from our own kernel (Hopper, bf16).
-
-The rest of the loss runs in :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
-"""
+"""Dense indexer loss with TileLang teachers for plain MLA (Hopper, bf16)."""
 
 from __future__ import annotations
 
@@ -23,22 +20,15 @@ from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
 from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
 from megatron_dsa.ops.layout.layout import Seen
 
-#: Dims of a key's rope, and of its query by dims of the key without rope.
 ROPE = 64
 DIMS = {128: 192, 192: 256}
 
 
 def dense(inputs: DenseLossInputs) -> IndexerLoss:
-    # bf16; index heads of 128 dims. Deterministic.
     return dense_loss(inputs, HopperTiles(inputs))
 
 
 class HopperTiles(TritonTiles):
-    """:class:`~.triton.dense.TritonTiles` with another kernel for teachers of plain MLA.
-
-    Triton's kernel serves keys that all heads share, and other dims.
-    """
-
     copies = True
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
@@ -61,11 +51,7 @@ class HopperTiles(TritonTiles):
         return out
 
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Yield a first head, the keys from it on, and the rope key of all heads.
-
-        Keys are ``[w, h, nope + ...]``; without a rope key of all heads, all dims of a key are its
-        head's.
-        """
+        """Yield a first head, keys from it on ``[w, h, nope + ...]``, and a shared rope key."""
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
         elif isinstance(keys, ExpandedKeys):
@@ -83,7 +69,6 @@ def _shared(rope: torch.Tensor) -> torch.Tensor | None:
 
 
 def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
-    """Return the dims of a key without rope, ``None`` if the kernel does not support the keys."""
     if isinstance(keys, torch.Tensor):
         nope = q.shape[2] if keys.shape[1] == q.shape[1] else 0
     else:

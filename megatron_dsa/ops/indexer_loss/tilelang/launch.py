@@ -1,4 +1,4 @@
-"""The sparse indexer loss with all gradients through one kernel of our own (Hopper, bf16)."""
+"""Sparse indexer loss with gradients in one TileLang kernel (Hopper, bf16)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 
 
 def sparse(inputs: SparseLossInputs) -> IndexerLoss:
-    """Run the kernel; in torch's deterministic mode equal inputs give bitwise equal gradients.
-
-    Raises:
-        ValueError: index heads of other dims than 128, or more than 64; more than 2048 entries per
-            list; no relu.
-    """
     from megatron_dsa.ops.indexer_loss.tilelang.program import DIM, MOST, compiled
 
     x, wanted = inputs.indexer, inputs.want_gradients
@@ -56,7 +50,6 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
-    # The kernel clamps the lengths of a caller.
     if inputs.topk_length is None:
         return lengths(inputs.indices, None)
     return inputs.topk_length.int().contiguous()
@@ -65,9 +58,7 @@ def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
     """Return the fixed-point scale of dk: fp32 ``[1]``, a power of two.
 
-    Overflow is impossible by construction (see :mod:`.sparse_attention.fixed_point`): student and
-    teacher sum to 1 each, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element.
-    The sum over all queries is put at 2^62, half of the range: roundings to bf16 do no harm.
+    A query adds at most ``2 sum_h |w_h| max|q|`` to an element.
     """
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:

@@ -2,22 +2,18 @@
 
 Per block of 64 selected keys, with index heads ``h``:
 
-1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``. One bit per product is kept of S: whether
-   it is positive;
-2. when all scores are there: softmax, KL, and ``D = student - teacher``;
-3. the keys once more: ``G_h = sum_j D_j [S_hj > 0] k_j``, then ``dq_h = w_h G_h`` and
-   ``dw_h = q_h . G_h``; and ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both
-   products have the same operand, D where S was positive, in bf16.
+1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``; keep the signs of S;
+2. after all blocks: softmax, KL, and ``D = student - teacher``;
+3. keys again: ``G_h = sum_j D_j [S_hj > 0] k_j``, ``dq_h = w_h G_h``, ``dw_h = q_h . G_h``, and
+  ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both products use the masked D in
+  bf16.
 
-Adding to dk takes longer than all else: 512 bytes per selected key. So thread blocks are small, and
-two of them share an SM: one multiplies while the other adds. A thread block has
-
-* a warpgroup that multiplies, and adds from registers;
-* two warps that gather keys, and two that form the operand (a fence in the warps that add would
-  wait for their additions).
+The adds dominate (512 bytes per selected key), so two small thread blocks share an SM. Each has a
+warpgroup that multiplies and adds, two warps that gather keys, and two that mask D: a fence in the
+adding warps would wait for their adds.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -28,23 +24,20 @@ from megatron_dsa.ops.hopper.tiles import GROUP, TILE, Place, fetch_tile
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
 
-#: Dims of an index head, and the most entries of a list.
+#: Dims of an index head, most entries of a list.
 DIM, MOST = 128, 2048
-#: Registers per thread of the warpgroup that multiplies and of the other; 256 is all there is.
+#: Registers per thread of both warpgroups, of 256.
 REGISTERS = (216, 40)
-#: Blocks of keys in shared memory.
 STAGES = 3
-#: Threads that gather: each copies 16 bytes of every eighth key.
+#: Each copies 16 bytes of every eighth key.
 GATHERERS = 64
 
 
-# In the macros: `at` is the thread block's query, `m` its shared memory, `here` the addresses of
-# it, `done` its barriers.
+# `at`: query of the thread block, `m`: shared memory, `here`: addresses in it, `done`: barriers.
 
 
 @T.macro
 def gather(K, Ids, m, done, at, passes, thread):
-    """Fetch all blocks of keys, once per pass; their ids: -1 where an entry is no key."""
     ahead = T.alloc_local([1], "int32")
     ids = T.alloc_local([8], "int32")
     ahead[0] = -1
@@ -76,7 +69,6 @@ def gather(K, Ids, m, done, at, passes, thread):
 
 @T.macro
 def mask(m, done, at, here, thread):
-    """Compute the operand of each block's gradients, as soon as the differences are there."""
     T.barrier_wait(done.differences, 0)
     for i in T.serial(at.blocks()):
         T.barrier_wait(done.mask_free[i % 2], (i // 2 & 1) ^ 1)
@@ -92,7 +84,6 @@ def mask(m, done, at, here, thread):
 
 @T.macro
 def start(Q, Weights, m, at, heads, thread):
-    """Fetch the query; heads that do not exist are 0."""
     fetch_tile([(m.q, Q, (0, DIM))], at, TILE, GROUP, thread)
     T.ptx_commit_group()
     if thread < TILE:
@@ -106,7 +97,6 @@ def start(Q, Weights, m, at, heads, thread):
 
 @T.macro
 def scores(m, done, at, here, thread):
-    """Scores of all blocks of keys, and the words of positive products."""
     s = T.alloc_fragment([TILE, TILE], "float32")
     weights = T.alloc_local([TILE // 4], "float32")
     call("dsa_read_weights", weights.data, here.weights, thread)
@@ -135,7 +125,6 @@ def differences(Ids, Teacher, Value, at, keys, gradients, here, thread):
 
 @T.macro
 def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
-    """Compute G, and dK of a block of keys at a time; then the gradients of the query."""
     dk = T.alloc_fragment([DIM, TILE], "float32")
     g = T.alloc_fragment([TILE, DIM], "float32")
     ids = T.alloc_local([TILE // 4], "int32")
@@ -167,7 +156,6 @@ def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
 
 @T.macro
 def addresses_of(m):
-    """Return addresses of the buffers of ``m`` that CUDA functions use, by name."""
     names = ("q", "mask", "scores", "words", "ids", "weights", "scratch")
     address = T.alloc_local([len(names)], "int32")
     for i, name in enumerate(names):
@@ -178,17 +166,12 @@ def addresses_of(m):
 def build(heads: int, gradients: bool = True, fixed_point: bool = False):
     """Return the TileLang program for ``heads`` index heads (1 to 64) of 128, with the relu.
 
-    Its arguments (all contiguous; sizes are dynamic):
+    Arguments (contiguous, sizes dynamic):
         Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``
-        int32, rows of K, others are skipped, ``W`` at most 2048; Length ``[Sq]`` int32, clamped to
-        ``[0, W]``; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL per query;
-        dQ like Q; dW like Weights; dK ``[Skv, 128]`` fp32 (in the order of
-        ``in_column_order_transposed`` of ``ops/hopper/sums.py``) or int64 if ``fixed_point`` (in
-        column order), zeroed by the caller; Units ``[1]`` fp32: how many of dK's integers are one
-        (not read without them). Without ``gradients`` dQ, dW and dK are not touched.
-
-    Raises:
-        ValueError: more heads than a tile has.
+        int32, others than indices into K skipped, ``W`` at most 2048; Length ``[Sq]`` int32,
+        clamped; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL; dQ, dW like
+        Q, Weights; dK ``[Skv, 128]``, zeroed, fp32 in the order of ``in_column_order_transposed``,
+        or int64 in column order (``fixed_point``); Units ``[1]`` fp32.
     """
     if not 1 <= heads <= TILE:
         raise ValueError(f"heads must be 1 to {TILE}, got {heads}: a tile has {TILE} rows")
@@ -223,7 +206,6 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
                 scratch=T.alloc_shared([16], fp32),
             )
             done = SimpleNamespace(
-                # The copies arrive and the threads.
                 full=T.alloc_barrier(arrive_count=[2 * GATHERERS] * STAGES),
                 free=T.alloc_barrier(arrive_count=[GROUP] * STAGES),
                 differences=T.alloc_barrier(arrive_count=GROUP),

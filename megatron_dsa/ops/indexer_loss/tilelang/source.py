@@ -1,12 +1,9 @@
-"""CUDA of the sparse loss: scores with the relu's bits, the softmax, the masked differences.
+"""CUDA of the sparse loss.
 
-A warpgroup holds products as accumulators ``[64 keys, 64 index heads]``: its thread ``(warp,
-line, t)`` (``line``: lane / 4, ``t``: lane % 4) has keys ``16 warp + line + {0, 8}`` and heads
-``8 j + 2 t + {0, 1}``, at ``4 j + 2 (which key) + (which head)``. A block of 64 keys leaves one
-word per thread: bit ``2 j + (which key) + 16 (which head)`` says that this product is positive.
-
-Addresses in shared memory are plain integers: given a pointer inside a loop, TileLang puts a memory
-barrier before each product.
+In accumulators ``[64 keys, 64 index heads]``, thread ``(warp, line, t)`` (``line``: lane / 4,
+``t``: lane % 4) holds keys ``16 warp + line + {0, 8}`` and heads ``8 j + 2 t + {0, 1}``, at ``4 j +
+2 (key bit) + (head bit)``. Its word of a block has bit ``2 j + (key bit) + 16 (head bit)`` set if
+that product is positive.
 """
 
 SOURCE = r"""

@@ -1,10 +1,6 @@
-"""The dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
+"""Dense loss's teacher, a tile of 128 x 128 pairs per thread block (sm_90a)."""
 
-:mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums` forms the sums. Whole tiles are written,
-0 where a query does not see a key.
-"""
-
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -58,7 +54,6 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
 
 @T.macro
 def consume(Start, End, Out, m, done, at, dims, scale, tx):
-    """CONSUME: add up all heads, then write the whole tile."""
     sums = T.alloc_local([OWN], "float32")
     seen = T.alloc_local([2], "int32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
@@ -78,16 +73,14 @@ def consume(Start, End, Out, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, behind: int, rope_per_head: bool):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims.
 
-    A launch does some of the heads: those that K has, in Q and Lse from ``first`` on. It adds to
-    what ``Out`` holds of earlier ones if ``first`` is not 0.
+    A launch does K's heads, in Q and Lse from ``first`` on; adds to ``Out`` unless ``first`` is 0.
 
-    Its arguments (all contiguous; sizes are dynamic):
+    Arguments (contiguous, sizes dynamic):
         Q ``[r, H, nope + rope]``, K ``[w, heads, nope + behind]``, per head the key without rope,
-        then the value or, with ``rope_per_head``, its rope key first; Kpe ``[w, rope]``, the rope
-        key of all heads (``[1, rope]`` and not read with ``rope_per_head``), bf16; Lse fp32
-        ``[H, 1, N]`` in base 2, ``N`` at least ``r`` and a multiple of 4, anything past ``r``;
-        Start, End int32 ``[r]``, the columns that each row sees; Out fp32, ``[r, w]`` in whole
-        tiles, all of which is written; first; scale, positive.
+        then the value or, with ``rope_per_head``, its rope key first; Kpe ``[w, rope]``, a shared
+        rope key (``[1, rope]``, not read with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]`` in
+        base 2, ``N`` at least ``r`` and a multiple of 4; Start, End int32 ``[r]``, visible columns;
+        Out fp32 ``[r, w]`` in whole tiles, 0 where not visible; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.
@@ -115,7 +108,6 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers(dims)
             tx = T.get_thread_binding()
-            # Neighbours share the queries.
             place = T.alloc_local([2], "int32")
             place[0] = number // (width // KEYS) * QUERIES
             place[1] = number % (width // KEYS) * KEYS

@@ -1,1 +1,1 @@
-"""The dense indexer loss in Triton."""
+"""Dense indexer loss in Triton."""

@@ -1,8 +1,7 @@
-"""The dense indexer loss with Triton kernels: scores of single heads never leave the chip.
+"""Dense indexer loss with Triton kernels: single heads' scores never leave the chip.
 
-Per tile, teachers are fp32 and gradients on the scores bf16, both in whole blocks of
-:data:`BLOCK` tokens and columns, 0 where a token sees nothing. Keys of all heads are expanded from
-latents by a matrix product, as many heads at a time as the workspace takes.
+Teachers are fp32 and score gradients bf16, in whole blocks of :data:`BLOCK`, 0 where nothing is
+seen.
 """
 
 from __future__ import annotations
@@ -25,24 +24,14 @@ from megatron_dsa.ops.indexer_topk.api import seen_slots
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
-#: Teachers and gradients on scores have multiples of so many tokens and columns.
 BLOCK = 128
-#: Longest edge of a tile: so many tokens share the expanded keys, and so many keys the queries.
+#: Tile edge: tokens share expanded keys, keys share queries.
 LONGEST_EDGE = 2048
-#: Fewer heads than this are not expanded at a time unless there are fewer.
 FEWEST_HEADS = 16
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of one kernel's programs.
-
-    Attributes:
-        rows, columns: of pairs, divisors of :data:`BLOCK` where pairs are written.
-        stages: buffers of operands in shared memory.
-        warps: per program.
-    """
-
     rows: int
     columns: int
     stages: int
@@ -55,11 +44,10 @@ class Launch:
         }  # fmt: skip
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return how many programs cover so many pairs, each way."""
         return ceil_div(rows, self.rows), ceil_div(columns, self.columns)
 
 
-#: Launches of all kernels by the shared memory that they need. The first that fits is taken.
+#: Shared memory -> launches; the first that fits is used.
 LAUNCHES = {
     200 * 1024: {
         "head_sums": Launch(128, 128, 4),
@@ -96,14 +84,11 @@ def launches(device: torch.device) -> dict[str, Launch]:
 
 
 def dense(inputs: DenseLossInputs) -> IndexerLoss:
-    # bf16; the kernels take index heads of any power of two dims, dispatch only 128. Deterministic.
     return dense_loss(inputs, TritonTiles(inputs))
 
 
 class TritonTiles:
-    """:class:`~.dense.TileFunctions` in Triton."""
-
-    #: The teacher copies operands that do not lie together.
+    #: Teachers with contiguous operands only.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):
@@ -113,7 +98,7 @@ class TritonTiles:
         self._launches = launches(self._keys.device)
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
-        """A copy, 0 where no query sees the key: it may hold NaN there, which times 0 is NaN."""
+        """Return a copy, 0 for keys that no query sees: NaN times 0 is NaN."""
         keys = take(self._keys, layout, slots)
         return keys.masked_fill(~self._covered[slots, None], 0.0).contiguous()
 
@@ -144,7 +129,6 @@ class TritonTiles:
         return lse
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """fp32, in whole blocks."""
         q, lse = _dense_rows(q), lse.contiguous()
         rows, heads, dim = q.shape
         out, launch = None, self._launches["head_sums"]
@@ -166,7 +150,6 @@ class TritonTiles:
     def loss(
         self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradient is bf16, in whole blocks."""
         x = _dense_inputs(x)
         rows, width = x.q.shape[0], x.k.shape[0]
         launch = self._launches["student_loss"]
@@ -184,7 +167,6 @@ class TritonTiles:
         self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
         dweights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """``dweights`` is left to :meth:`finish`."""
         x = _dense_inputs(x)
         (rows, heads, dim), width = x.q.shape, x.k.shape[0]
         launch = self._launches["query_gradient"]
@@ -207,7 +189,6 @@ class TritonTiles:
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """The gradient of a weight is the product of its query and their common sum over keys."""
         x = _dense_inputs(x)
         rows, heads, dim = x.q.shape
         gradients.finish_rows[(rows,)](
@@ -217,11 +198,9 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield slices of heads with the tensors of their keys.
+        """Yield slices of heads, ``own [w, h or 1, OWN_DIM]`` and ``shared [w, DIM - OWN_DIM]``.
 
-        These are ``own [w, h or 1, OWN_DIM]``, the part that all heads share ``[w, DIM - OWN_DIM]``
-        (or ``own`` again, if there is none), and the strides: ``own``'s of keys and heads (0 for a
-        single key head) and the shared part's of keys.
+        ``shared`` is ``own`` if nothing is shared.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)
@@ -253,10 +232,6 @@ class TritonTiles:
 
 
 def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
-    """Return how many tokens and slots a tile may have, and how many heads are expanded at a time.
-
-    One block is the least, whatever the workspace.
-    """
     heads, longest = inputs.q.shape[1], (LONGEST_EDGE, LONGEST_EDGE)
     costs = tile_bytes(inputs, heads, copies)
     while heads > FEWEST_HEADS and costs(*longest) > inputs.workspace_bytes:
@@ -266,11 +241,10 @@ def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int
 
 
 def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False) -> TileBytes:
-    """Count what is alive at the same time."""
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
     item, gathers = q.element_size(), inputs.layout.key_rows is not None
-    # Teachers (one in use, one being reduced), gradients on scores, shares in gradients of keys.
+    # Teachers (one in use, one being reduced), score gradients, shares of key gradients.
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)
@@ -302,13 +276,11 @@ def _chunk(dim: int) -> int:
 
 
 def whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty tensor of so many pairs, in multiples of :data:`BLOCK`."""
     rows, width = (ceil_div(n, BLOCK) * BLOCK for n in (rows, width))
     return like.new_empty(rows, width, dtype=dtype)
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Return whether the heads of a token lie together; tokens may have any distance."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

@@ -1,8 +1,6 @@
-"""Triton kernels of the dense loss's gradients, from those on the scores (``dS``, bf16).
+"""Triton kernels of the dense loss's gradients, from score gradients (``dS``, bf16).
 
-Products are formed again; no tensor has both pairs and heads. A program owns what it sums, so equal
-inputs give equal bits: one head of 128 rows (:func:`query_gradient`), or the share that 128 rows
-have in the gradient of 128 keys (:func:`key_gradient`).
+Each program owns its sums, which repeat bitwise.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import triton.language as tl
 
 from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_rows
 
-#: What follows the batch must not compile a kernel again.
+#: Varying sizes must not cause compilations.
 _PER_TILE = ["start", "end", "rows", "width"]
 
 
@@ -24,10 +22,7 @@ def query_gradient(
 ):  # fmt: skip
     """``dq[t, h] += sum_s dS[t, s] 1[q[t, h] . k[s] > 0] k[s]``.
 
-    Args:
-        q: ``[rows, HEADS, DIM]``; keys: ``[width, DIM]``, finite in rows that no query sees.
-        dscores: 0 where not seen, in whole blocks of rows and columns, ``stride`` per row.
-        dq: fp32 ``[rows, HEADS, DIM]``, contiguous.
+    ``keys`` are finite also where no query sees them; ``dscores`` is in whole blocks.
     """
     head = tl.program_id(0) % HEADS
     first_row = tl.program_id(0) // HEADS * BLOCK_M
@@ -59,13 +54,10 @@ def key_gradient(
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``dk[s] = sum_{t, h} w[t, h] dS[t, s] 1[q[t, h] . k[s] > 0] q[t, h]`` of each block of rows.
+    """``dk[s] = sum_{t, h} w[t, h] dS[t, s] 1[q[t, h] . k[s] > 0] q[t, h]`` per block of queries.
 
-    Args:
-        weights: fp32 ``[HEADS, weight_stride]``, 0 where a row sees nothing, in whole blocks.
-        dk: fp32 ``[cdiv(rows, BLOCK_M), width, DIM]``.
-
-    The rest is as in :func:`query_gradient`.
+    ``weights``: fp32 ``[HEADS, weight_stride]`` in whole blocks, 0 for queries that see nothing;
+    ``dk``: fp32 ``[blocks, width, DIM]``.
     """
     blocks = tl.cdiv(width, BLOCK_N)
     row_block = tl.program_id(0) // blocks
@@ -76,7 +68,7 @@ def key_gradient(
     column = first_column + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, DIM], tl.float32)
     if (low < first_column + BLOCK_N) & (high > first_column):
-        # A row that sees nothing may hold anything, which times 0 would be NaN.
+        # Unseen queries may be NaN, which times 0 is NaN.
         real = begin < stop
         k_tile = tl.load(keys + tl.minimum(column, width - 1)[:, None] * DIM + dim[None, :])
         ds_at = dscores + row.to(tl.int64)[:, None] * stride + column[None, :]
@@ -100,7 +92,7 @@ def finish_rows(
     q_row_stride, weight_stride, out_row_stride, dweights_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """``out = w dq`` and ``dweights = q . dq`` of a row, 0 if it sees nothing."""
+    """``out = w dq`` and ``dweights = q . dq`` of a query, 0 if it sees nothing."""
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(start + row) < tl.load(end + row)
     head, dim = tl.arange(0, BLOCK_H), tl.arange(0, DIM)

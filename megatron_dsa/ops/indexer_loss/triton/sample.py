@@ -1,4 +1,4 @@
-"""Query tokens of a random share, and the spread of their gradients, in one launch each."""
+"""Sampled query tokens, and the spread of their gradients."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,11 @@ import triton.language as tl
 from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 
-#: Elements of a program.
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["total", "tiles"])
 def _place_tiles(place, tokens, total, tiles, TILE: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """One program per tile; its parts of ``NEIGHBOURS`` tokens lie apart."""
     tile, inside = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     first = (tile * total + tl.load(place)) // tiles
     at = (inside // NEIGHBOURS * tiles + tile) * NEIGHBOURS + inside % NEIGHBOURS
@@ -25,7 +23,6 @@ def _place_tiles(place, tokens, total, tiles, TILE: tl.constexpr, NEIGHBOURS: tl
 def place_tiles(
     place: torch.Tensor, total: int, size: int, tile: int, parts: int = 1
 ) -> torch.Tensor:
-    """Return the tokens of :func:`~megatron_dsa.ops.indexer_loss.sample.sampled_tokens`."""
     tokens = place.new_empty(size)
     launch(
         _place_tiles, (size // tile,), place, tokens, total, size // tile, TILE=tile,
@@ -50,10 +47,8 @@ def _spread(
     tokens, x, out, size, x_b, out_b, size_b, total, tiles, TILE: tl.constexpr,
     NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token of all and ``BLOCK`` elements of one of the tensors."""
     target = tl.program_id(0).to(tl.int64)
-    # A tile begins in its stretch, or, rounded down, a token before it, and ends there or in the
-    # next one.
+    # A tile begins in its stretch or, by rounding, a token earlier, and ends there or in the next.
     stretch = (target * tiles + tiles - 1) // total
     source = target * 0 - 1
     for back in tl.static_range(2):
@@ -71,7 +66,6 @@ def _spread(
 def spread(
     tokens: torch.Tensor, total: int, tile: int, parts: int, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return :meth:`.sample.QuerySample.spread` of one or two contiguous tensors."""
     count = tokens.shape[0]
     results = [x.new_empty(total, *x.shape[1:]) for x in tensors]
     sizes = [x.numel() // count for x in tensors]

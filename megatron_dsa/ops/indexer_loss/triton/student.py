@@ -1,7 +1,6 @@
-"""Triton kernels of the dense loss's student: index scores with their log-sum-exp or loss.
+"""Triton kernels of the dense loss's student.
 
-A program has 128 rows and 128 keys. The keys stay in shared memory while the queries of one index
-head after the other pass; the weighted sum over heads is taken in registers.
+Queries and keys stay in shared memory while index heads pass.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, til
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: What follows the batch must not compile a kernel again.
+#: Varying sizes must not cause compilations.
 _PER_TILE = ["weights", "start", "end", "student_lse", "out", "rows", "width", "part_stride"]
 
 
@@ -23,7 +22,7 @@ def _scores(
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``sum_h w[t, h] relu(q[t, h] . k[s])``, for pairs that are not seen, too."""
+    """``sum_h w[t, h] relu(q[t, h] . k[s])``, unmasked."""
     dim = tl.arange(0, DIM)
     k_tile = tl.trans(tl.load(keys + safe_column[:, None] * DIM + dim[None, :]))
     q_at = q + safe_row.to(tl.int64)[:, None] * q_row_stride + dim[None, :]
@@ -31,7 +30,6 @@ def _scores(
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     weight = tl.load(w_at)
     for head in tl.range(0, HEADS, num_stages=STAGES):
-        # The next head's, long before it is needed.
         following = tl.load(w_at + tl.minimum(head + 1, HEADS - 1))
         products = tl.dot(tl.load(q_at + head * DIM), k_tile)
         if RELU:
@@ -47,7 +45,7 @@ def student_lse(
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out[block, t]``: log-sum-exp of a row's scores over what it sees in a block of keys."""
+    """``out[block, t]``: log-sum-exp of a query's visible scores in a block of keys."""
     blocks = tl.cdiv(width, BLOCK_N)
     first_row = tl.program_id(0) // blocks * BLOCK_M
     block = tl.program_id(0) % blocks
@@ -77,11 +75,7 @@ def student_loss(
     RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out[block, t]``: KL sum of a row in a block of keys; ``dscores = student - teacher``.
-
-    ``teacher`` and ``dscores`` (or None) have whole blocks of rows and columns, contiguous with
-    ``stride`` per row.
-    """
+    """``out[block, t]``: KL sum of a query in a block of keys; ``dscores = student - teacher``."""
     blocks = stride // BLOCK_N
     first_row = tl.program_id(0) // blocks * BLOCK_M
     block = tl.program_id(0) % blocks
@@ -99,7 +93,7 @@ def student_loss(
         log_student = scores - tl.load(student_lse + safe_row)[:, None]
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         goal = tl.load(teacher + at)
-        # Only a true 0 is left out: NaN shows.
+        # NaN must show.
         log_goal = tl.log2(tl.where(goal == 0.0, 1.0, goal)) * _LN_2
         loss = tl.sum(tl.where(seen, goal * (log_goal - log_student), 0.0), 1)
         if dscores is not None:

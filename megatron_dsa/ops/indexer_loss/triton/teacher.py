@@ -1,9 +1,7 @@
-"""Triton kernels of the dense loss's teacher: head sums of probabilities, and log-sum-exps.
+"""Triton kernels of the dense loss's teacher.
 
-Scores of one head and a tile of 128 x 128 pairs exist in registers only. Both kernels run one loop
-over (heads or blocks of keys) x (chunks of :data:`CHUNK` dims), so that the next operands are under
-way to shared memory all the time, whatever the head dim. A key may be in two parts: dims of its own
-head, and dims that all heads share.
+One loop runs over (heads or blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap
+for any head dim.
 """
 
 from __future__ import annotations
@@ -11,19 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Dims of a head that are multiplied at a time.
 CHUNK = 64
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: What follows the batch must not compile a kernel again.
+#: Varying sizes must not cause compilations.
 PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
 
 
 @triton.jit
 def tile_rows(start, end, first, rows, BLOCK: tl.constexpr):
-    """Row numbers, the same kept inside for loads, and what each row sees."""
     row = first + tl.arange(0, BLOCK)
     inside = row < rows
     begin = tl.load(start + row, mask=inside, other=0)
@@ -33,7 +29,6 @@ def tile_rows(start, end, first, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def seen_range(begin, stop, width):
-    """Bounds of what any of these rows sees: an empty range (0, 0) if that is nothing."""
     low = tl.min(tl.where(begin < stop, begin, width), 0)
     high = tl.max(tl.where(begin < stop, stop, 0), 0)
     return tl.minimum(low, high), high
@@ -44,7 +39,6 @@ def _chunk_product(
     scores, q_row, own_row, shared_row, chunk,
     DIM: tl.constexpr, OWN_DIM: tl.constexpr, CHUNK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of a chunk of dims to ``scores``; the pointers are those of the first dim."""
     dim = chunk * CHUNK_D + tl.arange(0, CHUNK_D)
     if DIM == OWN_DIM:
         k_at = own_row[:, None] + dim[None, :]
@@ -67,10 +61,7 @@ def head_sums(
     FIRST: tl.constexpr, DIM: tl.constexpr, OWN_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 where not seen.
-
-    A program has one block of ``out``, which has whole blocks of rows and columns, contiguous.
-    """
+    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 where not seen."""
     blocks = out_stride // BLOCK_N
     first_row = tl.program_id(0) // blocks * BLOCK_M
     first_column = tl.program_id(0) % blocks * BLOCK_N
@@ -99,7 +90,6 @@ def head_sums(
             if chunk == chunks - 1:
                 total += tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                # The next head's, long before it is needed.
                 following = tl.minimum(head + 1, heads - 1)
                 shift = tl.load(lse_at + following.to(tl.int64) * lse_stride) * LOG2_E
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
@@ -118,10 +108,7 @@ def head_lse(
     DIM: tl.constexpr, OWN_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``lse[h, t] = log sum_s exp(scale * q[t, h] . k[s, h])`` over what row ``t`` sees.
-
-    A program has one head and a block of rows; neighbours share the keys of a head.
-    """
+    """``lse[h, t] = log sum_s exp(scale * q[t, h] . k[s, h])`` over the keys visible to ``t``."""
     blocks = tl.cdiv(rows, BLOCK_M)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     first_row = tl.program_id(0) % blocks * BLOCK_M

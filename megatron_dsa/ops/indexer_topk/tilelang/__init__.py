@@ -1,1 +1,1 @@
-"""Our own kernel of the index scores for Hopper (sm_90a), in TileLang."""
+"""TileLang kernels of index scores and selection for Hopper (sm_90a)."""

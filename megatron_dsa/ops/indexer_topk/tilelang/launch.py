@@ -1,8 +1,4 @@
-"""Index scores (index dim 128) and selection through this package's own kernels (Hopper).
-
-One kernel of scores is compiled per head count, relu and dtype, three of selection for short rows,
-long rows and many keys, each when it is first called.
-"""
+"""Index scores (index dim 128) and selection through our Hopper kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +12,8 @@ from megatron_dsa.ops.padding import padded_heads, with_heads
 
 
 class Scores:
-    """``indexer_scores`` (bf16) and ``indexer_engine_scores`` (fp8) of a block."""
-
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        return itemsize  # products stay on the chip
+        return itemsize
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
@@ -27,29 +21,24 @@ class Scores:
         q, weights = part_of(inputs.q, block.tokens), part_of(inputs.weights, block.tokens)
         scales = inputs.key_scales
         if scales is not None:
-            # A copy: the kernel's arguments begin at multiples of 16 bytes.
+            # Kernel arguments must be 16-byte aligned.
             scales = scales[block.lo : block.hi].clone()
         keys = part_of(keys, slice(block.lo, block.hi))
         return scores(q, keys, weights, seen, key_scales=scales, relu=inputs.relu)
 
 
 class Selection:
-    """``indexer_topk`` of a block, for every layout."""
-
     takes_out = True
 
     def bytes_per_score(self) -> int:
-        return 0  # candidates stay on the chip
+        return 0
 
     def __call__(
         self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Select; ``scores`` (fp32) stay as they are, and their rows may have any stride.
+        """Select; ``scores`` (fp32, any stride of queries) are unchanged.
 
-        Scores that are NaN may be selected, each at most once.
-
-        Raises:
-            ValueError: ``topk`` is above what the kernel has room for (4096).
+        NaN scores may be selected, once each. ``topk`` above 4096 raises :class:`ValueError`.
         """
         from megatron_dsa.ops.indexer_topk.tilelang.selection import (
             TOPK,
@@ -79,21 +68,15 @@ def scores(
     key_scales: torch.Tensor | None = None,
     relu: bool = True,
 ) -> torch.Tensor:
-    """Return fp32 ``[rows, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where it is seen.
+    """Return fp32 ``[Sq, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where visible.
 
-    Sums are fp32 in a fixed order, for fp8 the order of
-    :mod:`megatron_dsa.ops.indexer_topk.engine`. Entries that are not seen are uninitialised.
+    Sums are fp32 in a fixed order, for fp8 the engines'. Invisible entries are uninitialised.
 
     Args:
-        q: ``[rows, HI, 128]`` bf16 or fp8 (e4m3), HI at most 64.
-        keys: ``[width, 128]`` of the same dtype.
-        weights: ``[rows, HI]``, times the scales of q if it has any.
-        seen: which columns each row sees.
+        q: ``[Sq, HI, 128]`` bf16 or fp8 (e4m3), HI at most 64.
+        keys: ``[width, 128]``, same dtype.
+        weights: ``[Sq, HI]``, times the scales of q, if any.
         key_scales: fp32 ``[width]``, 0 or more; for fp8.
-        relu: clamp each head's product at 0, or leave it.
-
-    Raises:
-        ValueError: heads or a dtype that the kernel does not have.
     """
     from megatron_dsa.ops.indexer_topk.tilelang.scores import DIM, HEADS, compiled
 

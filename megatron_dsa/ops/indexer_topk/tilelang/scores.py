@@ -1,22 +1,14 @@
 """Index scores on Hopper (sm_90a): ``I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s])``.
 
-A thread block keeps 512 rows of q, that is all heads of ``512 / HI`` adjacent queries, in shared
-memory and streams the keys past them in blocks of 64. Two consumer warpgroups have half of the
-queries each. Keys are the rows of the products, so that a thread holds many heads of two keys: it
-takes their weighted sum in its registers, and only four threads remain to be added up. A consumer
-has two accumulators ``[64 keys, 128 rows of q]`` and sums one while the tensor cores fill the
-other.
+A thread block keeps all heads of ``512 / HI`` adjacent queries in shared memory and streams blocks
+of 64 keys, the M dim of products: a thread sums many heads of two keys in registers. Two warpgroups
+have half of the queries each, and two accumulators ``[64 keys, 128 heads]``: one is summed while
+tensor cores fill the other. One warp fetches queries and keys.
 
-* ``CONSUME``: products, relu, weighted sums, stores;
-* ``PRODUCE``: one warp that fetches rows of q and blocks of keys.
-
-There is one thread block per SM. Each walks over an equal share of all pairs (tile of queries,
-block of keys) of which somebody in the tile sees a key (:mod:`.shares`); nothing else is computed.
-
-All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
+One thread block per SM computes an equal share of the visible pairs of tile and block.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -27,34 +19,21 @@ from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
-#: Keys of a block, rows of q of an accumulator and of a tile, size of a key and of a query's head.
+#: Keys of a block; query heads of an accumulator, of a tile; dims.
 KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
-#: Blocks of keys in shared memory.
 STAGES = 4
-#: Accumulators of a tile and of a consumer.
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
-#: Registers per thread of the consumers and the producer; 504 is all there is.
+#: Registers per thread of consumers and producer, of 504.
 REGISTERS = (240, 24)
-#: How many heads the tiling fits.
 HEADS = (16, 32, 64)
-#: Per dtype: tiles of q that shared memory has room for, and how the relu is taken. Products of
-#: fp8 take half as long, so the unit that compares would be the limit there.
+#: Dtype -> tiles of q in shared memory, relu. fp8 products take half the time: comparing would be
+#: the bottleneck.
 DTYPES = {"bfloat16": (1, sums.RELU_MAX), "float8_e4m3fn": (2, sums.RELU_MIXED)}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kernel is built for.
-
-    Attributes:
-        heads: index heads.
-        dtype: of queries and keys. In fp8, keys have scales, and sums have the order of
-            :mod:`megatron_dsa.ops.indexer_topk.engine`.
-        relu: one of the ways to take it in :mod:`.sums`.
-        buffers: tiles of q in shared memory.
-    """
-
     heads: int
     dtype: str
     relu: int
@@ -66,23 +45,19 @@ class Kind:
 
     @property
     def own(self) -> int:
-        """Queries of an accumulator that a thread writes."""
         return max(COLUMNS // self.heads // 4, 1)
 
     @property
     def of_tile(self) -> tuple[int, int]:
-        """Queries of a tile and keys of a block, constants of :mod:`.shares`."""
         return TILE // self.heads, KEYS
 
     @property
     def of_unit(self) -> tuple[int, int, bool]:
-        """Heads and rows of q of an accumulator, order of sums: constants of :mod:`.sums`."""
         return self.heads, COLUMNS, self.is_fp8
 
 
-# In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers; `share`
-# is what is left of the thread block's share: tile, blocks of it that are others', blocks; and how
-# many blocks and tiles were done. `span`: first block and blocks.
+# `at`: Start, End; `m`: shared memory; `done`: its barriers; `share`: tile, blocks of it to skip,
+# blocks left, blocks done, tiles done; `span`: first block, number of blocks.
 
 
 def walk():
@@ -116,7 +91,6 @@ def advance(share, span):
 
 @T.macro
 def fetch_queries(Q, m, done, share, c, buffers):
-    """Fetch a chunk of q, when the consumer is done with what is there."""
     slot = share[4] % buffers * CHUNKS + c
     row = share[0] * TILE + c * COLUMNS
     T.barrier_wait(done.q_free[slot], (share[4] // buffers & 1) ^ 1)
@@ -137,7 +111,6 @@ def fetch_keys(K, m, done, share, span, b):
 
 @T.macro
 def produce(Q, K, m, done, at, kind):
-    """PRODUCE: rows of q and keys. The first consumer gets what it needs to begin first."""
     share, span = walk()
     begin(share, m)
     while share[2] > 0:
@@ -155,7 +128,6 @@ def produce(Q, K, m, done, at, kind):
 
 @T.macro
 def multiply(m, acc, slot, i, part):
-    """Start the products of a chunk of q and a share's i-th block of keys."""
     T.wgmma_gemm(
         m.k[i % STAGES, :, :], m.q[slot + part, :, :], acc[part], transpose_B=True, clear_accum=True
     )
@@ -187,7 +159,6 @@ def prepare(Weights, Scores, values, at, chunk, part, kind):
 
 @T.macro
 def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
-    """Blocks of a tile: sum one accumulator while the products of the other are under way."""
     for b in T.serial(span[1]):
         i = share[3] + b
         column = (span[0] + b) * KEYS
@@ -197,7 +168,7 @@ def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
                 KeyScales.shape[0], of=kind.of_unit,
             )  # fmt: skip
         T.barrier_wait(done.k[i % STAGES], i // STAGES & 1)
-        # Nothing is under way where the loop begins: ptxas would wait for every product.
+        # No product may be in flight at the loop's start: ptxas would wait for each.
         multiply(m, acc, slot, i, 0)
         multiply(m, acc, slot, i, 1)
         T.wait_wgmma(1)
@@ -212,7 +183,6 @@ def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
 
 @T.macro
 def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
-    """CONSUME: products and their weighted sums."""
     acc = [T.alloc_fragment([KEYS, COLUMNS], "float32") for _ in range(PARTS)]
     values = SimpleNamespace(
         weights=T.alloc_local([PARTS * COLUMNS // 4], "float32"),
@@ -238,12 +208,11 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
 def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     """Return the TileLang program for ``heads`` index heads of 128.
 
-    Its arguments (contiguous but for the scores; sizes are dynamic):
-        Q ``[rows * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
-        Weights ``[rows * HI]`` fp32, with the scales of Q in them; KeyScales ``[keys]`` fp32, 0 or
-        more (``[1]`` and not read if bf16); Start, End ``[rows]`` int32, within ``[0, keys]``: the
-        columns that a row sees; Scores ``[rows, keys]`` fp32, rows with any stride, of which only
-        what is seen is written; blocks: how many thread blocks to launch, any number.
+    Arguments (contiguous except Scores, sizes dynamic):
+        Q ``[Sq * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
+        Weights ``[Sq * HI]`` fp32, times the scales of Q; KeyScales ``[keys]`` fp32, 0 or more
+        (fp8); Start, End ``[Sq]`` int32 within ``[0, keys]``: visible columns; Scores ``[Sq,
+        keys]`` fp32, any stride of queries, written where visible; blocks: number of thread blocks.
 
     Raises:
         ValueError: heads or a dtype that the tiling does not fit.

@@ -1,11 +1,9 @@
-"""The best columns of rows of index scores on Hopper: exact, in order, scores read once.
+"""Exact, ordered selection of the best index scores on Hopper, in one read.
 
-A thread block selects from one row; several of them are on an SM, so that some fetch scores while
-others count. :mod:`.selection_stream` describes the algorithm, :mod:`.selection_refine` how the
-best candidates are found. Rows may be of any length, and any number of their scores may be equal.
+A thread block selects for one query; several share an SM, so that fetches and counting overlap.
 """
 
-# No postponed annotations here: TileLang reads the tensors' shapes from them.
+# TileLang reads shapes from annotations: postpone none.
 import math
 from dataclasses import dataclass
 
@@ -22,13 +20,12 @@ SOURCE = prefix_sums.SOURCE + selection_refine.SOURCE + selection_stream.SOURCE
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a thread block works.
+    """Work of a thread block.
 
     Attributes:
-        threads: of a block.
-        candidates: that shared memory has room for.
-        sectors: of 8 scores that a thread reads for the sample.
-        blocks: on an SM; limits a thread's registers.
+        candidates: room in shared memory.
+        sectors: of 8 scores that a thread samples.
+        blocks: per SM; limits a thread's registers.
     """
 
     threads: int
@@ -38,12 +35,11 @@ class Tiling:
 
     @property
     def words(self) -> int:
-        """Size of the shared memory: keys and columns, then bins or places, at most 64 counts."""
         return 2 * self.candidates + max(BINS + self.threads, self.topk // 2) + 64
 
     @property
     def topk(self) -> int:
-        """Keys that can be selected: as many candidates as fit beside a chunk of scores."""
+        """Most selected keys: candidates that fit next to a chunk of scores."""
         return self.candidates - 4 * VECTORS * self.threads
 
 
@@ -52,20 +48,17 @@ TILINGS = {
     "wide": Tiling(threads=256, candidates=6144, sectors=2, blocks=4),
     "large": Tiling(threads=256, candidates=8192, sectors=2, blocks=3),
 }
-#: Rows up to this long are narrow.
 NARROW = 16384
-#: Keys that can be selected.
 TOPK = TILINGS["large"].topk
 
 
 def build(name: str):
-    """Return the TileLang program with the tiling of that name.
+    """Return the TileLang program with the tiling ``name``.
 
-    Its arguments (sizes are dynamic):
-        Scores ``[rows, width]`` fp32, rows with any stride; Start, End ``[rows]`` int32,
-        ``0 <= Start <= End <= width``: the columns that a row sees; Out ``[rows, topk]`` int32,
-        contiguous: columns of the best scores, ascending, then -1; wanted: how many candidates to
-        aim at (:func:`aim`).
+    Arguments (sizes dynamic):
+        Scores ``[Sq, width]`` fp32, any stride of queries; Start, End ``[Sq]`` int32, ``0 <= Start
+        <= End <= width``: visible columns; Out ``[Sq, topk]`` int32, contiguous: ascending columns
+        of the best scores, then -1; wanted: see :func:`aim`.
     """
     tiling = TILINGS[name]
     rows, width, stride, topk = T.dynamic("rows, width, stride, topk")
@@ -83,7 +76,7 @@ def build(name: str):
             T.annotate_min_blocks_per_sm(tiling.blocks)
             T.import_source(SOURCE)
             shared = T.alloc_shared([tiling.words], "uint32")
-            # Later rows as a rule see more: they begin first, so that none of them is the last.
+            # Later queries usually see more: start them first.
             row = rows - 1 - block
             T.call_extern(
                 "handle",
@@ -101,16 +94,15 @@ def build(name: str):
 
 
 def tiling_for(width: int, topk: int) -> str:
-    """Return the name of the tiling for rows of ``width`` scores."""
     name = "narrow" if width <= NARROW else "wide"
     return name if topk <= TILINGS[name].topk else "large"
 
 
 def aim(name: str, topk: int) -> int:
-    """Return how many candidates a sample should be asked for.
+    """Return the number of candidates to sample for.
 
-    About as many standard errors of the sample lie between it and ``topk``, below which the row is
-    read again, as between it and what there is room for, above which some are dropped on the way.
+    Balances the risk of too few (scores are read again) and of too many (some are dropped), in
+    standard errors.
     """
     return math.isqrt(topk * TILINGS[name].candidates)
 
@@ -119,10 +111,7 @@ compiled = compiler(build)
 
 
 def kernel_for(width: int, topk: int):
-    """Return what :func:`compiled` does for the tiling of :func:`tiling_for`.
-
-    The first call compiles the tiling for rows of other widths, too: no later step waits for it.
-    """
+    """Return the kernel; also compile it for other widths, to spare later steps."""
     for other in (NARROW, NARROW + 1):
         compiled(tiling_for(other, topk))
     return compiled(tiling_for(width, topk))

@@ -1,12 +1,9 @@
-"""CUDA that finds the best of the candidates that a thread block holds.
+"""CUDA search for the best candidates of a thread block.
 
-Candidates are in the order of their columns: a key, that is the score as an unsigned integer of the
-same order, and the column. Their k-th largest key is found by counting keys in equal intervals
-between the smallest and the largest, and then the keys of one interval in intervals of it, and so
-on: at most four times, as a rule twice.
+Scores, as unsigned integers of the same order, are counted in equal intervals between the smallest
+and the largest, then within the interval of the k-th largest, usually twice, at most four times.
 """
 
-#: Intervals that keys are counted in at a time.
 BINS = 1024
 
 SOURCE = r"""

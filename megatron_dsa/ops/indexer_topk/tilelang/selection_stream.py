@@ -1,14 +1,10 @@
-"""CUDA that selects from a row of scores, read once.
+"""CUDA selection from a query's scores, read once.
 
-Scores that may be among the best ones become candidates, in the order of their columns: those at or
-above a floor, which is guessed from a sample. When the next chunk of scores could have more of them
-than there is room for, the best K are found among the candidates, the others are dropped, and the
-floor is raised: from then on a score counts only if it is better than the worst of these, since of
-equal scores the first ones are selected. If the guess was too high, so that there are too few
-candidates in the end, the row is read again without one.
+Scores at or above a floor, estimated from a sample, become candidates in column order. If the next
+chunk might not fit, the best K are kept and the floor becomes strictly above their worst, since
+ties go to the first. With too few candidates, scores are read again without a floor.
 """
 
-#: Vectors of 4 scores that a thread reads at a time.
 VECTORS = 4
 
 SOURCE = r"""

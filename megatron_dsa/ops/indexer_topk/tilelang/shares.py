@@ -1,8 +1,4 @@
-"""CUDA that divides the work of the index scores among thread blocks.
-
-A block of keys is what is fetched at a time, counted from the first column; a tile is the adjacent
-queries whose heads are in shared memory at a time. A row sees the columns ``[start, end)``.
-"""
+"""CUDA division of the index scores' work among thread blocks."""
 
 SOURCE = r"""
 // Blocks of keys {first, past the last} that rows of a tile see; {0, 0} if they see none.

@@ -1,15 +1,10 @@
-"""CUDA for the index scores: weighted sums over heads of accumulators ``[keys, rows of q]``.
+"""CUDA of the index scores: weighted sums over heads of accumulators ``[keys, query heads]``.
 
-A thread of a warpgroup's accumulator holds two keys, 8 apart, and a quarter of the columns: for
-each query a quarter of its heads. It sums these in registers; then four threads add up.
-
-With ``ENGINE`` all sums have the order of :mod:`megatron_dsa.ops.indexer_topk.engine`: a
-thread has one sum for its even heads and one for its odd ones, takes its second heads before its
-first ones, and neighbours of the four threads add up first.
+A thread sums a quarter of each query's heads for two keys, 8 apart; then four threads are added.
+``ENGINE`` has the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 """
 
-#: Ways to take the relu (``RELU`` below): none; by the unit that compares, half as fast as the
-#: others; in turn by that one and as ``x + |x|``, with half of the weight.
+#: Relu: none; compare, at half rate; alternately compare and ``x + |x|`` with half of the weight.
 RELU_NONE, RELU_MAX, RELU_MIXED = 0, 1, 2
 
 SOURCE = r"""

@@ -1,16 +1,12 @@
-"""Backward of masked dense attention for 128 keys of one head per thread block (sm_90a).
+"""Backward of masked dense attention, 128 keys of one head per thread block (sm_90a).
 
-* ``CONSUME``: two warpgroups of 64 keys each, whose gradients they keep in registers, while tiles
-  of 64 queries come past. Rows of products are keys, so that P and dS are operands as they lie in
-  registers. The gradient of the queries takes dS of both warpgroups: each multiplies all keys with
-  half of the columns, one tile later, so that neither waits for the other;
-* ``PRODUCE``: one warp that fetches the keys, then queries, their gradients and their numbers.
+* ``CONSUME``: two warpgroups keep the gradients of 64 keys each in registers and loop over tiles of
+  64 queries. Keys are the M dim of products, so that P and dS are operands in registers. For dQ,
+  each multiplies dS of both with half of the columns, one tile later, so that neither waits;
+* ``PRODUCE``: one warp fetches keys, then queries, dO, lse and delta.
 
-Where dK and dV do not fit in the registers together, dV takes a program of its own
-(:mod:`.value_gradient`), and a tile of queries is in shared memory once.
-
-Gradients of queries are added in fp32. In order (``ordered``), a thread block adds to a tile after
-thread blocks of later keys: then equal inputs give equal sums.
+If dK and dV do not fit the registers together, :mod:`.value_gradient` computes dV. With
+``ordered``, thread blocks add to dQ in descending order of keys: results repeat.
 """
 
 from types import SimpleNamespace
@@ -36,9 +32,8 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     place_of,
 )
 
-#: Queries of a tile: with more, the accumulators would not fit in the registers.
+#: More would exceed the registers.
 QUERIES = 64
-#: Bytes of a tile's lse, and of its delta.
 NUMBERS = 4 * QUERIES
 
 
@@ -66,7 +61,6 @@ def fetch_gradients(dO, m, done, query, slot, at):
 
 @T.macro
 def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
-    """PRODUCE: the keys, then tiles of queries."""
     fetch_keys(KV, Kpe, m, done, at, dims)
     last = at.first + KEYS
     fetch(KV[at.first : last, at.head, dims.nope : dims.nope + dims.v], m.v, done.k[0])
@@ -76,7 +70,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
         query = Tiles[at.block, i] * QUERIES
         slot = i % stages
         if dims.tiling.split:
-            # The slot of dO is free before the queries' slot.
+            # dO's slot is free first.
             T.barrier_wait(done.do_free[slot], (i // stages & 1) ^ 1)
             fetch_gradients(dO, m, done, query, slot, at)
             T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)
@@ -97,7 +91,6 @@ def read_bits(BitsT, words, tile, at, tx):
 
 @T.macro
 def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
-    """``dQ += dS K`` of the i-th tile: half of the columns per warpgroup."""
     T.barrier_wait(done.ds[i % STAGES], i // STAGES & 1)
     T.wgmma_gemm(
         m.ds[i % STAGES, :, :], m.k, dq, transpose_A=True, clear_accum=True, policy=BY_COLUMNS
@@ -126,7 +119,6 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
 
 @T.macro
 def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
-    """Compute P, issue ``dV += P dO``, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.wait_wgmma(0)
@@ -141,7 +133,7 @@ def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
 
 @T.macro
 def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
-    """Issue dP, compute P meanwhile, overwrite dP with dS."""
+    """Compute dP and P at the same time, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.barrier_wait(done.do[slot], parity)
@@ -170,7 +162,6 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         dv = T.alloc_fragment([KEYS, dims.v], "float32")
     dq = T.alloc_fragment([QUERIES, dims.qk], "float32")
     words = T.alloc_local([2], "uint32")
-    # The tile before, this one, and the next.
     tile = T.alloc_local([3], "int32")
     numbers = T.alloc_local([1], "int32")
     numbers[0] = shared_address(m.numbers[0, 0, 0])
@@ -204,7 +195,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         T.fence_proxy_async()
         T.barrier_arrive(done.ds[ds_slot])
         T.wgmma_gemm(ds, m.q[slot, :, :], dk, policy=BY_ROWS)
-        # With dQ's product under way as well, ptxas would not find enough registers.
+        # Overlapping dQ's product would exceed the registers.
         T.wait_wgmma(0)
         T.barrier_arrive(done.q_free[slot])
         if i > 0:
@@ -214,7 +205,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     if at.n > 0:
         add_queries(dQ, Turns, Order, m, done, dq, tile[0], at.n - 1, at, dims, ordered, tx)
     call("dsa_times", dk.data, scale, of=(dims.qk // 8,))
-    # Both warpgroups multiply all keys, in whose place the gradients go.
+    # The gradients overwrite the keys.
     T.sync_threads(3, 2 * GROUP)
     if dims.tiling.split:
         T.copy(dk, m.k)
@@ -237,7 +228,6 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
 
 @T.macro
 def write_columns(dKV, source, columns, offset, at, tx):
-    """Write ``columns`` of the keys that exist; in dKV they begin at ``offset``."""
     for r in T.unroll(KEYS // 32):
         row = r * 32 + tx // 8
         if at.first + row < dKV.shape[0]:
@@ -250,7 +240,6 @@ def write_columns(dKV, source, columns, offset, at, tx):
 
 @T.macro
 def write_both(dKV, m, at, dims, tx):
-    """Write the gradients of keys without rope and of values, each of 128 dims."""
     for r in T.unroll(KEYS // 16):
         row = r * 16 + tx // 16
         if at.first + row < dKV.shape[0]:
@@ -263,16 +252,15 @@ def write_both(dKV, m, at, dims, tx):
 
 
 def build(nope: int, rope: int, v: int, ordered: bool = False):
-    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
+    """Return the TileLang program.
 
-    A launch does the heads ``first`` to ``first + part``, where ``part`` is dQ's number of heads.
+    A launch does the heads ``first`` to ``first + part``; ``part``: heads of dQ.
 
-    All arguments are contiguous. Numbers are lse in base 2 (``inf`` for queries without keys and
-    past the last one) and delta; BitsT the bits along queries; Tiles the tiles of queries of each
-    group of keys, Count how many; Turns zeros, and Order which thread block of a tile of queries
-    this is (not read unless ``ordered``); dQ is added to, in the order of fragments
-    (:func:`megatron_dsa.ops.hopper.sums.in_column_order`) and not yet times scale; dKV lacks the
-    values' part with ``split``; scale is positive; together: heads at a time.
+    Contiguous arguments. Numbers: lse in base 2 (``inf`` without keys and past the end) and delta.
+    BitsT: bits along queries. Tiles: each key group's tiles of queries. With ``ordered``, Turns:
+    zeros, Order: turn of this thread block at each tile. dQ: added to, unscaled, in the order of
+    fragments (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: without values if
+    ``split``. scale: positive.
     """
     dims = Dims(nope, rope, v)
     split, stages = dims.tiling.split, dims.tiling.stages
@@ -321,7 +309,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
                 formed=T.alloc_barrier(arrive_count=[2 * GROUP]) if split else None,
             )
             tx = T.get_thread_binding()
-            # The first keys have the most tiles, as a rule; in order they wait for the others.
+            # The first keys usually have the most tiles; in order they come last.
             place = place_of(Count, number, part, together, KEYS, ordered)
             at = SimpleNamespace(
                 block=place.block, first=place.first, n=place.n, own=place.head,

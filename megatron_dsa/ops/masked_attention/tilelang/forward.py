@@ -1,10 +1,7 @@
-"""Forward of masked dense attention for 128 queries of one head per thread block (sm_90a).
+"""Forward of masked dense attention, 128 queries of one head per thread block (sm_90a).
 
-* ``CONSUME``: two warpgroups of 64 queries each. While the product ``O += P V`` of one tile of keys
-  is under way, a warpgroup forms P of the next;
-* ``PRODUCE``: one warp that fetches queries and tiles of keys and values.
-
-Only tiles of keys of which a query of the block selects any are visited.
+* ``CONSUME``: two warpgroups of 64 queries each; ``O += P V`` overlaps with the next tile's P;
+* ``PRODUCE``: one warp fetches queries, keys and values of tiles with a selected key.
 """
 
 from types import SimpleNamespace
@@ -29,15 +26,13 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     place_of,
 )
 
-#: Queries of a thread block.
 QUERIES = 128
-#: A maximum of no scores: finite, so that the exponent of a score that is not selected is -inf.
+#: Finite, so that exponents of masked scores are -inf.
 LOWEST = -1e30
 
 
 @T.macro
 def produce(Q, KV, Kpe, Tiles, m, done, at, dims):
-    """PRODUCE: the queries, then keys and values, each as soon as there is room."""
     if at.n > 0:
         last = at.first + QUERIES
         if dims.tiling.joined:
@@ -72,7 +67,6 @@ def group_of(Tiles, at, i, keys):
 
 @T.macro
 def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
-    """Read the words of tile ``i``, whose group was read before, and the next one's group."""
     row = at.first + own_row(tx)
     for r in tuple(range(2)):
         words[r] = T.cast(0, "uint32")
@@ -95,14 +89,12 @@ def multiply_keys(m, s, slot):
 
 @T.macro
 def softmax(s, words, top, total, decay, keys, scale):
-    """Overwrite the scores with P; ``decay``: factor on the sums until now."""
     call("dsa_select", s.data, words[0], words[1], of=(keys // 8,))
     call("dsa_softmax", s.data, top.data, total.data, decay.data, scale * LOG2_E, of=(keys // 8,))
 
 
 @T.macro
 def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
-    """CONSUME: the output of 64 queries per warpgroup."""
     keys = dims.tiling.forward_keys
     s = T.alloc_fragment([QUERIES, keys], "float32")
     p = T.alloc_fragment([QUERIES, keys], "bfloat16")
@@ -151,7 +143,7 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
 
 @T.macro
 def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
-    # A warpgroup's output takes the place of its own queries, which it needs no more.
+    # The output overwrites the queries.
     T.copy(o, m.q[0])
     T.sync_threads(1 + tx // GROUP, GROUP)
     across = dims.v // 8
@@ -171,11 +163,10 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
+    """Return the TileLang program.
 
-    All arguments are contiguous: Kpe is not read without rope; Bits are key bits; Tiles the groups
-    of keys of each block of queries, Count how many; Lse is natural, ``-inf`` for queries without
-    keys; scale is positive; together: heads at a time.
+    Contiguous arguments. Kpe: not read without rope. Tiles: groups of keys of each block of
+    queries. Lse: natural, ``-inf`` without keys. scale: positive. together: heads at a time.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys
@@ -214,7 +205,7 @@ def build(nope: int, rope: int, v: int):
                 formed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
-            # The last queries have the most tiles, as a rule.
+            # The last queries usually have the most tiles.
             at = place_of(Count, number, heads, together, QUERIES, True, KEYS // tile)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

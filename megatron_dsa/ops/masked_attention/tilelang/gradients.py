@@ -1,8 +1,7 @@
-"""Steps of the backward on the registers of a thread.
+"""CUDA of the backward, on a thread's registers.
 
-A thread has two rows of an accumulator, ``[columns / 8][2 rows][2 neighbours]``. Rows are keys and
-columns queries, but for the gradient of the queries. Bit ``2 n + e`` of a row's word of key bits is
-about its column ``(n, e)``.
+A thread holds two lines of an accumulator, ``[columns / 8][2 lines][2 neighbours]``: lines are
+keys, columns queries, except for dQ. Bit ``2 n + e`` of a line's word masks its column ``(n, e)``.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
@@ -92,7 +91,6 @@ __device__ __forceinline__ void dsa_end_turn(int* turn, int barrier) {
 """
 )
 
-#: For programs that form P while a product is under way.
 FORMED = r"""
 // Arrives at a barrier that is never waited for, when P is there (it has no sign): ptxas would form
 // P only after the next wait for a product.

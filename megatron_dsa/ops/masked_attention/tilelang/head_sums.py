@@ -1,13 +1,7 @@
 """Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
 
-Two programs share this code and differ in their results: :mod:`.probabilities` and
-:mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
-
-* ``CONSUME``: two warpgroups of 64 queries each add up the probabilities of all heads in their
-  registers;
-* ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. All heads share a
-  rope key, or each has its own. Where two heads do not fit in shared memory, it fetches slabs of
-  64 dims.
+Two warpgroups sum over all heads, of 64 queries each. One warp fetches queries, keys and lse per
+head, in slabs of 64 dims if two heads do not fit shared memory.
 """
 
 from types import SimpleNamespace
@@ -25,9 +19,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     own_row,
 )
 
-#: Queries of a tile.
 QUERIES = 128
-#: Scores and sums of a thread.
 OWN = QUERIES * KEYS // (2 * GROUP)
 
 SOURCE = r"""
@@ -42,7 +34,6 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 
 
 def shared(dims: Dims, rope_per_head: bool = False):
-    """Return the shared memory; ``rope_per_head``: no head shares dims of its key."""
     rope_per_head = rope_per_head or dims.rope == 0
     bf16, fp32, slots = "bfloat16", "float32", dims.tiling.slots
     m = SimpleNamespace(rope_per_head=rope_per_head)
@@ -72,7 +63,6 @@ def barriers(dims: Dims):
 
 @T.macro
 def produce_heads(Q, K, Lse, m, done, at, dims):
-    """Fetch queries, keys and lse of each head."""
     last, end = at.first + QUERIES, at.key + KEYS
     for h in T.serial(at.heads):
         slot, own, key_head = h % STAGES, at.head + h, at.key_head + h
@@ -91,10 +81,6 @@ def produce_heads(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce_slabs(Q, K, Lse, m, done, at, dims):
-    """Fetch each head in slabs; lse comes with the first one.
-
-    The slab of a rope key of all heads has queries only.
-    """
     last, slots = at.first + QUERIES, dims.tiling.slots
     slabs = dims.qk // SLAB
     for i in T.serial(at.heads * slabs):
@@ -114,10 +100,6 @@ def produce_slabs(Q, K, Lse, m, done, at, dims):
 
 @T.macro
 def produce(Q, K, Kpe, Lse, m, done, at, dims):
-    """PRODUCE: the rope key of all heads, then queries, keys and lse of each head.
-
-    Heads are ``at.heads`` of K from ``at.key_head`` on, and of Q and Lse from ``at.head`` on.
-    """
     if not m.rope_per_head:
         fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])
         T.barrier_arrive(done.k_rope[0])
@@ -153,7 +135,6 @@ def multiply_head(m, done, s, lse, h, tx):
 
 @T.macro
 def multiply_slabs(m, done, s, lse, h, dims, tx):
-    """``S = Q K^T`` of a head; a slab's slot is free while the next slab is multiplied."""
     slots, slabs = dims.tiling.slots, dims.qk // SLAB
     for slab in tuple(range(slabs)):
         i = h * slabs + slab
@@ -176,7 +157,6 @@ def multiply_slabs(m, done, s, lse, h, dims, tx):
 
 @T.macro
 def add_heads(sums, m, done, at, dims, scale, tx):
-    """CONSUME: add up the probabilities of all heads, for 64 queries per warpgroup."""
     s = T.alloc_fragment([QUERIES, KEYS], "float32")
     lse = T.alloc_local([2], "float32")
     for i in T.unroll(OWN):

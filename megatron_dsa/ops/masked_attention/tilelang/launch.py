@@ -1,7 +1,6 @@
-"""Masked dense attention through our own kernels for Hopper (bf16; dims of V3.2, GLM-5, GLM-5.3).
+"""Masked dense attention through our Hopper kernels (bf16; dims of V3.2, GLM-5, GLM-5.3).
 
-Kernels visit the tiles of 128 keys of which a block of queries selects any. The backward does some
-heads at a time: the fp32 gradient of their queries fits the workspace.
+The backward takes as many heads at a time as their fp32 dq fits the workspace.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(
     inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In torch's deterministic mode equal inputs give bitwise equal gradients."""
+    """Bitwise repeatable in torch's deterministic mode."""
     call = _Call.of(inputs)
     q, kv, k_pe, rope = call.q, call.kv, call.k_pe, call.dims[1]
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
@@ -78,8 +77,8 @@ def backward(
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         total = dk_rope[..., :rope].sum(1, dtype=torch.float32)
         dk_pe = total if dk_pe is None else dk_pe.add_(total)
-        del sums, dk_rope, total  # or two parts would be alive
-    # The head sums after it read no bits along queries, which are as many as the bits of keys.
+        del sums, dk_rope, total  # frees memory
+    # The head sums need no bits along queries, as large as the key bits.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
     inputs.kept["numbers"] = lse, per_query
     assert dk_pe is not None
@@ -89,7 +88,6 @@ def backward(
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """A query with more than ``width`` keys ends the launch with an error."""
     queries, heads = inputs.q.shape[:2]
     p_sum = inputs.q.new_zeros(queries, width, dtype=torch.float32)
     bits = inputs.bits.contiguous()
@@ -98,7 +96,7 @@ def probabilities(
         part = inputs.part or queries
         if part % GROUP == 0 or part == queries:
             _add_probabilities(inputs, lse, before, p_sum, 0, part)
-        else:  # a tile of queries would belong to two parts
+        else:  # tiles must not span parts
             for i, some in enumerate(slices(queries, part)):
                 of_part = inputs.of_queries(some)
                 _add_probabilities(of_part, lse[some], before[some], p_sum[some], i * heads, part)
@@ -108,7 +106,6 @@ def probabilities(
 
 
 def _add_probabilities(inputs: MaskedAttentionInputs, lse, before, p_sum, key_head: int, part: int):
-    """Write head sums; the first ``part`` queries have the heads of ``kv`` from ``key_head`` on."""
     call, tiles = _Call.of(inputs), _tiles(inputs, with_queries=False)
     probabilities_program.compiled(*call.dims)(
         call.q, call.kv, call.k_pe, _lse(inputs, lse), inputs.bits.contiguous(), before,
@@ -118,8 +115,6 @@ def _add_probabilities(inputs: MaskedAttentionInputs, lse, before, p_sum, key_he
 
 @dataclass(frozen=True)
 class _Call:
-    """Contiguous tensors of a call, and the dims that kernels are compiled for."""
-
     q: torch.Tensor
     kv: torch.Tensor
     k_pe: torch.Tensor
@@ -133,12 +128,11 @@ class _Call:
         return cls(q, kv, k_pe if dims[1] > 0 else k_pe.new_empty(1, 1), dims)
 
     def heads_together(self, blocks: int) -> int:
-        """Return how many heads' blocks fill the GPU once: these share keys in the L2 cache."""
+        """Return the heads whose blocks fill the GPU once and share keys in L2."""
         return max(1, processors(self.q.device) // blocks)
 
 
 def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
-    """Return the tiles of the inputs; the head sums reuse the backward's."""
     found = inputs.kept.get("tiles")
     if found is None or (with_queries and found.bits_t is None):
         found = inputs.kept["tiles"] = tiles_for(inputs.bits, len(inputs.kv), with_queries)
@@ -146,13 +140,11 @@ def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
 
 
 def _lse(inputs: MaskedAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the lse as kernels read it, from the backward before if there was one."""
     before, found = inputs.kept.pop("numbers", (None, None))
     return found if before is lse else numbers(lse, None, None)
 
 
 def _order(tiles: Tiles, ordered: bool) -> torch.Tensor:
-    """Return ``Order`` of :func:`.backward.build`, which all heads share."""
     ids, count = tiles.query_blocks, tiles.query_block_count
     if not ordered:
         return ids.new_empty(1, 1)
@@ -166,7 +158,6 @@ def _order(tiles: Tiles, ordered: bool) -> torch.Tensor:
 
 
 def _turns(order: torch.Tensor, heads: int, ordered: bool) -> torch.Tensor:
-    """Return ``Turns`` of :func:`.backward.build`, which a launch for ``heads`` heads counts up."""
     if not ordered:
         return order.new_empty(1, 1, 2)
     return order.new_zeros(heads, order.shape[1], 2)

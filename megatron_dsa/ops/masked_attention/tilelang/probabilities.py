@@ -1,8 +1,4 @@
-"""Head sums of the probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a).
-
-:mod:`.head_sums` forms the sums. Per query, the sums of selected keys are written one after the
-other.
-"""
+"""Head sums of probabilities of selected keys (sm_90a)."""
 
 from types import SimpleNamespace
 
@@ -58,7 +54,6 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
 
 @T.macro
 def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
-    """CONSUME: add up all heads, then write the sums of selected keys."""
     sums = T.alloc_local([OWN], "float32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
@@ -76,12 +71,11 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
+    """Return the TileLang program.
 
-    All arguments are contiguous, see :func:`.forward.build`; of Numbers the lse in base 2 is read
-    (``inf`` for queries without keys and past the last one); Before: selected keys of earlier
-    groups; of PSum only entries of selected keys are written. Q has the heads of KV from
-    ``key_head`` on, and as many later ones after every ``part`` queries, which are whole tiles.
+    Arguments as in :func:`.forward.build`. Numbers: lse in base 2 (``inf`` without keys and past
+    the end). Before: selected keys of earlier groups. PSum: written for selected keys. Q has KV's
+    heads from ``key_head`` on, and the next ones after every ``part`` queries (whole tiles).
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
@@ -108,7 +102,7 @@ def build(nope: int, rope: int, v: int):
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims), head_sums.barriers(dims)
             tx = T.get_thread_binding()
-            # Tiles of a block of queries come one after the other: the L2 cache holds these.
+            # Tiles of a block of queries are adjacent: L2 holds its queries.
             place = T.alloc_local([3], "int32")
             place[0] = number // width
             place[2] = key_head + place[0] * QUERIES // part * heads

@@ -1,8 +1,4 @@
-"""The forward's softmax, on the registers of a thread.
-
-A thread has two rows of an accumulator, ``[columns / 8][2 rows][2 neighbours]``. Bit ``2 n + e`` of
-a row's word of key bits is about its column ``(n, e)``.
-"""
+"""CUDA of the forward's softmax, with the layout of :mod:`.gradients`."""
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 

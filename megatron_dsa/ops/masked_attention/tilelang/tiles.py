@@ -1,7 +1,7 @@
-"""Shared by the kernels: tiles, dims, a thread block's place, products.
+"""Tiles, dims and scheduling of the kernels.
 
-In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory, ``done`` its
-barriers, ``tx`` the thread. All that is shared is handed over at barriers of our own.
+In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers,
+``tx`` the thread.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,17 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS
 from megatron_dsa.ops.hopper.tiles import GROUP
 
-#: Keys of a tile: a group of key bits.
 KEYS = 128
-#: Streamed tiles in shared memory at a time.
 STAGES = 2
-#: Registers per thread of the consumers and the producer; 504 is all there is.
+#: Registers per thread of consumers and producer, of 504.
 REGISTERS = (240, 24)
-#: Consumers and the warpgroup that fetches.
 THREADS = 3 * GROUP
-#: Accesses outside of a tensor are guarded by hand: TileLang's guards cost registers.
+#: TileLang's guards of out-of-range accesses cost registers.
 PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
-#: Each warpgroup has half of the rows of a product, or half of its columns.
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: A thread block's place: its block of queries or keys, its head, how many tiles it has. Heads come
-#: ``together`` at a time, whose keys the L2 cache holds.
+#: Thread block -> block of queries or keys, head, number of tiles. L2 holds the keys of
+#: ``together`` heads.
 PLACE = r"""
 __device__ __forceinline__ void dsa_place(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
@@ -44,14 +40,14 @@ __device__ __forceinline__ void dsa_place(int* place, const int* count, int numb
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of the work for some dims, so that accumulators fit in the registers.
+    """Division of the work for some dims, bounded by the registers.
 
     Attributes:
-        forward_keys: keys of a tile of the forward: a group of key bits, or half of one.
-        joined: whether the forward has all dims of a query in one buffer, which its output fills.
-        slots: slabs of 64 dims that the head sums stream; 0: they stream whole heads.
-        split: whether the gradient of the values takes a program of its own.
-        stages: tiles of queries that the backward has in shared memory at a time.
+        forward_keys: keys of a forward tile: a group of key bits, or half of one.
+        joined: a forward query's dims are in one buffer, reused for its output.
+        slots: slabs of 64 dims that the head sums stream; 0: whole heads.
+        split: a separate program computes dV.
+        stages: tiles of queries in the backward's shared memory.
     """
 
     forward_keys: int = KEYS
@@ -68,8 +64,6 @@ TILINGS = {(128, 64, 128): Tiling(), (192, 64, 256): _WIDE, (256, 0, 256): _WIDE
 
 @dataclass(frozen=True)
 class Dims:
-    """Dims of a head's key, of the rope key that all heads share, and of a value."""
-
     nope: int
     rope: int
     v: int
@@ -88,7 +82,6 @@ class Dims:
 
     @classmethod
     def of_keys(cls, nope: int, rope: int) -> Self:
-        """Return the dims of keys of ``nope`` and ``rope`` dims, and of their values."""
         for dims in TILINGS:
             if dims[:2] == (nope, rope):
                 return cls(*dims)
@@ -105,7 +98,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class Place:
-    """Work of a thread block: ``n`` tiles for a block of queries or keys from ``first`` on."""
+    """Work of a thread block: ``n`` tiles for queries or keys from ``first`` on."""
 
     block: Any
     first: Any
@@ -115,10 +108,6 @@ class Place:
 
 @T.macro
 def place_of(Count, number, heads, together, size, last_first, parts=1):
-    """Return the :class:`Place` of thread block ``number``; blocks have ``size`` rows.
-
-    An entry of a list of tiles counts as ``parts`` tiles.
-    """
     place = T.alloc_local([3], "int32")
     blocks = Count.shape[0]
     call(
@@ -128,10 +117,8 @@ def place_of(Count, number, heads, together, size, last_first, parts=1):
 
 
 def fetch(source, target, barrier):
-    """Fetch a box of a tensor; rows past its end are zeros. One warp does this."""
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
 
 
 def own_row(tx):
-    """Return the first of a thread's two rows of a tile by rows; the other is 8 further."""
     return tx // 32 * 16 + tx % 32 // 4

@@ -1,11 +1,7 @@
-"""Gradient of the values of masked dense attention, where :mod:`.backward` leaves it out (sm_90a).
+"""Gradient of the values of masked dense attention for split tilings (sm_90a).
 
-A thread block has 128 keys of one head.
-
-* ``CONSUME``: two warpgroups of 64 keys each. While the product ``dV += P dO`` of one tile of 64
-  queries is under way, a warpgroup forms P of the next;
-* ``PRODUCE``: one warp that fetches the keys, then queries, their lse and the gradients of their
-  output.
+Two warpgroups of 64 keys each; ``dV += P dO`` overlaps with the next tile's P. One warp fetches
+keys, then queries, lse and dO.
 """
 
 from types import SimpleNamespace
@@ -41,7 +37,6 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 
 @T.macro
 def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
-    """PRODUCE: the keys, then tiles of queries."""
     fetch_keys(KV, Kpe, m, done, at, dims)
     T.barrier_arrive(done.k[0])
     for i in T.serial(at.n):
@@ -67,12 +62,10 @@ def multiply_gradients(m, done, p, dv, i):
 
 @T.macro
 def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
-    """CONSUME: the gradient of 64 values per warpgroup."""
     s = T.alloc_fragment([KEYS, QUERIES], "float32")
     p = T.alloc_fragment([KEYS, QUERIES], "bfloat16")
     dv = T.alloc_fragment([KEYS, dims.v], "float32")
     words, tile = T.alloc_local([2], "uint32"), T.alloc_local([1], "int32")
-    # Addresses in shared memory.
     numbers, formed = (T.alloc_local([1], "int32") for _ in range(2))
     numbers[0] = shared_address(m.numbers[0, 0, 0])
     formed[0] = shared_address(done.formed[0])
@@ -103,7 +96,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
             T.copy(s, p)
         multiply_gradients(m, done, p, dv, at.n - 1)
         T.wait_wgmma(0)
-    # The gradients go in the place of the keys, whose dims without rope may be fewer.
+    # The gradients overwrite the keys, whose dims without rope may be fewer.
     T.sync_threads(3, 2 * GROUP)
     T.copy(dv, m.k)
     T.sync_threads(3, 2 * GROUP)
@@ -111,10 +104,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
-
-    Arguments as of :func:`.backward.build`; only the values' part of dKV is written.
-    """
+    """Return the TileLang program, which writes only values in dKV."""
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:
         raise ValueError(
@@ -155,7 +145,7 @@ def build(nope: int, rope: int, v: int):
                 formed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
-            # The first keys have the most tiles, as a rule.
+            # The first keys usually have the most tiles.
             at = place_of(Count, number, heads, together, KEYS, False)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

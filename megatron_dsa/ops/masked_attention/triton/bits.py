@@ -1,4 +1,4 @@
-"""Key bits in Triton: of listed keys by one atomic operation each, of visible keys by word."""
+"""Key bits in Triton."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from megatron_dsa.ops.masked_attention.spec import (
     groups,
 )
 
-#: Entries of a list, and words of bits, of a program.
 _ENTRIES, _WORDS = 1024, 128
 
 
-# Arguments that follow the batch must not compile the kernel again.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["indices", "length", "bits", "num_keys", "topk", "stride", "words"])
 def _set_bits(
     indices, length, bits, num_keys, topk, stride, words, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per query and ``BLOCK`` entries; ``words`` is the number of int32 of a query."""
     query = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < topk
@@ -54,7 +52,6 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["num_keys", "words"])
 def _visible_bits(start, end, slots, bits, num_keys, words, BLOCK: tl.constexpr):
-    """One program per query and ``BLOCK`` words; ``words`` is the number of int32 of a query."""
     query = tl.program_id(0).to(tl.int64)
     first, last = tl.load(start + query), tl.load(end + query)
     word, bit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
@@ -65,7 +62,7 @@ def _visible_bits(start, end, slots, bits, num_keys, words, BLOCK: tl.constexpr)
     if slots is not None:
         slot = tl.load(slots + key, mask=exists, other=-1)
     seen = exists & (slot >= first) & (slot < last)
-    # Bits are disjoint, so their sum is the word.
+    # Disjoint bits: the sum is the word.
     value = tl.sum(seen.to(tl.int32) << bit[None, :], 1)
     tl.store(bits + query * words + word, value, mask=word < words)
 

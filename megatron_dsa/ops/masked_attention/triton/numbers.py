@@ -1,4 +1,4 @@
-"""Around the TileLang kernels: numbers per query and head, counts and lists of keys, rounding."""
+"""Triton helpers of the TileLang kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, groups
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 64
-#: Groups of 128 keys of a program that lists keys.
 _GROUPS = 8
 
 
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
-    """Return fp32 ``[H, 2, N]``: ``lse [Sq, H]`` in base 2, and delta, ``(out * dout).sum(-1)``.
+    """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, ``(out * dout).sum(-1)``.
 
-    ``N`` is ``Sq`` rounded up to whole groups of queries. The lse of queries without keys and past
-    the last one is ``inf``: their probabilities are 0. Without ``out`` delta is not written.
+    ``N`` is ``Sq`` in whole groups. The lse is ``inf`` without keys and past the end. Without
+    ``out`` delta is undefined.
     """
     queries, heads = lse.shape
     count = groups(queries) * GROUP
@@ -34,12 +33,11 @@ def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | No
     return result
 
 
-# Sizes follow the batch and must not compile kernels again.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["queries", "heads", "count"])
 def _numbers(
     lse, out, dout, result, queries, heads, count, DIMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per head and ``BLOCK`` queries."""
     query = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     inside = query < queries
@@ -66,7 +64,6 @@ def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit(do_not_specialize=["key_groups"])
 def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
-    """One program per query."""
     row = tl.program_id(0).to(tl.int64) * key_groups
     found = 0
     for first in range(0, key_groups, BLOCK):
@@ -74,7 +71,6 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
         inside = group < key_groups
         at = (row + group)[:, None] * 4 + tl.arange(0, 4)[None, :]
         x = tl.load(bits + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
-        # Set bits of a word: sums of 2, 4 and 8 neighbours, then of all bytes.
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -88,10 +84,7 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
 def listed_keys(
     bits: torch.Tensor, before: torch.Tensor, length: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """Return int32 ``[Sq, width]``: the selected keys of every query, ascending, then -1.
-
-    ``before, length`` are the results of :func:`keys_before`; keys past ``width`` are left out.
-    """
+    """Return int32 ``[Sq, width]``: the first ``width`` selected keys, ascending, then -1."""
     queries, key_groups = bits.shape[:2]
     if key_groups == 0:
         return bits.new_full((queries, width), -1)
@@ -105,12 +98,11 @@ def listed_keys(
     return indices
 
 
-# Sizes follow the batch and must not compile kernels again.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["key_groups", "width"])
 def _list_keys(
     bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per query and ``GROUPS`` groups of keys; each fills a share of the rest."""
     query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     total = tl.load(length + query)
     share = tl.cdiv(width, tl.num_programs(1))
@@ -124,7 +116,7 @@ def _list_keys(
     end = total
     if first + GROUPS < key_groups:
         end = tl.load(at + GROUPS)
-    if found < end:  # most programs behind the diagonal have nothing to list
+    if found < end:  # rarely, behind the diagonal
         key = tl.arange(0, GROUPS * 128)
         word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2
         x = tl.load(bits + word, mask=first + key // 128 < key_groups, other=0)
@@ -137,7 +129,7 @@ def _list_keys(
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
     """Write ``sums * scale`` to the heads of ``dq`` from ``first`` on, in column order.
 
-    ``sums`` is fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
+    ``sums``: fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
     """
     queries, part, dims = sums.shape
     if sums.numel() > 0:
@@ -147,12 +139,10 @@ def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: floa
 
 @triton.jit(do_not_specialize=["first", "stride", "columns"])
 def _round(dq, sums, first, stride, columns, scale, BLOCK: tl.constexpr):
-    """One program per query and ``BLOCK`` columns of its heads."""
     query = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    # A thread of a fragment has two neighbours in each half of 16 columns: [half, thread, 2] here,
-    # [thread, half, 2] there.
+    # 16 columns are [half, thread, 2] here, [thread, half, 2] in the sums.
     place = column % 16
     source = column - place + place % 8 // 2 * 4 + place // 8 * 2 + place % 2
     x = tl.load(sums + query * columns + source, mask=inside, other=0.0)

@@ -1,8 +1,4 @@
-"""Lists of the tiles of queries and keys that are not empty, and the bits along queries.
-
-Kernels walk over lists of tiles. For the keys' gradient, keys are the rows of an accumulator, so
-these kernels read the bits of a key for many queries.
-"""
+"""Lists of non-empty tiles, and the bits along queries."""
 
 from __future__ import annotations
 
@@ -19,18 +15,16 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lists of the tiles that are not empty; entries of a list past its count may be anything.
+    """Lists of non-empty tiles, undefined past their counts; the last three for backwards.
+
+    ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
 
     Attributes:
-        key_groups: int32 ``[Gq, G]``, per group of 128 queries the groups of 128 keys of which it
-            selects any, ascending. ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
-        key_group_count: int32 ``[Gq]``, how many.
+        key_groups: int32 ``[Gq, G]``, ascending groups of 128 keys per group of 128 queries.
+        key_group_count: int32 ``[Gq]``.
         bits_t: int32 ``[128 G, Gq, 4]``, the bits along queries.
-        query_blocks: int32 ``[G, 2 Gq]``, per group of 128 keys the blocks of 64 queries that
-            select any of them, ascending.
-        query_block_count: int32 ``[G]``, how many.
-
-    The last three are ``None`` unless a backward needs them.
+        query_blocks: int32 ``[G, 2 Gq]``, ascending blocks of 64 queries per group of 128 keys.
+        query_block_count: int32 ``[G]``.
     """
 
     key_groups: torch.Tensor
@@ -41,7 +35,6 @@ class Tiles:
 
 
 def tiles_for(bits: torch.Tensor, num_keys: int, with_queries: bool) -> Tiles:
-    """Return the tiles of key bits, for a backward ``with_queries``."""
     if not with_queries:
         return Tiles(*_key_groups(bits))
     bits_t, flags = transpose(bits, num_keys)
@@ -52,9 +45,8 @@ def tiles_for(bits: torch.Tensor, num_keys: int, with_queries: bool) -> Tiles:
 def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``bits_t`` int32 ``[128 G, Gq, 4]`` and ``flags`` uint8 ``[2 Gq, G]``.
 
-    Word ``l`` of a key and a group of queries ``g`` has the queries ``128 g + 8 n + 2 l + e`` at
-    bit ``2 n + e``; ``flags[i, g]``: any of the queries ``64 i`` to ``64 i + 63`` selects any key
-    of group ``g``.
+    Bit ``2 n + e`` of a key's word ``l`` for group ``g`` is query ``128 g + 8 n + 2 l + e``.
+    ``flags[i, g]``: queries ``64 i`` to ``64 i + 63`` select a key of group ``g``.
     """
     bits = bits.contiguous()
     (queries, key_groups), query_groups = bits.shape[:2], groups(len(bits))
@@ -69,7 +61,6 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
 
 
 def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the four lists of :class:`Tiles`, given the flags of :func:`transpose`; one launch."""
     blocks, key_groups = flags.shape
     query_groups = blocks // 2
     of_queries, of_keys = _lists(flags, query_groups, key_groups), _lists(flags, key_groups, blocks)
@@ -95,18 +86,17 @@ def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, count
 
 
-# Sizes follow the batch and must not compile kernels again.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["queries", "key_groups", "query_groups"])
 def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
     """One program per tile of 128 queries and 128 keys; neighbours share the queries."""
     query_group, key_group = tl.program_id(0) // key_groups, tl.program_id(0) % key_groups
-    # 16 matrices of 32 x 32 bits: a word of queries (a column's quarter) by a word of keys.
+    # 16 matrices of 32 x 32 bits: a word of queries (a quarter of a column) by a word of keys.
     row, column = tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
     key_word, query_word = column % 4, column // 4
     query = query_group * 128 + row // 2 * 8 + query_word * 2 + row % 2
     at = (query.to(tl.int64) * key_groups + key_group) * 4 + key_word
     x = tl.load(bits + at, mask=query < queries, other=0).to(tl.uint32, bitcast=True)
-    # The first 16 rows are the first 64 queries.
     some = tl.max((x != 0).to(tl.int32), 1)
     half = tl.arange(0, 32) // 16
     for side in tl.static_range(2):
@@ -125,7 +115,6 @@ def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
 
 @triton.jit
 def _swap(x, row, distance: tl.constexpr, low: tl.constexpr):
-    """Swap the off-diagonal quarters of all ``2 * distance`` square blocks of bits."""
     other = tl.gather(x, (row ^ distance).broadcast_to(x.shape), 0)
     is_low = (row & distance) == 0
     upper, lower = tl.where(is_low, x, other), tl.where(is_low, other, x)
@@ -137,11 +126,9 @@ def _swap(x, row, distance: tl.constexpr, low: tl.constexpr):
 def _list_tiles(
     flags, key_ids, key_count, block_ids, block_count, query_groups, key_groups, BLOCK: tl.constexpr
 ):
-    """One program per group of queries, then one per group of keys."""
     group = tl.program_id(0).to(tl.int64)
     found = 0
     if group < query_groups:
-        # A group of queries has two rows of flags.
         first_half = flags + 2 * group * key_groups
         for first in range(0, key_groups, BLOCK):
             column = first + tl.arange(0, BLOCK)
@@ -162,7 +149,6 @@ def _list_tiles(
 
 @triton.jit
 def _append(ids, entry, flag, found):
-    """Append the entries whose flag is set to a list of ``found``; return how many it has then."""
     is_set = (flag != 0).to(tl.int32)
     place = found + tl.cumsum(is_set, 0) - 1
     tl.store(ids + place, entry, mask=is_set != 0)
@@ -171,7 +157,6 @@ def _append(ids, entry, flag, found):
 
 @triton.jit(do_not_specialize=["queries", "key_groups"])
 def _list_key_groups(bits, ids, count, queries, key_groups, BLOCK: tl.constexpr):
-    """One program per group of queries."""
     group = tl.program_id(0).to(tl.int64)
     query = group * 128 + tl.arange(0, 128)
     found = 0

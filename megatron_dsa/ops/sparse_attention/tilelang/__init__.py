@@ -1,1 +1,1 @@
-"""Sparse attention in TileLang: Hopper kernels, and portable ones for other GPUs."""
+"""Sparse attention in TileLang."""

@@ -1,4 +1,4 @@
-"""Choice among our own kernels: Hopper's (wgmma) on Hopper, the portable ones elsewhere."""
+"""TileLang kernels per GPU: wgmma on Hopper, portable elsewhere."""
 
 from __future__ import annotations
 
@@ -8,31 +8,23 @@ from enum import Enum
 
 import torch
 
-#: TileLang's targets, per compute capability.
 TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
 
 
 class Way(Enum):
-    """Kernels of a backward. They determine the column order of the key gradient in its buffer."""
+    """Kernels of a backward, with their column order of the key gradient."""
 
-    #: One kernel, columns in order.
     PORTABLE = "portable"
-    #: One kernel for Hopper, columns in the order of fragments.
+    #: One Hopper kernel; order of fragments.
     ONE = "one kernel"
-    #: Two kernels for Hopper, query_gradient, then key_gradient. More heads than a tile has
-    #: add to dKV once instead of once per tile. Columns in the order of transposed fragments;
-    #: integers in order, so that neighbouring threads add to neighbours.
+    #: Hopper's query_gradient and key_gradient, which adds to dKV once for all tiles of heads;
+    #: order of transposed fragments, integers in order, for coalesced atomics.
     TWO = "two kernels"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for one GPU, compiled at first use, with the arguments of their ``build``.
-
-    Attributes:
-        target: of the compilation.
-        tiles: target whose tiling the portable kernels have; ``None``: the kernels are Hopper's.
-    """
+    """Kernels for one GPU; ``tiles``: tiling of portable ones, ``None`` for Hopper's."""
 
     target: str
     tiles: str | None
@@ -43,7 +35,6 @@ class Kernels:
         return Way.TWO if heads > (32 if fixed_point else 64) else Way.ONE
 
     def compiled(self, part: str, *arguments):
-        """Return the kernel of the module ``part``, e.g. ``forward``."""
         folder, options = "hopper", {}
         if self.tiles is not None:
             folder, options = "portable", {"tiles": self.tiles}
@@ -53,7 +44,6 @@ class Kernels:
         return _module("hopper.unions").compiled(*arguments, target=self.target)
 
     def rows(self, part: str) -> int:
-        """Return the rows of a tile of the kernel ``forward`` or ``backward``."""
         if self.tiles is None:
             return importlib.import_module("megatron_dsa.ops.hopper.tiles").TILE
         tiles = _module("portable.tiles")
@@ -61,15 +51,10 @@ class Kernels:
 
 
 def _module(name: str):
-    """Import a module that needs TileLang."""
     return importlib.import_module(f"{__package__}.{name}")
 
 
 def kernels_for(device: torch.device, tiles: str | None = None) -> Kernels:
-    """Return the kernels for ``device``; with ``tiles`` the portable ones with that tiling.
-
-    The tiles of a GPU with less shared memory also run on one with more, for tests.
-    """
     target = "sm_90a"
     if device.type == "cuda":
         target = TARGETS[torch.cuda.get_device_capability(device)]

@@ -1,9 +1,7 @@
-"""Sparse attention through our own kernels (bf16).
+"""Sparse attention through our TileLang kernels (bf16), without padding.
 
-Any width, ragged lengths, a sink, and any number of heads up to 128 need no padding; a kernel is
-compiled per head count and dim at its first call. Up to 32 heads, a tile holds several adjacent
-queries and reads the union of their lists; a key that is not finite then spoils all queries of the
-tile, not only the one that selects it.
+Up to 32 heads, adjacent queries share a tile and the union of their lists: a non-finite key spoils
+all of them.
 """
 
 from dataclasses import dataclass
@@ -23,10 +21,6 @@ from megatron_dsa.ops.sparse_attention.torch import replace_negative_infinity
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
-    """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities).
-
-    ``kernels`` defaults to the GPU's; tests pass others.
-    """
     from megatron_dsa.ops.hopper.tiles import queries_per_tile
 
     q, kv, sink = inputs.q.contiguous(), inputs.kv.contiguous(), inputs.sink
@@ -50,11 +44,10 @@ def backward(
     dout: torch.Tensor,
     kernels: Kernels | None = None,
 ):
-    """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
+    """Return ``dq``, ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
 
-    ``dkv`` is ``None`` with ``inputs.key_sum``, to which the kernels add. In torch's deterministic
-    mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`), unless a query lists a key
-    twice.
+    ``dkv`` is ``None`` with ``inputs.key_sum``. Bitwise repeatable in torch's deterministic mode
+    (:mod:`.fixed_point`), unless a query lists a key twice.
     """
     from megatron_dsa.ops.hopper.tiles import head_tiles, queries_per_tile
 
@@ -63,7 +56,7 @@ def backward(
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     heads, tile = q.shape[1], kernels.rows("backward")
     way, group = kernels.way(heads, fixed), queries_per_tile(heads, tile)
-    # The tiles of a query add in fp32: any order gives the same sum of two, not of more.
+    # fp32 sums of up to two tiles do not depend on their order.
     sums_heads = inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
     total = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
     total = total.contiguous()
@@ -85,10 +78,10 @@ def backward(
                 p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
                 len(kv), inputs.workspace_bytes,
             )  # fmt: skip
-        del sums  # before the next part takes memory
+        del sums  # frees memory
     dsink = None
     if sink is not None:
-        # A head without keys and with a sink of -inf has no probability: 0, not NaN.
+        # 0, not NaN, without keys and with a sink of -inf.
         total = replace_negative_infinity(total, float("inf"))
         dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
     return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum
@@ -96,19 +89,15 @@ def backward(
 
 @dataclass
 class _KeySum:
-    """Accumulator of the key gradient, in 64-bit integers if ``fixed``."""
-
     way: Way
     fixed: bool
     v_dim: int
     dkv: torch.Tensor
-    #: The fixed-point scale.
     units: torch.Tensor
-    #: 0, or NaN once an output is not finite in a call after the units were chosen.
+    #: NaN once an output was not finite.
     poison: torch.Tensor | float = 0.0
 
     def result(self) -> torch.Tensor:
-        """Return the gradient in fp32 and in column order."""
         if self.fixed:
             units, one = self.units + self.poison, self.way is Way.ONE
             return to_float(self.dkv, units) if one else self.dkv.float().div_(units)
@@ -122,8 +111,6 @@ class _KeySum:
 
 
 def _key_sum(inputs: SparseAttentionInputs, way: Way, fixed: bool, out, dout) -> _KeySum:
-    """Return zeros, or the accumulator that the previous call added to."""
-
     def new() -> _KeySum:
         dtype = torch.int64 if fixed else torch.float32
         dkv = torch.zeros_like(inputs.kv, dtype=dtype, memory_format=torch.contiguous_format)
@@ -151,7 +138,6 @@ def _launch_one(inputs, kernels: Kernels, group: int, per_query, kv, keys: _KeyS
 
 
 def _launch_two(inputs, kernels: Kernels, _group: int, per_query, kv, keys: _KeySum, lists, sums):
-    """Run as many queries at a time as their P and dS fit the workspace."""
     from megatron_dsa.ops.hopper.tiles import TILE, head_tiles
 
     heads, dim = per_query[0].shape[1:]
@@ -173,11 +159,9 @@ def _launch_two(inputs, kernels: Kernels, _group: int, per_query, kv, keys: _Key
 
 
 def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
-    """Return the queries, of ``tiles`` thread blocks each, that fit the workspace."""
     queries = inputs.indices.shape[0]
     step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
     if step < queries:
-        # As many thread blocks as fill the GPU some times over.
         wave = max(1, processors(inputs.q.device) // tiles)
         step = step // wave * wave or step
     return min(step, queries)
@@ -190,13 +174,11 @@ def key_lists(
     with_places: bool = False,
     kernels: Kernels | None = None,
 ):
-    """Yield parts of the queries (slices) with the lists of keys that the kernels read.
+    """Yield slices of the queries, with the key lists that kernels read.
 
-    The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, see
-    :mod:`.hopper.unions`. The unions of two parts fit ``inputs.workspace_bytes``. Groups of one
-    query have the caller's lists and no members. Unions are always ``ascending``. The third result
-    is int32 ``[queries, K]``, with ``with_places``: the index in its group's list of each valid
-    entry of the caller's; ``None`` if that is the same index.
+    Ids int32 ``[lists, W]``, members uint8 alike (:mod:`.hopper.unions`), length int32 ``[lists]``;
+    unions for groups of several queries. ``with_places`` adds int32 ``[queries, K]``: each valid
+    entry's index in its list, ``None`` if unchanged.
     """
     queries, width = inputs.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=inputs.indices.device)
@@ -210,12 +192,11 @@ def key_lists(
     indices, length = caller_lists(inputs)
     form_unions = (kernels or kernels_for(indices.device)).unions(group, with_places)
     capacity = group * width
-    # Ids and members, the sums that go with places, and places with their int64 copy.
+    # Bytes: ids, members, their sums, int32 and int64 indices.
     bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
-        groups //= 2  # the caller holds one part until it gets the next
-        # As many thread blocks as run at once, some times over.
+        groups //= 2  # the caller still holds the previous part
         wave = 1 if indices.device.type == "cpu" else max(1, processors(indices.device))
         groups = groups // wave * wave or groups
     step = max(1, groups) * group

@@ -1,4 +1,4 @@
-"""Head sums of probabilities: from the order of a kernel's lists to the caller's."""
+"""Head sums, reordered from a kernel's lists to the caller's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ def to_callers_lists(
     keys: int,
     workspace_bytes: int,
 ) -> None:
-    """Write the sum of every entry of the caller's lists, 0 for entries that select nothing.
+    """Write the sum of each entry of the caller's lists, 0 for invalid ones.
 
     Args:
         out: fp32 ``[Sq, K]``, contiguous.
-        sums: fp32 ``[at least Sq, W]``, contiguous, in the order of the kernel's lists.
-        places: int32 ``[Sq, K]``: index in these of each valid entry; ``None``: the same index.
-        indices, length, keys: the caller's lists.
-        workspace_bytes: budget for temporary memory; one launch on a GPU needs none.
+        sums: fp32 ``[at least Sq, W]``, contiguous, in the kernel's order.
+        places: int32 ``[Sq, K]``: index in ``sums`` of each valid entry; ``None``: unchanged.
     """
     queries, width = indices.shape
-    if out.is_meta:  # on a GPU one launch without temporaries
+    if out.is_meta:
         return
     if out.is_cuda and has_triton():
         if out.numel():
@@ -42,7 +40,7 @@ def to_callers_lists(
                 BLOCK=block,
             )  # fmt: skip
         return
-    # Per entry: validity, masked and int64 places, the result twice.
+    # Bytes: validity, masked and int64 indices, the result twice.
     step = rows_in_budget(workspace_bytes, width * 24)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
@@ -53,12 +51,11 @@ def to_callers_lists(
         out[rows] = torch.where(valid, found, 0.0)
 
 
-# Sizes follow the batch and must not compile the kernel again; parts may begin anywhere.
+# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=[
     "out", "sums", "places", "indices", "length", "keys", "width", "stride",
 ])  # fmt: skip
 def _order(out, sums, places, indices, length, keys, width, stride, BLOCK: tl.constexpr):
-    """One program per query and ``BLOCK`` entries."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < width

@@ -1,19 +1,19 @@
-"""Steps of the softmax that Hopper's and the portable kernels share.
+"""Softmax steps of Hopper's and the portable kernels, in base 2.
 
-Scores are in base 2 inside a kernel; ``top`` is their maximum per row, ``total`` the sum of P.
+``top`` is the maximum per query head, ``total`` the sum of P.
 """
 
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.tiles import LN_2, LOG2_E
 
-#: A maximum of no scores: finite, so that the exponent of a score that is not selected is -inf.
+#: Finite, so that exponents of masked scores are -inf.
 LOWEST = -1e30
 
 
 @T.macro
 def raise_top(peak, top, decay, scale):
-    """Raise ``top`` to the maxima ``peak`` of new scores; sums of P until now lose ``decay``."""
+    """Raise ``top`` to ``peak``; earlier sums of P shrink by ``decay``."""
     for r in T.Parallel(top.shape[0]):
         peak[r] = T.max(peak[r] * (scale * LOG2_E), top[r])
         decay[r] = T.exp2(top[r] - peak[r])
@@ -22,7 +22,6 @@ def raise_top(peak, top, decay, scale):
 
 @T.macro
 def divisors(factor, Sink, top, total, at, shape):
-    """Set ``factor`` to one over the sum of P, with the sink's part unless ``Sink`` is ``None``."""
     for r in T.Parallel(shape.tile):
         factor[r] = total[r]
         if Sink is not None:
@@ -33,7 +32,6 @@ def divisors(factor, Sink, top, total, at, shape):
 
 @T.macro
 def write_lse(Lse, top, total, at, shape):
-    """Write the natural lse of the rows that exist; ``-inf`` without keys."""
     for r in T.Parallel(shape.tile):
         if r < at.rows:
             Lse[at.first + r] = T.if_then_else(
@@ -43,9 +41,8 @@ def write_lse(Lse, top, total, at, shape):
 
 @T.macro
 def read_lse(Lse, m, at, tile, thread):
-    """Read the lse of a tile's rows to shared memory, in units of log 2."""
     if thread < tile:
-        # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
+        # ``exp2(S - inf)`` is 0 without keys and for padding heads.
         m.lse[thread] = T.infinity("float32")
         if thread < at.rows:  # noqa: SIM102 (the next condition reads memory)
             if Lse[at.first + thread] > -T.infinity("float32"):

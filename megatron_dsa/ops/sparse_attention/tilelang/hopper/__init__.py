@@ -1,1 +1,1 @@
-"""Our own kernels for Hopper (sm_90a), in TileLang: ``docs/kernels/sparse_attention.md``."""
+"""Hopper kernels (sm_90a) in TileLang; see ``docs/kernels/sparse_attention.md``."""

@@ -1,15 +1,13 @@
-"""CUDA for the backwards: delta, and P and dS from accumulators to shared memory.
+"""CUDA of the backwards.
 
-Addresses in shared memory are plain integers here: given a pointer inside a loop, TileLang puts a
-memory barrier before each product. ``delta = rowsum(dO * O)``.
-
-P leaves its warpgroup twice: in bf16 for dKV, and for dS in fp16, in units of :data:`P_UNIT`. In
-bf16 it would add as much to the error of dS as dS's own rounding does.
+Addresses in shared memory are integers: given a pointer in a loop, TileLang puts a memory barrier
+before each product. For dS, P is in fp16, in units of :data:`P_UNIT`: bf16 would double the
+rounding error.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 
-#: P is at most 2, so that it fits in fp16; below 2^-28 it has fewer digits.
+#: P <= 2 fits fp16.
 P_UNIT = 2.0**-14
 
 SOURCE = (

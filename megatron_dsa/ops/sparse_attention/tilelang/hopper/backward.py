@@ -1,16 +1,13 @@
-"""Backward of sparse attention for 64 rows of queries per thread block (sm_90a).
+"""Backward of sparse attention, 64 query heads per thread block (sm_90a).
 
-Per block of 64 keys: ``S = K Q^T`` and ``dP = V dO^T`` (keys are the rows), ``P = exp(S - lse)``,
-``dS = P (dP - delta)``, then ``dQ += dS^T K`` and ``dKV = dS Q + P dO`` (FlashAttention-2,
-algorithm 2, over gathered keys). Four warpgroups share the work and meet at barriers in shared
-memory:
+``S = K Q^T``, ``dP = V dO^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS^T K``,
+``dKV = dS Q + P dO`` per block of 64 gathered keys, all that shared memory holds, in four
+warpgroups:
 
-* ``S``: scores and P, and the left half of dQ's columns;
-* ``DP``: dP and dS, and the rest of dQ;
+* ``S``: scores, P, and the left half of dQ's columns;
+* ``DP``: dP, dS, and the rest of dQ;
 * ``KV``: dKV, 64 columns at a time, added to global memory from registers;
-* ``GATHER``: fetches the next keys as soon as dQ is done with their half of the buffer.
-
-What is in shared memory fills it: there is room for one block of keys.
+* ``GATHER``: keys, as soon as dQ has read half of the buffer.
 """
 
 from types import SimpleNamespace
@@ -37,17 +34,12 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
-#: Registers per thread of the warpgroups S, DP, KV and GATHER; 512 is all there is.
+#: Registers per thread of S, DP, KV and GATHER, of 512.
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
-
-
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
-# barriers.
 
 
 @T.macro
 def gather(KV, Ids, Members, m, done, at, shape, thread):
-    """GATHER: keys of a block, as soon as their half of the buffer is free."""
     ids = T.alloc_local([TILE // ROWS], "int32")
     ahead = T.alloc_local([1], "int32")
     members = T.alloc_local([1], "uint8")
@@ -57,7 +49,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
         for side in (0, 1):
             T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
             if side == 0:
-                # KV has read the ids of block i - 2: its P was overwritten since.
+                # KV has read the ids of block i - 2: its P was overwritten.
                 queries.next_ids(lists, m, at, i, thread)
             columns = ((0, HALF), (HALF, shape.dim))[side]
             queries.fetch_part(lists, m, done, side, columns, thread)
@@ -65,7 +57,6 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def key_gradient(dKV, Units, m, done, at, thread):
-    """KV: ``dKV += dS Q + P dO``, a slab of columns at a time; integers if there are ``Units``."""
     dkv = T.alloc_fragment([TILE, SLAB], "float32")
     target = T.alloc_local([2], "int64")
     units = T.alloc_local([1], "float32")
@@ -102,15 +93,14 @@ def key_gradient(dKV, Units, m, done, at, thread):
 
 @T.macro
 def exponentials(s, m, i, members, shape, scale):
-    """P from the scores of keys that the rows select."""
     if shape.group > 1:
         for k in T.Parallel(TILE):
             members[k] = m.members[i % 2, k]
     T.wait_wgmma(0)
     for part in tuple(range(0, TILE, 16)):
         for k, h in T.Parallel(TILE, 16):
-            # Entries that select nothing have zeros as key, so any finite P will do: their
-            # dS meets that zero key in dQ and no row of dKV.
+            # Invalid entries may have any finite P: their zero key cancels dS in dQ, and dKV skips
+            # them.
             s[k, part + h] = T.exp2(T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0))
             if shape.group > 1:
                 member = members[k] >> T.cast((part + h) // shape.heads, "uint8") & 1
@@ -120,7 +110,6 @@ def exponentials(s, m, i, members, shape, scale):
 
 @T.macro
 def scores(dQ, PSum, m, done, at, shape, scale, thread):
-    """S: scores, P and the left half of dQ."""
     s = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.left_columns()
     here = T.alloc_local([1], "int32")
@@ -137,7 +126,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
-        # Nothing reads the old dS either: KV is done with both, DP was before the keys came.
+        # KV and DP have read the old dS.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         T.copy(s, m.p)
         for side in (0, 1):
@@ -148,13 +137,12 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[0])
-    # Only this warpgroup still used the left columns of the keys.
+    # Only this warpgroup still used these columns of the keys.
     queries.write_columns(dQ, m, dq, at, 9)
 
 
 @T.macro
 def score_gradients(dQ, m, done, at, dim, scale, thread):
-    """DP: dP, dS and the other columns of dQ."""
     dp = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.right_columns(dim)
     here = T.alloc_local([2], "int32")
@@ -174,7 +162,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # A product also reads the stores of the other warps.
+        # The product also reads dS of other warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -187,15 +175,12 @@ def build(
 ):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
-    A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
-    adjacent queries over the union of their lists (:mod:`.unions`).
+    A thread block has 64 heads of one query, or all heads of ``group`` adjacent queries over the
+    union of their lists (:mod:`.unions`).
 
-    All arguments are contiguous. Lse is natural, ``-inf`` for rows without keys; Ids has a list of
-    keys per group; bit ``g`` of Members says that the group's query ``g`` selected this key (not
-    read if ``group`` is 1); Length is within ``[0, W]``; dKV is zeroed by the caller, its columns
-    in the order of accumulators; Units: how many of dKV's integers are one (read only if
-    ``fixed_point``); Delta is ``rowsum(dO * O)``; PSum, zeroed by the caller, is sums of P over
-    heads, of no meaning where an entry is no key (not written unless ``p_sum``).
+    Contiguous arguments. Lse: natural, ``-inf`` without keys. Members: bit ``g`` if query ``g``
+    selected the key (``group`` > 1). Length: within ``[0, W]``. dKV: zeroed, in accumulator order.
+    Units: fixed-point scale. Delta: ``rowsum(dO * O)``. PSum: zeroed, undefined at invalid entries.
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
@@ -222,7 +207,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Keys: the left and the other columns; the copies arrive and the threads.
+            # Arrivals of copies and threads, for parts of the keys.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

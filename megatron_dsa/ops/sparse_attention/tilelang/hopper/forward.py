@@ -1,19 +1,14 @@
-"""Forward of sparse attention for 64 rows of queries per thread block (sm_90a).
+"""Forward of sparse attention, 64 query heads per thread block (sm_90a).
 
-The keys come in blocks of 64, and two warpgroups work on two blocks at a time (a pair) as on a
-seesaw: ``EVEN`` computes scores and P of the first block, ``ODD`` of the second, and each
-multiplies its P, from its registers, and then the other's, from shared memory, with its half of the
-value columns:
+Two warpgroups share a pair of blocks of 64 keys. Each multiplies the P of one block (registers),
+then the other's (shared memory), with half of the value columns:
 
-* ``EVEN``: ``S0 = Q K0^T``, its row maximum, P0, ``O_L += P0 V0_L``, then ``O_L += P1 V1_L``;
+* ``EVEN``: ``S0 = Q K0^T``, its maximum, P0, ``O_L += P0 V0_L``, then ``O_L += P1 V1_L``;
 * ``ODD``: ``S1 = Q K1^T``, the maximum of both, P1, ``O_R += P1 V1_R``, then ``O_R += P0 V0_R``;
-* ``GATHER``: fetches the next keys into each half of both buffers as soon as that half is free.
+* ``GATHER``: keys, as soon as half of a buffer is free.
 
-While one of them forms exponentials, the other keeps the tensor cores busy. EVEN works with the
-maximum up to its own block until ODD says what the second block adds, and corrects P0 and O_L then.
-A last block without a partner is EVEN's; ODD then only multiplies P0.
-
-All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
+One computes exponentials while the other multiplies. EVEN uses the maximum of its block, and
+corrects P0 and O_L once ODD has the joint one. An unpaired last block is EVEN's.
 """
 
 from types import SimpleNamespace
@@ -44,12 +39,10 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     write_lse,
 )
 
-#: Registers per thread of EVEN, ODD and GATHER; 504 is all there is.
+#: Registers per thread of EVEN, ODD and GATHER, of 504.
 REGISTERS = (216, 216, 72)
-#: Halves of a buffer of keys, and the order in which (buffer, half) get free and are needed.
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
-#: Keys of a pair of blocks.
 PAIR = 2 * TILE
 
 SOURCE = (
@@ -74,10 +67,6 @@ __device__ __forceinline__ void dsa_select(float* score, const void* first, cons
 )
 
 
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
-# barriers.
-
-
 @T.macro
 def start(Q, m, done, at, dim, tx):
     fetch_tile([(m.q, Q, (0, dim))], at, TILE, 2 * GROUP, tx)
@@ -86,7 +75,6 @@ def start(Q, m, done, at, dim, tx):
 
 @T.macro
 def gather(KV, Ids, Members, m, done, at, shape, thread):
-    """GATHER: keys of a pair, each half of a buffer as soon as it is free."""
     ids = T.alloc_local([PAIR // ROWS], "int32")
     ahead = T.alloc_local([1], "int32")
     members = T.alloc_local([1], "uint8")
@@ -94,7 +82,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     lists = Lists(KV, Ids, Members, shape.group, ahead, members)
     list_ahead(lists, at, 0, PAIR, thread)
     for i in T.serial(at.blocks(PAIR)):
-        # Nothing needs the words and ids of pair i - 2: its buffers were free since.
+        # Pair i - 2 is done: its buffers were freed.
         ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
         m.ids[i % 2, thread] = ahead[0]
         note_members(lists, m, i, word, thread)
@@ -117,7 +105,6 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 @T.macro
 def note_members(lists, m, i, word, thread):
-    """Write words for pair ``i``: per query of the group, a bit per key that it selected."""
     for g in tuple(range(lists.group)):
         selected = lists.ahead[0] >= 0
         if lists.group > 1:
@@ -139,10 +126,10 @@ def select(s, m, i, buffer, shape, tx):
 
 @T.macro
 def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
-    """EVEN and ODD, last: divide by the sum of P, write their half of O, and ODD the lse."""
+    """Divide by the sum of P; write half of O, and lse (ODD)."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
-    # Nothing multiplies any more when both have come here: the buffers of keys are free.
+    # Both warpgroups are done with the keys, whose buffers receive O.
     T.sync_threads(9, 2 * GROUP)
     for r in T.Parallel(TILE):
         total[r] = m.tops[0, r] + m.tops[1, r]
@@ -158,7 +145,6 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
 
 
 def fragments():
-    """Return registers of EVEN or ODD: scores, P, their half of O, and four numbers per row."""
     matrices = ((TILE, "float32"), (TILE, "bfloat16"), (HALF, "float32"))
     numbers = (T.alloc_fragment([TILE], "float32") for _ in range(4))
     return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
@@ -172,7 +158,6 @@ def scale_rows(x, factors):
 
 @T.macro
 def begin(o, top, total, done):
-    """EVEN and ODD, first: nothing is summed yet; wait for the queries."""
     T.clear(o)
     T.clear(total)
     T.fill(top, LOWEST)
@@ -181,7 +166,6 @@ def begin(o, top, total, done):
 
 @T.macro
 def exponentials(s, p, o, top, decay, scale):
-    """P from the scores, and O's part of the blocks before."""
     for r, k in T.Parallel(TILE, TILE):
         s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
     T.copy(s, p)
@@ -197,7 +181,6 @@ def add_up(s, peak, decay, total):
 
 @T.macro
 def even_scores(s, m, done, i, multiplying):
-    """``S0 = Q K0^T``, and say when V1_L is free if it was still being multiplied."""
     T.barrier_wait(done.keys[LEFT], i & 1)
     T.wgmma_gemm(m.q[:, :HALF], m.k[0][:, :HALF], s, transpose_B=True, clear_accum=True)
     if multiplying:
@@ -210,7 +193,6 @@ def even_scores(s, m, done, i, multiplying):
 
 @T.macro
 def even(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
-    """EVEN: scores of the even blocks and the left half of the output."""
     s, p, o, peak, top, decay, total = fragments()
     begin(o, top, total, done)
     if at.blocks(PAIR) > 0:
@@ -249,7 +231,6 @@ def even(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
 
 @T.macro
 def odd(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
-    """ODD: scores of the odd blocks and the right half of the output."""
     s, p, o, peak, top, decay, total = fragments()
     begin(o, top, total, done)
     for i in T.serial(at.blocks(PAIR)):
@@ -287,16 +268,12 @@ def odd(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
 
 
 def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = False):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+    """Return the TileLang program, with arguments as in :func:`.backward.build`.
 
-    A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
-    adjacent queries over the union of their lists.
-
-    Arguments as of :func:`.backward.build`; Ids outside of KV select nothing; Sink is not read
-    unless ``with_sink``; Lse is without the sink; scale is positive.
+    Ids outside of KV select nothing; Lse excludes Sink; scale is positive.
     """
     shape = Shape(heads, dim, v_dim, group)
-    # P0 takes the place of K0's columns past the values, if there are any: only S0 needs them.
+    # P0 overwrites K0's columns past the values: only S0 needs them.
     slots = 1 if shape.tail else 2
     needed = 2 * TILE * (3 * dim + slots * TILE) + 4 * (4 * TILE + 2 * TILE + 8 * group) + 1024
     if needed > SHARED:
@@ -328,8 +305,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Keys: left and right half of the first, then of the second buffer; the copies
-            # arrive and the threads. The others: by EVEN, by ODD.
+            # Arrivals of copies and threads, for halves of both buffers.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

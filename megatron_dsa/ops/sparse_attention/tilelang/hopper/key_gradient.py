@@ -1,18 +1,14 @@
-"""The second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
+"""Second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
 
-Per block of 64 keys of a query's list, ``dKV = dS Q + P dO`` over all heads (one or two tiles
-of 64), added to global memory. That takes as long as the additions do; all else overlaps with them.
+``dKV = dS Q + P dO`` per block of 64 keys, over one or two tiles of 64 heads; bound by the atomics.
+A warpgroup computes 256 value columns, and the columns past them for half of the keys, transposed,
+so that a warp adds 128 contiguous bytes (fixed point: 64) to each of 4 keys.
 
-A warpgroup has 256 of the value columns and half of the keys of the columns past the values. It
-forms a block's products in one go, in 144 registers (512: 128), and adds them. What it holds is
-transposed (columns are the rows), so that a warp adds 128 contiguous bytes (in fixed point 64) to
-each of 4 keys.
+* One tile: two consumers of a thread block split the columns.
+* Two tiles: two thread blocks split the columns; consumers take even and odd blocks.
+* A producer fetches ids, P and dS, laid out as in shared memory.
 
-* One tile: a thread block per list. Its two consumers split the columns of each block of keys.
-* Two tiles: two thread blocks per list split the columns. Their consumers take even and odd blocks.
-* A producer fetches P and dS, which are in global memory as they are in shared memory, and ids.
-
-The consumers multiply by turns, so that one of them adds meanwhile.
+Consumers alternate: one runs wgmma while the other does atomic adds.
 """
 
 from types import SimpleNamespace
@@ -23,15 +19,13 @@ from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, Place, Shape, fetch
 
-#: Registers per thread of the two consumers and the producer; 504 is all there is.
+#: Registers per thread of consumers and producer, of 504.
 REGISTERS = (216, 216, 72)
 #: Value columns of an accumulator; a consumer has two.
 COLUMNS = 128
-#: Blocks of P and dS in shared memory, by number of tiles.
+#: Tiles -> blocks of P and dS in shared memory.
 STAGES = {1: 4, 2: 2}
-#: Bytes of a tile of P and of one of dS.
 TILE_BYTES = 2 * TILE * TILE * 2
-#: Options of the products, whose operands are transposed.
 TRANSPOSED = {"transpose_A": True, "transpose_B": True}
 
 SOURCE = r"""
@@ -115,13 +109,8 @@ __device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, l
 """
 
 
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
-# barriers.
-
-
 @T.macro
 def start(Q, dO, m, at, shape, tx):
-    """Fetch the columns of the queries and their gradients; the consumers do this."""
     owned, tail = V_DIM // shape.tiles, shape.tail
     for t, r in tuple((t, r) for t in range(shape.tiles) for r in range(2)):
         row = r * 32 + tx // 8
@@ -140,7 +129,6 @@ def start(Q, dO, m, at, shape, tx):
 
 @T.macro
 def produce(Ids, PdS, m, done, at, keys, tiles, thread):
-    """Fetch blocks of P and dS, and their ids: -1 where an entry is no key."""
     ahead = T.alloc_local([1], "int32")
     here = T.alloc_local([2], "int32")
     here[0] = shared_address(m.pds[0, 0, 0])
@@ -173,9 +161,8 @@ def produce(Ids, PdS, m, done, at, keys, tiles, thread):
 
 @T.macro
 def consume(dKV, Units, m, done, at, tiles, wg, thread):
-    """Multiply, give P and dS back, and add."""
-    part = at.rank if tiles == 2 else wg  # of the columns, and of the tail's keys
-    first = 0 if tiles == 2 else wg * HALF  # of them, of those in shared memory
+    part = at.rank if tiles == 2 else wg
+    first = 0 if tiles == 2 else wg * HALF
     owned, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
     tail = dim - V_DIM
     acc_0 = T.alloc_fragment([COLUMNS, TILE], "float32")
@@ -229,12 +216,10 @@ def consume(dKV, Units, m, done, at, tiles, wg, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+    """Return the TileLang program; arguments as in :func:`.query_gradient.build`.
 
-    All arguments are contiguous: Length is within ``[0, W]``; PdS as of
-    :func:`.query_gradient.build`; dKV, zeroed by the caller, is transposed
-    (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`), integers in column order;
-    Units: how many of dKV's integers are one (read only if ``fixed_point``).
+    dKV: zeroed, transposed (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`),
+    integers in column order.
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles
@@ -259,14 +244,14 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
-                # One per tile: wgmma_gemm misplaces columns past 64 of some rows of a buffer.
+                # One per tile: wgmma_gemm misplaces columns past 64 of part of a buffer.
                 q=[T.alloc_shared([TILE, owned + shape.tail], bf16) for _ in range(tiles)],
                 do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
                 pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),
                 ids=T.alloc_shared([stages, TILE], int32),
             )
             done = SimpleNamespace(
-                # The threads that write ids, and the one that expects bytes.
+                # Threads that write ids, and the one that expects bytes.
                 full=T.alloc_barrier(arrive_count=[TILE + 1] * stages),
                 free=T.alloc_barrier(arrive_count=[GROUP * (3 - tiles)] * stages),
                 turn=T.alloc_barrier(arrive_count=[GROUP, GROUP]),

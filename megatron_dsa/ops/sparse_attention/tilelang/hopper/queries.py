@@ -1,8 +1,4 @@
-"""Shared by the backwards: a tile of queries, their gradients, lse and delta; blocks of keys; dQ.
-
-In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory
-(:func:`tile_memory`), and ``done`` its barriers.
-"""
+"""Common parts of the Hopper backwards."""
 
 from types import SimpleNamespace
 
@@ -25,7 +21,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 
 def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
-    """Allocate shared memory for a tile of queries and a block of keys with their ids, P and dS."""
     bf16, fp32 = "bfloat16", "float32"
     return SimpleNamespace(
         q=T.alloc_shared([TILE, dim], bf16),
@@ -42,9 +37,9 @@ def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
 
 @T.macro
 def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
-    """Fetch the queries and their gradients, compute delta; 256 threads do this.
+    """Fetch Q and dO, compute delta (256 threads).
 
-    In shared memory, lse is in units of log 2, and delta times scale and the unit of P.
+    In shared memory lse is in base 2, delta includes scale and P's unit.
     """
     if tx < 2 * GROUP:
         copies = ((m.q, Q, (0, dim)), (m.do, dO, (0, V_DIM)))
@@ -68,7 +63,6 @@ def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
 
 @T.macro
 def next_ids(lists, m, at, i, thread):
-    """Hand over the ids of block ``i`` (-1: no key) in shared memory, and read the list ahead."""
     if thread < TILE:
         m.ids[i % 2, thread] = T.if_then_else(
             lists.ahead[0] < lists.KV.shape[0], lists.ahead[0], -1
@@ -83,7 +77,6 @@ def next_ids(lists, m, at, i, thread):
 
 @T.macro
 def fetch_part(lists, m, done, part, columns, thread):
-    """Fetch ``columns`` of a block of keys, announced at the barrier of their part."""
     for r in tuple(range(TILE // ROWS)):
         row = r * ROWS + thread // 8
         from_row = T.max(lists.ids[r], 0)
@@ -95,9 +88,9 @@ def fetch_part(lists, m, done, part, columns, thread):
 
 @T.macro
 def left_columns():
-    """Return zeros for the left half of dQ: accumulators, each with its columns.
+    """Return zeroed accumulators of dQ's left half, with their columns.
 
-    An instruction must not need more registers than a thread starts with, so they are quarters.
+    Quarters: an instruction must not need more registers than a thread starts with.
     """
     dq_0 = T.alloc_fragment([TILE, QUARTER], "float32")
     dq_1 = T.alloc_fragment([TILE, QUARTER], "float32")
@@ -108,7 +101,6 @@ def left_columns():
 
 @T.macro
 def right_columns(dim):
-    """Return zeros for the other columns of dQ, as :func:`left_columns` does."""
     dq_2 = T.alloc_fragment([TILE, QUARTER], "float32")
     dq_3 = T.alloc_fragment([TILE, QUARTER], "float32")
     T.clear(dq_2)
@@ -123,14 +115,12 @@ def right_columns(dim):
 
 @T.macro
 def add_keys(m, dq):
-    """Start ``dQ += dS^T K`` for the columns ``dq``."""
     for part in dq:
         T.wgmma_gemm(m.ds, m.k[:, part[1]], part[0], transpose_A=True)
 
 
 @T.macro
 def write_columns(dQ, m, dq, at, barrier):
-    """Write the columns ``dq`` of one warpgroup, through the same columns of the keys."""
     for part in dq:
         T.copy(part[0], m.k[:, part[1]])
     T.sync_threads(barrier, GROUP)
@@ -142,7 +132,6 @@ def write_columns(dQ, m, dq, at, barrier):
 
 @T.macro
 def sum_heads(PSum, s, at, i, shape, thread):
-    """Write or add the sums of P over heads for block ``i`` of the keys."""
     call(
         "dsa_head_sums",
         s.data,

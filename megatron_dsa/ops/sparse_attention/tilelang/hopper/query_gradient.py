@@ -1,14 +1,10 @@
-"""The first half of the backward for many heads: P, dS and dQ of 64 rows of queries (sm_90a).
+"""First half of the backward for many heads: P, dS and dQ of 64 query heads (sm_90a).
 
-Per block of 64 keys: ``S = K Q^T`` and ``dP = V dO^T`` (keys are the rows), ``P = exp(S - lse)``,
-``dS = P (dP - delta)`` and ``dQ += dS^T K``. P and dS go to global memory for :mod:`.key_gradient`.
-Three warpgroups:
+Like :mod:`.backward`, with P and dS in global memory for :mod:`.key_gradient`, in three warpgroups:
 
-* ``S``: scores and P, and the left half of dQ's columns;
-* ``DP``: dP and dS, and the rest of dQ;
-* ``GATHER``: fetches the next keys as soon as dQ is done with their part of the buffer.
-
-There is room for one block of keys. Their columns come and go in four parts.
+* ``S``: scores, P, and the left half of dQ's columns;
+* ``DP``: dP, dS, and the rest of dQ;
+* ``GATHER``: keys, as soon as dQ has read a quarter of the buffer.
 """
 
 from types import SimpleNamespace
@@ -35,9 +31,8 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE as REDUCTION
 
-#: Registers per thread of the warpgroups S, DP and GATHER; 504 is all there is.
+#: Registers per thread of S, DP and GATHER, of 504.
 REGISTERS = {576: (208, 232, 64), 512: (208, 224, 72)}
-#: Bytes of a tile of P or dS.
 BYTES = TILE * TILE * 2
 
 SOURCE = r"""
@@ -64,18 +59,12 @@ __device__ __forceinline__ long long dsa_global(const void* what) {
 """
 
 
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
-# barriers.
-
-
 def key_parts(dim: int) -> tuple[tuple[int, int], ...]:
-    """Columns of the keys by part, in the order in which dQ is done with them."""
     return (HALF, HALF + QUARTER), (0, QUARTER), (HALF + QUARTER, dim), (QUARTER, HALF)
 
 
 @T.macro
 def gather(KV, Ids, m, done, at, dim, thread):
-    """GATHER: keys of a block, as soon as their part of the buffer is free."""
     ids = T.alloc_local([TILE // ROWS], "int32")
     ahead = T.alloc_local([1], "int32")
     unused = T.alloc_local([1], "uint8")
@@ -90,7 +79,6 @@ def gather(KV, Ids, m, done, at, dim, thread):
 
 @T.macro
 def store(i, barrier, target, tile, thread):
-    """Send a tile of P or dS to global memory, once it is complete."""
     if thread < 32:
         T.barrier_wait(barrier, i & 1)
         if thread == 0:
@@ -99,7 +87,6 @@ def store(i, barrier, target, tile, thread):
 
 @T.macro
 def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
-    """S: scores, P and the left half of dQ."""
     s = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.left_columns()
     here = T.alloc_local([3], "int32")
@@ -116,14 +103,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
     for i in T.serial(at.blocks()):
         for n, (left, right) in enumerate(key_parts(shape.dim)):
             T.barrier_wait(done.keys[n], i & 1)
-            # Copies write as threads do; products read through the async proxy.
+            # Products read through the async proxy.
             T.fence_proxy_async()
             T.wgmma_gemm(
                 m.k[:, left:right], m.q[:, left:right], s, transpose_B=True, clear_accum=n == 0
             )
         T.barrier_arrive(done.s_issued)
         T.wait_wgmma(0)
-        # The copy has read the old P. The old dS was read before DP freed the keys.
+        # The copy has read the old P, DP the old dS.
         if thread == 0:
             call("dsa_tile_is_read")
         T.sync_threads(9, GROUP)
@@ -132,7 +119,7 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
             call("dsa_store_half", s.data, here[1], of=(side,))
             call("dsa_store_p", s.data, here[2], of=(side,))
             T.barrier_arrive(done.p[side])
-        # Copies read through the async proxy; DP does not.
+        # The copy reads through the async proxy.
         T.fence_proxy_async()
         T.barrier_arrive(done.p_stored)
         store(i, done.p_stored, target[0], here[0], thread)
@@ -140,14 +127,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
         T.barrier_wait(done.ds, i & 1)
-        # One part after the other, so that the first is free early.
+        # Separately, to free the first early.
         T.barrier_wait(done.keys_free[0], i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(1)
         T.barrier_arrive(done.keys_free[1])
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[3])
-    # Only this warpgroup still used the left columns of the keys.
+    # Only this warpgroup still used these columns of the keys.
     T.sync_threads(9, GROUP)
     queries.write_columns(dQ, m, dq, at, 9)
     call("dsa_tiles_are_stored")
@@ -155,7 +142,6 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
 
 @T.macro
 def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
-    """DP: dP, dS and the other columns of dQ."""
     dp = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.right_columns(shape.dim)
     here = T.alloc_local([3], "int32")
@@ -169,7 +155,6 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         for n, (left, right) in enumerate(key_parts(V_DIM)):
             T.barrier_wait(done.keys[n], i & 1)
             if n == 3:
-                # The scores are wanted first.
                 T.barrier_wait(done.s_issued, i & 1)
             T.fence_proxy_async()
             T.wgmma_gemm(
@@ -182,7 +167,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # A product also reads the stores of the other warps.
+        # The product also reads dS of other warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -190,7 +175,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         T.wait_wgmma(len(dq) - 1)
         T.barrier_arrive(done.keys_free[0])
         T.wait_wgmma(0)
-        # S writes to the place of dS when the next keys are there.
+        # S overwrites dS when the next keys arrive.
         if thread == 0:
             call("dsa_tile_is_read")
         T.barrier_arrive(done.keys_free[2])
@@ -200,13 +185,10 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+    """Return the TileLang program; arguments as in :func:`.backward.build`.
 
-    Its arguments are those of :func:`.backward.build` for a ``group`` of 1, without Members, dKV
-    and Units, but with PdS ``[lists, ceil(W / 64), tiles, 2, 64, 64]`` bf16, of which all blocks
-    within a query's Length are written: P and dS of 64 keys and a tile of 64 heads, ``[keys,
-    rows]``, as they are in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
-    They are finite wherever the inputs are.
+    PdS: bf16 ``[lists, ceil(W / 64), tiles, 2, 64 keys, 64 heads]``, P and dS of blocks within
+    Length, as in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
     """
     shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]
@@ -235,9 +217,8 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),
                 keys_free=T.alloc_barrier(arrive_count=[GROUP] * 4),
-                # P's halves are ready.
                 p=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
-                # P is visible to copies; all products of S are under way.
+                # ``p_stored``: P is visible to copies; ``s_issued``: products of S are in flight.
                 p_stored=T.alloc_barrier(arrive_count=GROUP),
                 s_issued=T.alloc_barrier(arrive_count=GROUP),
                 ds=T.alloc_barrier(arrive_count=GROUP),

@@ -1,11 +1,9 @@
-"""CUDA that TileLang cannot express: add parts of wgmma accumulators to global memory.
+"""CUDA that TileLang lacks: atomic adds of wgmma accumulators.
 
-A thread of a warpgroup holds, of each 16 columns of its row of an accumulator, columns
-``2t, 2t + 1, 8 + 2t, 9 + 2t`` (``t``: lane modulo 4). In fp32 they are added as one vector of four,
-so the 16 columns are stored as ``[4 threads, 2 halves, 2]``; shuffling them into order first costs
-more than one pass over the result. In fixed point they are added one by one, and stored as
-``[2 halves, 2, 4 threads]``, so that four threads add to neighbours. See
-:mod:`megatron_dsa.ops.hopper.sums` and :mod:`~.sparse_attention.fixed_point`.
+Of 16 columns, a thread (``t``: lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
+them as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffling costs more than a pass over
+the result. In fixed point it adds single numbers, stored as ``[2 halves, 2, 4 threads]``: four
+threads add to neighbours.
 """
 
 SOURCE = r"""

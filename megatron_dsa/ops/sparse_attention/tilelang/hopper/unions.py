@@ -1,14 +1,10 @@
-"""Lists of keys for groups of adjacent queries: what each group reads, and who of it selected what.
+"""Unions of adjacent queries' key lists, with a membership bit per query.
 
-Adjacent queries select nearly the same keys. With few heads, one tile of a kernel holds several
-queries; it then reads the union of their lists with a membership bit per query. The union never has
-more entries than the lists together, so grouping never costs a tile anything. Unions come in
-ascending order, because thread blocks that start together then add to the same part of the key
-gradient at about the same time, and that part is in the cache.
+With few heads, a tile holds several adjacent queries, which select nearly the same keys. Unions are
+ascending: concurrent thread blocks add to the same, cached part of the key gradient.
 
-Every thread block marks the keys of its queries in bitmaps in shared memory, a range of
-:data:`RANGE` keys at a time, and counts and writes what was marked. A key that a query lists twice
-(top-k never does) appears again behind the union.
+A thread block marks keys in bitmaps in shared memory, :data:`RANGE` at a time. Keys that a query
+lists twice (top-k never does) repeat at the end.
 """
 
 from tilelang import language as T
@@ -16,7 +12,7 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper import prefix_sums
 from megatron_dsa.ops.hopper.programs import compiler
 
-#: Keys whose bitmaps fit in shared memory at once: 8 KiB per query of a group.
+#: Keys whose bitmaps fit shared memory: 8 KiB per query.
 RANGE = 65536
 THREADS = 256
 
@@ -115,11 +111,10 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
 
 
 def build(group: int, with_places: bool = False):
-    """Return the TileLang program of the unions of ``group`` adjacent queries' lists.
+    """Return the TileLang program for unions of ``group`` adjacent queries' lists.
 
-    All arguments are contiguous: invalid Indices are skipped; Length is within ``[0, K]``; entries
-    of Ids and Members from Count on are undefined; Places, if ``with_places``: the index in its
-    group's list of each valid entry, the others are not written.
+    Contiguous arguments. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and Members
+    end at Count; Places (``with_places``): the index in the union of each valid entry.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 

@@ -1,13 +1,7 @@
 """Backward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-A thread block holds a tile of query rows, their gradients and dQ (in registers), and goes through
-the keys in blocks (FlashAttention-2, algorithm 2, over gathered keys): ``S = Q K^T``,
-``dP = dO V^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS K``, and
-``dKV^T = Q^T dS + dO^T P``, some columns at a time, added to global memory from registers.
-
-dKV is computed transposed because atomic additions of vectors exist from sm_90 on only: of a
-transposed product eight threads hold eight neighbouring columns of a key, which is a whole sector
-of memory for one scalar instruction, and the columns keep their natural order.
+dKV is transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring
+columns of a key, a whole memory sector.
 """
 
 from types import SimpleNamespace
@@ -30,7 +24,6 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 FULL_ROW, FULL_COL = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Columns of dKV per product.
 CHUNK = 128
 
 SOURCE = r"""
@@ -41,12 +34,8 @@ __device__ __forceinline__ long long dsa_fixed(float value, float units) {
 """
 
 
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory.
-
-
 @T.macro
 def row_factors(O, Lse, Delta, m, at, tile, thread):  # noqa: E741
-    """``delta = rowsum(dO * O)``, and the lse in base 2."""
     o = T.alloc_fragment([tile, SLAB], "bfloat16")
     products = T.alloc_fragment([tile, SLAB], "float32")
     delta = T.alloc_fragment([tile], "float32")
@@ -68,7 +57,6 @@ def row_factors(O, Lse, Delta, m, at, tile, thread):  # noqa: E741
 
 @T.macro
 def probabilities(s, dp, m, at_key, shape, scale):
-    """P from a block's scores ``s``, dS from ``dp``."""
     for r, k in T.Parallel(s.shape[0], s.shape[1]):
         query = T.cast(T.min(r // shape.heads, shape.group - 1), "uint8")
         s[r, k] = T.if_then_else(
@@ -103,7 +91,6 @@ def head_sums(PSum, s, m, at, i, shape, thread):
 
 @T.macro
 def key_gradient(dKV, m, at_key, columns, units):
-    """``dKV += (Q^T dS + dO^T P)^T`` for some columns; in integers if there are ``units``."""
     first, count, block_keys = columns.start, columns.stop - columns.start, m.p.shape[1]
     dkv = T.alloc_fragment([count, block_keys], "float32")
     ids = T.alloc_fragment([block_keys], "int32")
@@ -129,10 +116,9 @@ def build(
     p_sum: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+    """Return the TileLang program; arguments as in :func:`..hopper.backward.build`.
 
-    Its arguments are those of :func:`..hopper.backward.build`'s, but that dKV has its columns in
-    their natural order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` it uses.
+    dKV is in column order.
     """
     tiling = tiling_of(BACKWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
@@ -198,7 +184,6 @@ def build(
             row_factors(O, Lse, Delta, m, at, tile, thread)
             for i in T.serial(at.blocks(block_keys)):
                 if stages == 1:
-                    # Nothing reads the block before any more.
                     T.sync_threads()
                     gather(source, m, at, i, tiling, thread)
                     T.ptx_commit_group()
@@ -220,7 +205,7 @@ def build(
                 T.gemm(m.ds, m.k[block_of_keys, :v_dim], dq, policy=FULL_COL)
                 if tail:
                     T.gemm(m.ds, m.k[block_of_keys, v_dim:], dq_tail, policy=FULL_COL)
-            # Without a block of keys the queries' copies were waited for before row_factors.
+            # Nothing has synchronised without keys.
             T.sync_threads()
             T.copy(dq, m.q[:, :v_dim])
             if tail:

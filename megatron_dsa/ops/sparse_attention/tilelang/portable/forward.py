@@ -1,10 +1,7 @@
 """Forward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-A thread block holds a tile of query rows, and goes through the keys in blocks that arrive by
-``cp.async`` while it works on those before (FlashAttention-2, algorithm 1, over gathered keys):
-``S = Q K^T``, P by an online softmax, ``O += P V``. For S the warps divide the tile's rows, for O
-its value columns, so that each value is read once; P and the factors cross through shared
-memory.
+Warps divide the query heads for S and the value columns for O, so that each value is read once; P
+and factors cross through shared memory.
 """
 
 from types import SimpleNamespace
@@ -28,12 +25,9 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     write_lse,
 )
 
-# In the macros: `at` is the thread block's place in the call, `m` its shared memory.
-
 
 @T.macro
 def probabilities(s, m, at_key, top, sums, peak, factor, shape, scale):
-    """P from a block's scores, by an online softmax."""
     for r, k in T.Parallel(s.shape[0], s.shape[1]):
         query = T.min(r // shape.heads, shape.group - 1)
         member = m.members[at_key + k] >> T.cast(query, "uint8")
@@ -56,9 +50,8 @@ def scale_rows(o, m):
 
 @T.macro
 def finish(O, Lse, Sink, o, top, total, factor, m, at, shape):  # noqa: E741
-    """Divide by the sum of P and write O and the lse."""
     divisors(factor, Sink, top, total, at, shape)
-    # Without a block of keys the queries may still be arriving where O passes through.
+    # Without keys, queries may still arrive in the buffer reused for O.
     T.ptx_wait_group(0)
     T.sync_threads()
     T.copy(factor, m.factor)
@@ -80,11 +73,7 @@ def build(
     with_sink: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
-
-    Its arguments are those of :func:`..hopper.forward.build`'s; ``tiles`` names the target whose
-    :data:`.tiles.FORWARD` it uses.
-    """
+    """Return the TileLang program; arguments as in :func:`..hopper.forward.build`."""
     tiling = tiling_of(FORWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
     tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
@@ -119,7 +108,7 @@ def build(
             peak = T.alloc_fragment([tile], fp32)
             top = T.alloc_fragment([tile], fp32)
             factor = T.alloc_fragment([tile], fp32)
-            # Each thread sums its own columns of P: one sum over threads at the end is enough.
+            # Per thread: one reduction at the end.
             sums = T.alloc_fragment([tile, block_keys], fp32)
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
@@ -133,7 +122,7 @@ def build(
             T.clear(sums)
             T.fill(top, LOWEST)
             for i in T.serial(at.blocks(block_keys)):
-                # Block i has come, and nothing reads block i - 1 any more.
+                # Block i has arrived, block i - 1 was read.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
                 gather_next(source, m, at, i + stages - 1, tiling, thread)

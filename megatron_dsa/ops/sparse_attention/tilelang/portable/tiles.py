@@ -1,4 +1,4 @@
-"""Tiles of the portable kernels per GPU, and how their keys arrive in shared memory."""
+"""Tiles of the portable kernels per GPU, and their loading of keys."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,8 @@ class Tiling:
     """Work of a thread block.
 
     Attributes:
-        rows: rows of queries (heads of one query, or of several).
-        keys: keys of a block.
-        stages: buffers for blocks of keys; with one, nothing overlaps with the gather.
-        threads: threads of a thread block.
+        rows: heads of one query, or of several.
+        stages: buffers for blocks of keys; one means no overlap with the gather.
     """
 
     rows: int
@@ -25,11 +23,10 @@ class Tiling:
 
     @property
     def copied(self) -> int:
-        """Rows that all threads copy at once."""
         return self.threads // COPIERS
 
 
-#: Bytes of shared memory that a thread block can have.
+#: Bytes per thread block.
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 _LARGE_FORWARD, _LARGE_BACKWARD = Tiling(64, 64, 2, 256), Tiling(64, 32, 2, 256)
 FORWARD = {
@@ -64,13 +61,11 @@ def check_memory(needed: int, target: str) -> None:
 
 
 def key_memory(tiling: Tiling, dim: int) -> int:
-    """Bytes of the buffers that :func:`gather` fills: keys (bf16), ids, members."""
     return tiling.stages * tiling.keys * (2 * dim + 4 + 1)
 
 
 @T.macro
 def look_ahead(lists, at, i, tiling, thread):
-    """Read a thread's part of block ``i`` of the list before it is needed; -1 past the end."""
     for r in T.unroll(tiling.keys // tiling.copied):
         lists.ahead[r] = -1
         lists.members[r] = T.cast(1, "uint8")
@@ -83,10 +78,6 @@ def look_ahead(lists, at, i, tiling, thread):
 
 @T.macro
 def gather(lists, m, at, i, tiling, thread):
-    """Fetch the keys of block ``i``, note which queries selected them, and look at the next one.
-
-    A key is zeros where there is none. A backward also reads the ids, -1 for no key.
-    """
     first = i % tiling.stages * tiling.keys
     for r in T.unroll(tiling.keys // tiling.copied):
         row = first + r * tiling.copied + thread // COPIERS
@@ -101,7 +92,6 @@ def gather(lists, m, at, i, tiling, thread):
 
 @T.macro
 def gather_first(lists, m, at, tiling, thread):
-    """Start to fetch as many blocks of keys as there are buffers but one."""
     look_ahead(lists, at, 0, tiling, thread)
     for i in tuple(range(tiling.stages - 1)):
         gather_next(lists, m, at, i, tiling, thread)
@@ -109,7 +99,6 @@ def gather_first(lists, m, at, tiling, thread):
 
 @T.macro
 def gather_next(lists, m, at, i, tiling, thread):
-    """Start to fetch block ``i``, if there is one."""
     if i < at.blocks(tiling.keys):
         gather(lists, m, at, i, tiling, thread)
     T.ptx_commit_group()
