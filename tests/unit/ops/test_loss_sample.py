@@ -1,6 +1,7 @@
 """The indexer's loss on a share of the query tokens: unbiased, in every attention."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron_dsa.ops.indexer_loss.sample import TILE, draw_sample, sample_size,
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.pools import KeyPools
 from tests import helpers
 from tests.cases.triton_kernels import assembly, interpret, recorded
 
@@ -89,6 +91,15 @@ def v4_lists():
     return KeyLists(layout, 5, keys, selected, (selected >= 0).sum(1).int())
 
 
+def pooled_lists():
+    """Return pools of 4 tokens, lists of the latest two and of the tail, and their lengths."""
+    pools = KeyPools.of(bshd_layout(KEYS, 1, CPU), 4)
+    end = pools.keys.layout.end[:, None]
+    selected = torch.arange(2, dtype=torch.int32) + (end - 2).clamp_min(0)
+    selected.masked_fill_(selected >= end, -1)
+    return pools, *pools.expand(selected, (selected >= 0).sum(1, dtype=torch.int32))
+
+
 def attentions():
     """Return each kind of attention, as ``name -> (run(indexer), its leaves)``."""
     q = leaf(KEYS, HEADS, 24, seed=1)
@@ -99,7 +110,33 @@ def attentions():
     indices, v4, sink = lists(), v4_lists(), leaf(HEADS, seed=7)
     of_v4 = leaf(v4.offset + KEYS, 16 + 8, seed=8)
     bits = key_bits(indices, None, KEYS)
+    pools, tokens, length = pooled_lists()
+    pool_bits = key_bits(tokens, length, KEYS)
     return {
+        "pools": (
+            lambda indexer: absorbed_attention(
+                q,
+                kv,
+                weights,
+                tokens,
+                topk_length=length,
+                softmax_scale=0.3,
+                indexer=replace(indexer, layout=pools.keys.layout, pools=pools),
+            ),
+            (q, kv, weights),
+        ),
+        "pools, masked": (
+            lambda indexer: masked_attention(
+                q,
+                per_head,
+                k_pe,
+                pool_bits,
+                softmax_scale=0.3,
+                topk=tokens.shape[1],
+                indexer=replace(indexer, layout=pools.keys.layout, pools=pools),
+            ),
+            (q, per_head, k_pe),
+        ),
         "sparse": (
             lambda indexer: sparse_attention(
                 wide, kv, indices, softmax_scale=0.3, v_dim=16, indexer=indexer
@@ -131,7 +168,7 @@ def gradients(name, share, **settings):
     """Return the loss, and gradients of indexer and attention."""
     run, leaves = attentions()[name]
     layout = v4_lists().compressed.layout if name == "lists" else bshd_layout(KEYS, 1, CPU)
-    rows = layout.num_keys
+    rows = KEYS // 4 if name.startswith("pools") else layout.num_keys
     index = leaf(KEYS, 4, 16, seed=11), leaf(rows, 16, seed=12), leaf(KEYS, 4, seed=13)
     losses = []
     indexer = IndexerTraining(
@@ -161,7 +198,7 @@ def same(got, want):
     ("name", "settings"),
     [
         ("sparse", {}), ("sparse", {"selected_only": True}), ("lists", {}), ("absorbed", {}),
-        ("masked", {}),
+        ("masked", {}), ("pools", {}), ("pools, masked", {}),
     ],
 )  # fmt: skip
 def test_mean_of_all_places_is_the_whole_loss(name, settings, monkeypatch):
