@@ -70,7 +70,7 @@ def head_tiles(heads: int, tile: int = TILE) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockWork:
     """Work of a thread block, the ``rank``-th of a list of ``n`` keys: heads and queries."""
 
     list: Any
@@ -85,7 +85,7 @@ class Place:
 
 
 @T.macro
-def place_of(block, Length, rows, shape):
+def block_work(block, Length, rows, shape):
     place, rank = block // shape.tiles, block % shape.tiles
     head = rank * shape.tile
     first = place * shape.group * shape.heads + head
@@ -95,7 +95,7 @@ def place_of(block, Length, rows, shape):
         else T.min(rows - first, shape.group * shape.heads)
     )
     n = Length[place]
-    return Place(place, head, first, owned, n, rank)
+    return BlockWork(place, head, first, owned, n, rank)
 
 
 @T.macro

@@ -20,7 +20,7 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES, call
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
-from megatron_dsa.ops.hopper.tiles import GROUP, TILE, Place, fetch_tile
+from megatron_dsa.ops.hopper.tiles import GROUP, TILE, BlockWork, fetch_tile
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
 
@@ -216,7 +216,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
             tx = T.get_thread_binding()
             thread = tx % GROUP
             n = T.max(T.min(Length[block], width), 0)
-            at = Place(block, 0, block * heads, heads, n)
+            at = BlockWork(block, 0, block * heads, heads, n)
             if tx >= GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if thread < GATHERERS:

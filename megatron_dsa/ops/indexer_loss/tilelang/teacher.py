@@ -16,7 +16,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     REGISTERS,
     THREADS,
     Dims,
-    own_row,
+    thread_row,
 )
 
 SOURCE = (
@@ -58,7 +58,7 @@ def consume(Start, End, Out, m, done, at, dims, scale, tx):
     seen = T.alloc_local([2], "int32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
-        row = at.first + own_row(tx) + 8 * r
+        row = at.first + thread_row(tx) + 8 * r
         seen[0] = 0
         seen[1] = 0
         if row < Start.shape[0]:

@@ -16,7 +16,7 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper.cuda import call, shared_address
 from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E, SLAB
-from megatron_dsa.ops.masked_attention.tilelang.gradients import FORMED, SOURCE
+from megatron_dsa.ops.masked_attention.tilelang.gradients import COMPUTED, SOURCE
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     BY_COLUMNS,
     BY_ROWS,
@@ -27,9 +27,9 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     STAGES,
     THREADS,
     Dims,
+    block_work,
     fetch,
-    own_row,
-    place_of,
+    thread_row,
 )
 
 #: More would exceed the registers.
@@ -83,7 +83,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
 
 @T.macro
 def read_bits(BitsT, words, tile, at, tx):
-    key = at.first + own_row(tx)
+    key = at.first + thread_row(tx)
     half = T.cast(tile % 2 * 16, "uint32")
     for r in tuple(range(2)):
         words[r] = T.reinterpret(BitsT[key + 8 * r, tile // 2, tx % 4], "uint32") >> half
@@ -104,7 +104,7 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
             Order[at.block, i],
             4 + tx // GROUP,
         )
-    row = tile * QUERIES + own_row(tx % GROUP)
+    row = tile * QUERIES + thread_row(tx % GROUP)
     call(
         "dsa_add",
         T.address_of(dQ[row, at.own, tx // GROUP * (dims.qk // 2)]),
@@ -132,7 +132,7 @@ def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
 
 
 @T.macro
-def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
+def score_gradients(m, done, s, p, dp, computed, lse, words, slot, parity, scale):
     """Compute dP and P at the same time, overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
@@ -140,7 +140,7 @@ def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
     T.wgmma_gemm(m.v, m.do[slot, :, :], dp, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.wait_wgmma(1)
     probabilities(s, lse, words, scale)
-    call("dsa_formed", formed, s.data, of=(QUERIES // 8,))
+    call("dsa_computed", computed, s.data, of=(QUERIES // 8,))
     T.copy(s, p)
     T.wait_wgmma(0)
     T.barrier_arrive(done.do_free[slot])
@@ -167,8 +167,8 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     numbers[0] = shared_address(m.numbers[0, 0, 0])
     T.clear(dk)
     if dims.tiling.split:
-        formed = T.alloc_local([1], "int32")
-        formed[0] = shared_address(done.formed[0])
+        computed = T.alloc_local([1], "int32")
+        computed[0] = shared_address(done.computed[0])
     else:
         T.clear(dv)
     if at.n > 0:
@@ -184,7 +184,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
             tile[2] = Tiles[at.block, i + 1]
         if dims.tiling.split:
             score_gradients(
-                m, done, s, p, dp, formed[0], lse, words, slot, parity, scale
+                m, done, s, p, dp, computed[0], lse, words, slot, parity, scale
             )  # fmt: skip
         else:
             gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale)
@@ -289,7 +289,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         together: T.int32,
     ):
         with T.Kernel(blocks * part, threads=THREADS) as number:
-            T.import_source(SOURCE + (FORMED if split else "") + PLACE)
+            T.import_source(SOURCE + (COMPUTED if split else "") + PLACE)
             m = SimpleNamespace(
                 k=T.alloc_shared([KEYS, nope + rope], bf16),
                 v=T.alloc_shared([KEYS, v], bf16),
@@ -306,11 +306,11 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
                 ds=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
                 ds_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
                 do_free=T.alloc_barrier(arrive_count=[2 * GROUP] * stages) if split else None,
-                formed=T.alloc_barrier(arrive_count=[2 * GROUP]) if split else None,
+                computed=T.alloc_barrier(arrive_count=[2 * GROUP]) if split else None,
             )
             tx = T.get_thread_binding()
             # The first keys usually have the most tiles; in order they come last.
-            place = place_of(Count, number, part, together, KEYS, ordered)
+            place = block_work(Count, number, part, together, KEYS, ordered)
             at = SimpleNamespace(
                 block=place.block, first=place.first, n=place.n, own=place.head,
                 head=first + place.head,

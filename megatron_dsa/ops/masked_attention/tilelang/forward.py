@@ -21,9 +21,9 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     STAGES,
     THREADS,
     Dims,
+    block_work,
     fetch,
-    own_row,
-    place_of,
+    thread_row,
 )
 
 QUERIES = 128
@@ -67,7 +67,7 @@ def group_of(Tiles, at, i, keys):
 
 @T.macro
 def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
-    row = at.first + own_row(tx)
+    row = at.first + thread_row(tx)
     for r in tuple(range(2)):
         words[r] = T.cast(0, "uint32")
         if row + 8 * r < Bits.shape[0]:
@@ -101,8 +101,8 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
     o = T.alloc_fragment([QUERIES, dims.v], "float32")
     words, group = T.alloc_local([2], "uint32"), T.alloc_local([1], "int32")
     top, total, decay = (T.alloc_local([2], "float32") for _ in range(3))
-    formed = T.alloc_local([1], "int32")
-    formed[0] = shared_address(done.formed[0])
+    computed = T.alloc_local([1], "int32")
+    computed[0] = shared_address(done.computed[0])
     T.clear(o)
     for r in tuple(range(2)):
         top[r] = LOWEST
@@ -127,7 +127,7 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
             T.wait_wgmma(1)
             T.barrier_arrive(done.k_free[slot])
             softmax(s, words, top, total, decay, keys, scale)
-            call("dsa_formed", formed[0], total.data)
+            call("dsa_computed", computed[0], total.data)
             T.wait_wgmma(0)
             T.barrier_arrive(done.v_free[before])
             T.copy(s, p)
@@ -155,7 +155,7 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
                 O[at.first + row, at.head, tx % across * 8 + c] = m.q[0][row, tx % across * 8 + c]
     if tx % 4 == 0:
         for r in tuple(range(2)):
-            row = at.first + own_row(tx) + 8 * r
+            row = at.first + thread_row(tx) + 8 * r
             if row < O.shape[0]:
                 Lse[row, at.head] = T.if_then_else(
                     total[r] == 0, -T.infinity("float32"), (top[r] + T.log2(total[r])) * LN_2
@@ -202,11 +202,11 @@ def build(nope: int, rope: int, v: int):
                 v=T.alloc_barrier(arrive_count=[32] * STAGES),
                 k_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
                 v_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
-                formed=T.alloc_barrier(arrive_count=[2 * GROUP]),
+                computed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
             # The last queries usually have the most tiles.
-            at = place_of(Count, number, heads, together, QUERIES, True, KEYS // tile)
+            at = block_work(Count, number, heads, together, QUERIES, True, KEYS // tile)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:

@@ -91,11 +91,11 @@ __device__ __forceinline__ void dsa_end_turn(int* turn, int barrier) {
 """
 )
 
-FORMED = r"""
+COMPUTED = r"""
 // Arrives at a barrier that is never waited for, when P is there (it has no sign): ptxas would form
 // P only after the next wait for a product.
 template <int N>
-__device__ __forceinline__ void dsa_formed(int barrier, const float* p) {
+__device__ __forceinline__ void dsa_computed(int barrier, const float* p) {
   unsigned bits = 0;
 #pragma unroll
   for (int i = 0; i < 4 * N; i++) bits |= __float_as_uint(p[i]);

@@ -16,7 +16,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     STAGES,
     Dims,
     fetch,
-    own_row,
+    thread_row,
 )
 
 QUERIES = 128
@@ -112,7 +112,7 @@ def produce(Q, K, Kpe, Lse, m, done, at, dims):
 @T.macro
 def read_lse(m, lse, slot, tx):
     for r in tuple(range(2)):
-        lse[r] = m.lse[slot, 0, own_row(tx) + 8 * r]
+        lse[r] = m.lse[slot, 0, thread_row(tx) + 8 * r]
 
 
 def rope_key(m, slot):

@@ -15,7 +15,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     REGISTERS,
     THREADS,
     Dims,
-    own_row,
+    thread_row,
 )
 
 SOURCE = (
@@ -57,7 +57,7 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
     sums = T.alloc_local([OWN], "float32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
-        row = at.first + own_row(tx) + 8 * r
+        row = at.first + thread_row(tx) + 8 * r
         if row < PSum.shape[0]:
             call(
                 "dsa_write_sums",

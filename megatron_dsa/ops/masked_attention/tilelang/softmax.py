@@ -57,7 +57,7 @@ __device__ __forceinline__ void dsa_rescale(float* x, const float* factor) {
 }
 // Arrives at a barrier, for which nobody waits, when the sums of P are there (they have no sign):
 // ptxas would form P only after the next wait for a product.
-__device__ __forceinline__ void dsa_formed(int barrier, const float* total) {
+__device__ __forceinline__ void dsa_computed(int barrier, const float* total) {
   const unsigned sign = (__float_as_uint(total[0]) | __float_as_uint(total[1])) >> 31;
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier + sign) : "memory");
 }

@@ -26,7 +26,7 @@ BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 #: Thread block -> block of queries or keys, head, number of tiles. L2 holds the keys of
 #: ``together`` heads.
 PLACE = r"""
-__device__ __forceinline__ void dsa_place(int* place, const int* count, int number, int blocks,
+__device__ __forceinline__ void dsa_block_work(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
   const int some = number / (together * blocks) * together;
   const int left = min(together, heads - some);
@@ -97,7 +97,7 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockWork:
     """Work of a thread block: ``n`` tiles for queries or keys from ``first`` on."""
 
     block: Any
@@ -107,18 +107,25 @@ class Place:
 
 
 @T.macro
-def place_of(Count, number, heads, together, size, last_first, parts=1):
+def block_work(Count, number, heads, together, size, last_first, parts=1):
     place = T.alloc_local([3], "int32")
     blocks = Count.shape[0]
     call(
-        "dsa_place", place.data, T.address_of(Count[0]), number, blocks, heads, together, last_first
+        "dsa_block_work",
+        place.data,
+        T.address_of(Count[0]),
+        number,
+        blocks,
+        heads,
+        together,
+        last_first,
     )
-    return Place(place[0], place[0] * size, place[1], place[2] * parts)
+    return BlockWork(place[0], place[0] * size, place[1], place[2] * parts)
 
 
 def fetch(source, target, barrier):
     return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
 
 
-def own_row(tx):
+def thread_row(tx):
     return tx // 32 * 16 + tx % 32 // 4

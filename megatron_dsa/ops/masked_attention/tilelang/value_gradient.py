@@ -21,7 +21,7 @@ from megatron_dsa.ops.masked_attention.tilelang.backward import (
     read_bits,
     write_columns,
 )
-from megatron_dsa.ops.masked_attention.tilelang.gradients import FORMED, SOURCE
+from megatron_dsa.ops.masked_attention.tilelang.gradients import COMPUTED, SOURCE
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     BY_ROWS,
     KEYS,
@@ -31,7 +31,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     STAGES,
     THREADS,
     Dims,
-    place_of,
+    block_work,
 )
 
 
@@ -66,9 +66,9 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
     p = T.alloc_fragment([KEYS, QUERIES], "bfloat16")
     dv = T.alloc_fragment([KEYS, dims.v], "float32")
     words, tile = T.alloc_local([2], "uint32"), T.alloc_local([1], "int32")
-    numbers, formed = (T.alloc_local([1], "int32") for _ in range(2))
+    numbers, computed = (T.alloc_local([1], "int32") for _ in range(2))
     numbers[0] = shared_address(m.numbers[0, 0, 0])
-    formed[0] = shared_address(done.formed[0])
+    computed[0] = shared_address(done.computed[0])
     T.clear(dv)
     T.barrier_wait(done.k[0], 0)
     if at.n > 0:
@@ -90,7 +90,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
             T.wait_wgmma(1)
             probabilities(s, numbers[0] + i % STAGES * (2 * NUMBERS), words, scale)
             T.barrier_arrive(done.q_free[i % STAGES])
-            call("dsa_formed", formed[0], s.data, of=(QUERIES // 8,))
+            call("dsa_computed", computed[0], s.data, of=(QUERIES // 8,))
             T.wait_wgmma(0)
             T.barrier_arrive(done.do_free[(i - 1) % STAGES])
             T.copy(s, p)
@@ -129,7 +129,7 @@ def build(nope: int, rope: int, v: int):
         together: T.int32,
     ):
         with T.Kernel(blocks * heads, threads=THREADS) as number:
-            T.import_source(SOURCE + FORMED + PLACE)
+            T.import_source(SOURCE + COMPUTED + PLACE)
             m = SimpleNamespace(
                 k=T.alloc_shared([KEYS, nope + rope], bf16),
                 q=T.alloc_shared([STAGES, QUERIES, nope + rope], bf16),
@@ -142,11 +142,11 @@ def build(nope: int, rope: int, v: int):
                 do=T.alloc_barrier(arrive_count=[32] * STAGES),
                 q_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
                 do_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
-                formed=T.alloc_barrier(arrive_count=[2 * GROUP]),
+                computed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
             # The first keys usually have the most tiles.
-            at = place_of(Count, number, heads, together, KEYS, False)
+            at = block_work(Count, number, heads, together, KEYS, False)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:

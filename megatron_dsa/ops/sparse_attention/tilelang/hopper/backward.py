@@ -26,8 +26,8 @@ from megatron_dsa.ops.hopper.tiles import (
     V_DIM,
     Lists,
     Shape,
+    block_work,
     list_ahead,
-    place_of,
 )
 from megatron_dsa.ops.sparse_attention.tilelang.hopper import queries
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNIT
@@ -218,7 +218,7 @@ def build(
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            at = place_of(block, Length, rows, shape)
+            at = block_work(block, Length, rows, shape)
             queries.start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx)
             if tx >= 3 * GROUP:
                 T.set_max_nreg(for_gather, 0)

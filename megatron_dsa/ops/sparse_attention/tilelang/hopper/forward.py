@@ -27,10 +27,10 @@ from megatron_dsa.ops.hopper.tiles import (
     V_DIM,
     Lists,
     Shape,
+    block_work,
     fetch,
     fetch_tile,
     list_ahead,
-    place_of,
 )
 from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     LOWEST,
@@ -314,7 +314,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 p=T.alloc_barrier(arrive_count=[GROUP] * 2),
             )
             tx = T.get_thread_binding()
-            at = place_of(block, Length, rows, shape)
+            at = block_work(block, Length, rows, shape)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[2], 0)
                 gather(KV, Ids, Members, m, done, at, shape, tx % GROUP)

@@ -17,7 +17,7 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
-from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, Place, Shape, fetch
+from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, BlockWork, Shape, fetch
 
 #: Registers per thread of consumers and producer, of 504.
 REGISTERS = (216, 216, 72)
@@ -260,7 +260,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             thread = tx % GROUP
             place = block // tiles
             n = Length[place]
-            at = Place(place, 0, place * heads, heads, n, block % tiles)
+            at = BlockWork(place, 0, place * heads, heads, n, block % tiles)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[2], 0)
                 produce(Ids, PdS, m, done, at, keys, tiles, thread)

@@ -10,7 +10,7 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
-from megatron_dsa.ops.hopper.tiles import LOG2_E, SLAB, V_DIM, Lists, Shape, fetch_tile, place_of
+from megatron_dsa.ops.hopper.tiles import LOG2_E, SLAB, V_DIM, Lists, Shape, block_work, fetch_tile
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     BACKWARD,
     check_memory,
@@ -174,7 +174,7 @@ def build(
                 units[0] = Units[0]
             source = Lists(KV, Ids, Members, group, ahead, members)
             thread = T.get_thread_binding()
-            at = place_of(block, Length, rows, shape)
+            at = block_work(block, Length, rows, shape)
             fetch_tile([(m.q, Q, (0, dim))], at, tile, tiling.threads, thread)
             fetch_tile([(m.do, dO, (0, v_dim))], at, tile, tiling.threads, thread)
             T.ptx_commit_group()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
-from megatron_dsa.ops.hopper.tiles import LOG2_E, Lists, Shape, fetch_tile, place_of
+from megatron_dsa.ops.hopper.tiles import LOG2_E, Lists, Shape, block_work, fetch_tile
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     FORWARD,
     check_memory,
@@ -115,7 +115,7 @@ def build(
             members = T.alloc_local([block_keys // tiling.copied], "uint8")
             source = Lists(KV, Ids, Members, group, ahead, members)
             thread = T.get_thread_binding()
-            at = place_of(block, Length, rows, shape)
+            at = block_work(block, Length, rows, shape)
             fetch_tile([(m.q, Q, (0, dim))], at, tile, tiling.threads, thread)
             gather_first(source, m, at, tiling, thread)
             T.clear(o)
