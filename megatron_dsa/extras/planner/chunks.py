@@ -1,4 +1,4 @@
-"""Model chunks of one rank, measured on one microbatch on the meta device."""
+"""Model chunks of one rank, measured on the meta device."""
 
 import dataclasses
 from collections import Counter
@@ -18,14 +18,7 @@ from megatron_dsa.ops.dispatch import Choice
 
 @dataclass(frozen=True)
 class Layer:
-    """A transformer layer of a chunk.
-
-    Attributes:
-        number: from 1, within the decoder or multi-token prediction.
-        kind: attention and MLP in words.
-        kept: bytes for the backward, per microbatch.
-        choices: implementations of its operations.
-    """
+    """A transformer layer; ``kept``: bytes for the backward, per microbatch."""
 
     number: int
     is_mtp: bool
@@ -36,7 +29,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters and hash-routing entries of one kind; ``expert``: reduced over expert-data ranks."""
+    """Parameters and hash-routing entries; ``expert``: reduced over expert data parallelism."""
 
     expert: bool
     trained: bool
@@ -50,9 +43,9 @@ class Chunk:
 
     Attributes:
         outside: modules other than layers.
-        kept: alive between forward and backward, input and output included.
-        forward_peak, backward_peak: likewise at most, without weights.
-        received: per group and from other stages.
+        kept: alive between forward and backward.
+        forward_peak, backward_peak: without weights.
+        received: per group.
     """
 
     layers: tuple[Layer, ...]
@@ -65,7 +58,6 @@ class Chunk:
 
 
 def measure_rank(args, model, pg_collection) -> list[Chunk]:
-    """Build and measure a rank with process groups of :func:`~.host.ranks`."""
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
     forget_layouts()  # tables differ per rank
@@ -107,7 +99,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     layers = _follow_layers(chunk, tracker)
     for parameter in chunk.parameters():
         if parameter.requires_grad:
-            # Megatron adds it to a separately counted buffer and frees it.
+            # Megatron counts its buffer apart and frees this.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     with tracker:
         output, gradient = _forward(args, chunk)
@@ -128,7 +120,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    # Like Megatron's custom_backward: torch's functions under host()'s mode miss recomputation.
+    # Like Megatron's custom_backward: torch's miss recomputation under host()'s mode.
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -170,7 +162,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
     if not config.mtp_num_layers or len(chunk.decoder.layers):
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
-        # Head output, and streams that it read.
+        # Head output and its streams.
         tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers
@@ -178,7 +170,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
 
 
 def _packed(args, tokens: torch.Tensor):
-    """Pack one document per sequence, the most keys per query."""
+    """Pack one document per sequence: the most keys."""
     if not args.dataloader_inter_document_masking:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -195,7 +187,7 @@ def _packed(args, tokens: torch.Tensor):
 
 
 def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
-    """Describe a chunk's layers; hooks fill in ``kept`` on its first run."""
+    """Describe layers; hooks fill in ``kept`` on the first run."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layers: list[Layer] = []
@@ -238,7 +230,6 @@ def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
 
 
 def _calling_part(layer) -> Any:
-    """Return the attention core, or KDA itself."""
     return layer.self_attention.core_attention or layer.self_attention
 
 

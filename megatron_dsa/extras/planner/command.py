@@ -1,4 +1,4 @@
-"""``--dsa-dry-run``: print a job's plan or first error."""
+"""``--dsa-dry-run``: a job's plan or first error."""
 
 import argparse
 import contextlib
@@ -33,13 +33,10 @@ def dry_run(argv: list[str]) -> int:
     """Plan and print the job of ``argv`` (with the program's name).
 
     Returns:
-        0 if the job would start and fit in memory; 1 if it would not fit; 2 if it would not start.
-
-    Raises:
-        ConfigError: the number of GPUs is invalid.
+        0 if the job fits, 1 if its memory does not, 2 if it would not start.
     """
     if environment_number("RANK", 0):
-        return 0  # one process is enough
+        return 0
     own, job = _own_flags(argv)
     world = own.dsa_dry_run_world or environment_number("WORLD_SIZE", 1, least=1)
     gpu = GPUS[own.dsa_dry_run_gpu or gpu_here()]
@@ -49,7 +46,7 @@ def dry_run(argv: list[str]) -> int:
     except (DSAError, ValueError, AssertionError) as error:
         if TRACEBACK_FLAG in argv:
             raise
-        # Megatron asserts users' errors while building.
+        # Megatron asserts user errors.
         known = explain(error, "validate_args")
         assert known is not None
         notes: tuple[str, ...] = ()
@@ -86,7 +83,7 @@ def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) -> Plan:
-    """Plan a command line for ``world`` GPUs; raise as the job's start-up would."""
+    """Plan a command line for ``world`` GPUs; raise as start-up would."""
     with host(gpu.capability, device), parsed(argv, world) as args:
         if args.num_layers > _MANY_LAYERS:
             print(
@@ -104,7 +101,7 @@ def parsed(
     planning: bool = True,
     add_arguments: Callable[[argparse.ArgumentParser], Any] = add_dsa_arguments,
 ) -> Iterator[Any]:
-    """Yield Megatron's validated arguments for rank 0, silently; ``planning`` emulates a GPU."""
+    """Yield Megatron's validated arguments for rank 0; ``planning`` emulates a GPU."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
@@ -143,7 +140,6 @@ def _refuse_files(args) -> None:
 
 
 def _check_batch(args) -> None:
-    """Name the flags of an indivisible batch; Megatron names evaluation's."""
     model_ranks = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -151,7 +147,7 @@ def _check_batch(args) -> None:
     )
     total, micro = args.global_batch_size, args.micro_batch_size
     if None in (total, micro) or args.world_size % model_ranks:
-        return  # Megatron has defaults for the first, and reports the last
+        return  # Megatron reports the last
     data_ranks = args.world_size // model_ranks
     require(
         total % (micro * data_ranks) == 0 or args.decrease_batch_size_if_needed,
@@ -175,7 +171,6 @@ def _environment(world: int):
 
 @contextlib.contextmanager
 def _arguments(argv: list[str]):
-    """Set ``sys.argv`` and Megatron's global state."""
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
     before, sys.argv = sys.argv, argv

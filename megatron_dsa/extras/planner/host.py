@@ -1,7 +1,4 @@
-"""A job's ranks on one machine without a GPU: meta device, silent groups.
-
-No real process groups may exist meanwhile.
-"""
+"""A job's ranks on one machine without a GPU or real process groups."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,7 +20,7 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
-    """Emulate a GPU of ``capability`` (``None``: a CPU); ``device`` is meta, or the CPU for tests."""
+    """Emulate a GPU of ``capability`` (``None``: a CPU)."""
     cuda = mock.patch.multiple(torch.cuda, **_cuda(capability, device))
     patches = [cuda, *_state_of_the_process()]
     with contextlib.ExitStack() as stack:
@@ -40,7 +37,7 @@ def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str,
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,  # only sorts lists, costs no memory
+        L2_cache_size=50 * 2**20,  # costs no memory
     )
     streams = dict.fromkeys(("Stream", "Event"), NoStream)
     ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
@@ -95,8 +92,6 @@ def _state_of_the_process() -> Iterator[Any]:
 
 
 class _AsOnGPU(CudaTo):
-    """Fuse norms as on a GPU."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (functional.rms_norm, torch.rms_norm):
             return _fused_rms_norm(*args, **(kwargs or {}))
@@ -117,7 +112,7 @@ def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def ranks(args, rank: int) -> Iterator:
-    """Become one of ``args.world_size`` ranks (pipeline outermost); yield Megatron's groups."""
+    """Emulate one rank (pipeline outermost); yield Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -148,7 +143,7 @@ def ranks(args, rank: int) -> Iterator:
                 create_gloo_process_groups=False,
             )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        # Batches would need the device's backend.
+        # Batches need the device's backend.
         with mock.patch.object(torch.distributed, "batch_isend_irecv", one_by_one):
             yield ProcessGroupCollection.use_mpu_process_groups()
     finally:

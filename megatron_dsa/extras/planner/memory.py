@@ -1,4 +1,4 @@
-"""Peak memory of a rank: weights, gradients, optimizer states, activations."""
+"""Peak memory of a rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,7 @@ LIBRARIES = 2 * 32 * 2**20
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one GPU, without CUDA context, NCCL buffers and fragmentation.
-
-    Attributes:
-        optimizer: this rank's main parameters and moments.
-        activations: peak with temporaries.
-        step: the optimizer step's temporaries.
-    """
+    """Bytes on one GPU, without CUDA context, NCCL buffers and fragmentation."""
 
     weights: int
     gradients: int
@@ -36,7 +30,6 @@ class RankMemory:
 
 
 def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
-    """Add up a rank's memory under Megatron's optimizer and schedule."""
     weights = [each for chunk in chunks for each in chunk.weights]
     trained = [each for each in weights if each.trained]
     kept = [chunk.kept for chunk in chunks]
@@ -53,10 +46,7 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
 
 
 def _most_kept(args, kept: Sequence[int], extra: Sequence[int]) -> int:
-    """Return the peak activation bytes over Megatron's schedule.
-
-    ``extra`` is either pass's peak above ``kept``, per chunk.
-    """
+    """Return the peak activation bytes; ``extra`` is either pass's peak above ``kept``."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import (
         get_pp_rank_microbatches,

@@ -1,4 +1,4 @@
-"""Memory and traffic of a computation, by observing its operations."""
+"""Memory and traffic of a computation."""
 
 import sys
 import weakref
@@ -29,13 +29,8 @@ _RECEIVES = (c10d.recv_.default,)
 class MemoryTracker(TorchDispatchMode):
     """Tracks new storages on any device.
 
-    Autograd sums gradients in place, except under a dispatch mode. A sum therefore counts only if all
-    terms stay alive.
-
-    Attributes:
-        live: bytes alive.
-        peak: most since :meth:`restart`.
-        received: bytes by group (``name_of``).
+    Autograd sums gradients in place, but not under a dispatch mode: a sum counts only if all terms
+    stay alive.
     """
 
     def __init__(self, name_of: Callable[[ProcessGroup], str] = lambda group: "ranks"):
@@ -43,9 +38,9 @@ class MemoryTracker(TorchDispatchMode):
         self.live = self._peak = 0
         self.received: Counter[str] = Counter()
         self._bytes: dict[int, int] = {}
-        #: Storage -> backward node that created it.
+        #: Storage -> backward node.
         self._makers: dict[int, int] = {}
-        #: Live bytes with the last gradient sum, and its possible output storages.
+        #: Live bytes with the last gradient sum, and its possible outputs.
         self._sum: tuple[int, list[int]] | None = None
         self._name_of = name_of
 
@@ -61,12 +56,12 @@ class MemoryTracker(TorchDispatchMode):
         return self.live
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Exclude existing tensors (parameters), of which operations return views."""
+        """Exclude tensors (parameters) that operations may return views of."""
         for tensor in tensors:
             self._bytes.setdefault(tensor.untyped_storage()._cdata, 0)
 
     def __enter__(self):
-        # Megatron frees recomputed tensors by resizing their storage.
+        # Megatron frees recomputed tensors by resizing.
         resize = torch.UntypedStorage.resize_
         tracker = self
 
@@ -109,7 +104,7 @@ class MemoryTracker(TorchDispatchMode):
         if node is not None:
             self._makers[key] = node
         self._count(storage.nbytes(), terms)
-        # Autograd's references also keep a storage's Python object.
+        # Autograd also keeps a storage's Python object.
         weakref.finalize(storage, self._forget, key)
 
     def _count(self, more: int, terms: Sequence[int] = ()) -> None:
@@ -156,7 +151,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _autograd_calls() -> bool:
-    """Return whether autograd itself, not a function or hook, called this operation."""
+    """Return whether autograd itself called this operation."""
     frame = sys._getframe(2)  # below __torch_dispatch__
     while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # its wrapper
         frame = frame.f_back

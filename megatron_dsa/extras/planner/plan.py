@@ -38,8 +38,8 @@ class Plan:
 
     Attributes:
         microbatches: per iteration and data-parallel rank.
-        operations: FLOPs of a sequence by part (docs/guide/throughput.md).
-        remarks: differences from the run, flags that change ``--dsa-model``.
+        operations: FLOPs of a sequence (docs/guide/throughput.md).
+        remarks: differences from the run or from ``--dsa-model``.
     """
 
     args: Any
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make_plan(args, model, gpu: GPU) -> Plan:
-    """Build and measure every pipeline rank inside :func:`~.host.host`; raise as start-up would."""
+    """Build and measure every pipeline rank; raise as start-up would."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     refuse_uncounted(args)
@@ -89,7 +89,7 @@ def _naming_rank(args, pp_rank: int):
 
 @contextmanager
 def _for_planning(config) -> Iterator[list[str]]:
-    """Run without values or a GPU; yield remarks on the consequences."""
+    """Run without values or a GPU; yield remarks."""
     from megatron.core.transformer.moe import moe_utils
 
     changes: dict[str, Any] = {"perform_initialization": False}
@@ -134,7 +134,7 @@ def _for_planning(config) -> Iterator[list[str]]:
 def _as_local_layers(config) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "transformer_impl": "local",
-        # Only transformer-engine's linears fuse these (else Apex).
+        # Only transformer-engine's linears fuse these.
         "gradient_accumulation_fusion": False,
         "defer_embedding_wgrad_compute": False,
         # Absent from local layers; neither changes a size.

@@ -35,13 +35,12 @@ def shortage(plan: Plan) -> str | None:
 
 
 def _worst(plan: Plan) -> tuple[int, int]:
-    """Return the highest peak in bytes and its first pipeline rank."""
+    """Return the highest peak and its first pipeline rank."""
     worst, rank = max((stage.memory.peak, -rank) for rank, stage in enumerate(plan.stages))
     return worst, -rank
 
 
 def describe(plan: Plan) -> str:
-    """Format the plan, verdict first."""
     parts = (
         _verdict,
         _job,
@@ -151,7 +150,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"  {operation}: {choice.candidate.name} ({kind}){where}"
         for name, reason in choice.rejected:
             yield f"    not {name}: {reason}"
-    if plan.attention.masked_up_to is not None:  # two alternatives exist
+    if plan.attention.masked_up_to is not None:
         yield f"  {plan.attention.describe()}"
     if has_indexers(plan.config) and indexer_is_trained(plan.config):
         yield f"  {options_of(plan.config).describe_loss()}"
