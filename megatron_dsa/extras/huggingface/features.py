@@ -87,7 +87,7 @@ def left_tensors(
 
 
 def check_features(hf: HFModel, features: Collection[str], what: str) -> None:
-    """Reject features that config.json lacks, and missing hyper-connections that it has."""
+    """Reject features absent in config.json, and hyper-connections absent in the model."""
     more = sorted(set(features) - described_features(hf) - {PREDICTION})
     keys = {HYPER_CONNECTIONS: "hc_mult", HASH_ROUTING: "num_hash_layers or mlp_layer_types"}
     less = described_features(hf) - set(features) - set(hf.names.features) - {PREDICTION}

@@ -256,7 +256,7 @@ V3 = Names(
 )
 
 # ------------------------------------------------------------------------------- GLM-5.3-Flash
-# transformers also saves released names.
+# transformers saves under released names.
 
 
 def _kda(hf: str, ours: str, split: Split = Split.ROWS) -> Entry:

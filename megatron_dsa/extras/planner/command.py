@@ -46,7 +46,7 @@ def dry_run(argv: list[str]) -> int:
     except (DSAError, ValueError, AssertionError) as error:
         if TRACEBACK_FLAG in argv:
             raise
-        # Megatron asserts user errors.
+        # Megatron reports user errors by assertions.
         known = explain(error, "validate_args")
         assert known is not None
         notes: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ def _check_batch(args) -> None:
     )
     total, micro = args.global_batch_size, args.micro_batch_size
     if None in (total, micro) or args.world_size % model_ranks:
-        return  # Megatron reports the last
+        return  # Megatron has defaults, and reports an indivisible world size
     data_ranks = args.world_size // model_ranks
     require(
         total % (micro * data_ranks) == 0 or args.decrease_batch_size_if_needed,
