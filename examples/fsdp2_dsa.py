@@ -1,12 +1,12 @@
-"""Train a small DeepSeek-V3.2 with FSDP2: MLA, an indexer, its selection and loss, no Megatron.
+"""Training of a small DeepSeek-V3.2 with FSDP2: MLA, indexer, selection and loss, no Megatron.
 
 Needs torch and this package (``pip install "megatron-dsa[torch]"``). On CPUs (gloo) or GPUs (NCCL):
 
     torchrun --nproc-per-node 2 examples/fsdp2_dsa.py
 
-It trains on Python's own documentation, a byte per token. Modules and parameters have the names of
-Hugging Face's checkpoints: ``--load FOLDER`` begins with one that has dense MLPs (it needs
-safetensors), for example one that ``python -m megatron_dsa export-hf`` wrote.
+Trains on Python's documentation, a byte per token. Parameters have Hugging Face's names:
+``--load FOLDER`` starts from a checkpoint with dense MLPs (needs safetensors), for example one
+from ``python -m megatron_dsa export-hf``.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, silu
 
 from megatron_dsa.extras.torch_library import indexer_topk, sparse_attention, sparse_indexer_loss
 
-#: The names are those of a config.json.
+#: Names as in config.json.
 CONFIG = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
     "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
@@ -39,7 +39,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def rotated(x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """Rotate pairs of the dims of ``x [tokens, heads, R]``: neighbours, or of both halves."""
+    """Rotate pairs of dims of ``x [tokens, heads, R]``: neighbours (interleaved) or halves."""
     cos, sin = (table[:, None].to(x.dtype) for table in rope)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
     a, b = a * cos - b * sin, a * sin + b * cos
@@ -47,7 +47,7 @@ def rotated(x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool) -> Tensor
 
 
 class Indexer(nn.Module):
-    """What the index scores are made of (DeepSeek-V3.2, eq. 1)."""
+    """Inputs of the index scores (DeepSeek-V3.2, eq. 1)."""
 
     def __init__(self, c):
         super().__init__()
@@ -163,7 +163,7 @@ class Model(nn.Module):
 
 
 def device_of_rank() -> torch.device:
-    """Return this rank's GPU, made the current one, or the CPU where there is none."""
+    """Return this rank's GPU, made current, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -209,10 +209,10 @@ def sharded_model(options, device: torch.device) -> Model:
 
 
 def backward(model: Model, batch: Tensor, indexer_loss_coeff: float) -> Tensor:
-    """Form the gradients of this rank's sequences; return both losses."""
+    """Compute the gradients of this rank's sequences; return both losses."""
     logits, indexer_loss = model(batch[:, :-1])
     lm_loss = cross_entropy(logits.float(), batch[:, 1:].flatten())
-    # Means over this rank's tokens, of which all have as many: FSDP averages gradients.
+    # FSDP averages gradients: every rank has as many tokens.
     (lm_loss + indexer_loss_coeff * indexer_loss).backward()
     return torch.stack([lm_loss.detach(), indexer_loss.detach().float()])
 

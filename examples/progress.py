@@ -1,4 +1,4 @@
-"""Show a training's output as one line of progress; validations and warnings as lines of their own.
+"""A training's output as one line of progress, with validations and warnings above it.
 
     training | python examples/progress.py "stage 2/3"
 
@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 
-#: Seconds between two lines of progress that are no terminal's.
+#: Seconds between lines of progress outside a terminal.
 EVERY = 10
 ITERATION = re.compile(r" *\[[^]]*\] *iteration +(\d+)/ *(\d+) \|(.*)")
 LOSSES = {"lm loss": "loss", "mtp_1 loss": "MTP loss", "indexer loss": "indexer loss"}

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint with its tokenizer, text and conversations, in place of one's own.
+"""A tiny random checkpoint with its tokenizer, text and conversations, for trying commands.
 
     python examples/tiny_checkpoint.py glm-5 runs/continue_small
 

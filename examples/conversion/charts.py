@@ -1,10 +1,9 @@
 """Four charts of the runs of ``all.sh``, from the CSVs that ``table.py`` writes.
 
 ``python charts.py RUN_DIR FOLDER`` writes ``losses.png``, ``positions.png``, ``selection.png`` and
-``probes.png``; a chart without data is left out. Bars of error are standard errors: over documents
-for losses, over sequences for probes. CSVs of several seeds, which ``seeds.py`` writes, give a line
-per seed in the first chart and means in the others, with the standard error over seeds where that
-is the larger one. A variant of a run has its colour and another style of line.
+``probes.png``, as far as there is data. Error bars are standard errors over documents (losses) or
+sequences (probes). CSVs of several seeds (``seeds.py``) give a line per seed in the first chart,
+means in the others, with the larger error, over seeds or as before. Variants share a run's colour.
 """
 
 import argparse
@@ -30,13 +29,13 @@ COLOURS = {
     "v4": "#7f3c8d",
 }  # fmt: skip
 OTHERS = ("#56b4e9", "#d55e00", "#bcbd22", "#8c564b", "#17becf", "#f0e442", "#e377c2", "#7f7f7f")
-#: Style of the line by variant.
+#: Line style of a variant.
 STYLES = {"again": ":", "absorbed": "--", "masked": "-.", "fp8": (0, (1, 1)),
           "fp8_scores": (0, (5, 1, 1, 1))}  # fmt: skip
 
 
 def parts(run: str) -> tuple[str, str]:
-    """Return the run that a run is a variant of, and the variant; ``""`` where it is none."""
+    """Split a run's name into base and variant (``""`` if none)."""
     if run == "dense_on_again":
         return "dense_on", "again"
     found = WARMED.fullmatch(run)
@@ -46,7 +45,7 @@ def parts(run: str) -> tuple[str, str]:
 
 
 def styles(runs: list[str]) -> dict[str, dict]:
-    """Return colour and style of the line per run."""
+    """Return colour and line style per run."""
     names = dict.fromkeys(parts(run)[0] for run in runs)
     others = [name for name in names if name not in COLOURS]
     colour = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
@@ -58,7 +57,7 @@ def styles(runs: list[str]) -> dict[str, dict]:
 
 
 def in_runs(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    """Return rows by run."""
+    """Group CSV entries by run."""
     found: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         found.setdefault(row["run"], []).append(row)
@@ -66,7 +65,7 @@ def in_runs(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
 
 
 def by_seed(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    """Return rows by seed, in their order; those of a CSV without seeds have the empty one."""
+    """Group CSV entries by seed, in their order (``""`` without seeds)."""
     found: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         found.setdefault(row.get("seed", ""), []).append(row)
@@ -74,7 +73,7 @@ def by_seed(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
 
 
 def over_seeds(values: list[float], error: float) -> tuple[float, float]:
-    """Return the mean and the larger error: that over seeds, or ``error``, that of the mean."""
+    """Return the mean, and its error over seeds or ``error``, whichever is larger."""
     if len(values) < 2:
         return values[0], error
     spread = stdev(values) / math.sqrt(len(values))
@@ -82,9 +81,9 @@ def over_seeds(values: list[float], error: float) -> tuple[float, float]:
 
 
 def means(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows of ``measures.csv`` with one, of all seeds, in place of one per seed.
+    """Average the entries of ``measures.csv`` over seeds.
 
-    All seeds are measured on the same sequences, so that their mean has no smaller error over them.
+    All seeds are measured on the same sequences, so their errors over these stay.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
@@ -98,7 +97,7 @@ def means(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def labels(last: dict[str, int]) -> dict[str, str]:
-    """Return a label per run, which says its last step where others went on."""
+    """Label runs, with their last step where runs end apart."""
     end = max(last.values(), default=0)
     return {run: run if step == end else f"{run} (step {step})" for run, step in last.items()}
 

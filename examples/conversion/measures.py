@@ -1,4 +1,4 @@
-"""What is measured at every evaluation of a training; ``train.py`` says what and where to."""
+"""Measures of every evaluation of a training, for ``train.py``."""
 
 import csv
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ DOCUMENTS = ("step", "document", "band", "loss_sum", "tokens")
 
 
 def append(file: Path, columns: tuple[str, ...], rows: Iterable[tuple]) -> None:
-    """Append rows to a CSV, which begins with its columns."""
+    """Append to a CSV, with a header if new."""
     new = not file.exists()
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", newline="", encoding="utf-8") as opened:
@@ -32,13 +32,10 @@ def append(file: Path, columns: tuple[str, ...], rows: Iterable[tuple]) -> None:
 
 
 class Measures:
-    """Collects the losses of an evaluation, and measures when it ends.
-
-    Args:
-        args: Megatron's.
+    """Collector of an evaluation's losses, which measures when it ends.
 
     Raises:
-        ConfigError: there is more than one process, or not the whole of one held-out set.
+        ConfigError: more than one process, or a partial held-out set.
     """
 
     def __init__(self, args):
@@ -52,11 +49,11 @@ class Measures:
         )
         self._args, self._held_out, self._last = args, None, None
         self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: By layer and figure, a mean per sequence.
+        #: Means per sequence, by layer and figure.
         self._selected: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def data_sets(self):
-        """Return Megatron's data-set provider, which remembers the held-out set."""
+        """Return Megatron's data-set provider, which keeps the held-out set."""
 
         def build(samples, vp_stage=None):
             found = train_valid_test_datasets(samples, vp_stage)
@@ -67,7 +64,7 @@ class Measures:
         return build
 
     def forward_step(self, data_iterator, model, return_schedule_plan=False):
-        """Run Megatron's forward step; keep what an evaluation gives."""
+        """Run Megatron's forward step; keep an evaluation's losses."""
         if model.training:
             return forward_step(data_iterator, model, return_schedule_plan)
         count = self._args.selection_sequences
@@ -84,13 +81,13 @@ class Measures:
                 self._selected.setdefault((layer, name), []).append(values.mean())
 
     def __call__(self, model) -> None:
-        """Measure the model, at the end of an evaluation."""
+        """Measure the model at the end of an evaluation."""
         args = self._args
         step = args.consumed_train_samples // args.global_batch_size
         losses, self._losses = self._losses, []
         selected, self._selected = self._selected, {}
         rows = self._layers(selected)
-        if step == self._last:  # the last step is evaluated twice
+        if step == self._last:  # Megatron evaluates the last step twice
             return
         self._last = step
         sums = sums_by_document(*self._by_token(losses))
@@ -104,7 +101,7 @@ class Measures:
         append(args.measures / "documents.csv", DOCUMENTS, by_document)
 
     def _by_token(self, losses) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return losses, which of them count, and the documents of predicted tokens."""
+        """Return losses, their mask, and the documents of predicted tokens."""
         values, counted = (torch.cat(found).cpu().numpy() for found in zip(*losses, strict=True))
         held_out = self._held_out
         require(
@@ -118,7 +115,6 @@ class Measures:
         return values, counted, numpy.stack(documents)
 
     def _layers(self, selected) -> list[tuple]:
-        """Return the rows of layers."""
         rows = []
         for (layer, name), means in sorted(selected.items()):
             values = torch.stack(means).double().cpu()
@@ -137,7 +133,7 @@ class Measures:
         sequences = torch.stack([self._held_out[number]["tokens"] for number in range(count)])
         found = probes.probe(predictor(model), sequences)
         if IndexerLog.is_on():
-            IndexerLog.reduce()  # the loss on probes is of no interest
+            IndexerLog.reduce()  # drop the loss on probes
         return [
             (kind, part, *figures)
             for kind, parts in found.items()
@@ -146,7 +142,7 @@ class Measures:
 
 
 def predictor(model) -> probes.Predict:
-    """Return what predicts with a GPT model; logits are formed where they are asked for alone."""
+    """Return a predictor that computes logits only at given positions."""
     output_layer = unwrap_model(model).output_layer
     device = next(model.parameters()).device
 

@@ -1,14 +1,13 @@
-"""Text files become a tokenizer and two of Megatron's indexed data sets of long documents.
+"""Conversion of text files to a tokenizer and two Megatron data sets of long documents.
 
 ``python prepare.py --source FOLDER --output FOLDER`` writes ``tokenizer.json``, ``train.bin`` and
-``.idx``, ``held_out.bin`` and ``.idx``, and ``corpus.json`` (what went into them). Train with the
-flags of the last line printed.
+``.idx``, ``held_out.bin`` and ``.idx``, and ``corpus.json`` (their content). Train with the flags
+of the last line printed.
 
-A unit is a folder two levels below the source (``drivers/net``; files above it belong to the folder
-that they are in); folders that are too small for a document are one unit, that of the folder above
-(``Documentation``). The files of a unit follow each other, sorted by path, in documents of at least
-``--document-tokens`` tokens; one file is never divided. Units are held out whole, and the tokenizer
-sees none of them.
+A unit is a folder two levels below the source (``drivers/net``); files above belong to their
+folder, and units too small for a document join the folder above (``Documentation``). A unit's
+files, sorted by path, fill documents of at least ``--document-tokens`` tokens, and are never
+divided. Held-out units are unseen by the tokenizer.
 """
 
 import argparse
@@ -32,14 +31,14 @@ except ModuleNotFoundError:
 END = "<|end_of_document|>"
 
 
-#: Files that are encoded at a time: the tokenizer holds a few hundred bytes per token of them.
+#: Files encoded at a time: the tokenizer holds a few hundred bytes per token.
 AT_A_TIME = 256
 
 
 def find_units(
     source: Path, folders: list[str], without: list[str], suffixes: list[str]
 ) -> dict[str, list[Path]]:
-    """Return the files (relative to ``source``) of each unit, both sorted; links are left out."""
+    """Return each unit's files (relative to ``source``), sorted, without links."""
     units: dict[str, list[Path]] = {}
     for folder in folders or ["."]:
         for path in sorted((source / folder).rglob("*")):
@@ -54,11 +53,7 @@ def find_units(
 def join_small(
     source: Path, units: dict[str, list[Path]], least: int
 ) -> tuple[dict[str, list[Path]], dict[str, int]]:
-    """Join units of less than ``least`` bytes with that of the folder above.
-
-    Returns:
-        The units, and the bytes of each.
-    """
+    """Join units of less than ``least`` bytes with the folder above; return units and bytes."""
     joined: dict[str, list[Path]] = {}
     for name, files in units.items():
         small = sum((source / file).stat().st_size for file in files) < least
@@ -73,8 +68,7 @@ def join_small(
 def held_out_units(sizes: dict[str, int], share: float) -> set[str]:
     """Choose units by the hash of their names until they hold ``share`` of all bytes.
 
-    A unit of more than a fifth of the bytes that are wanted is left to the training set, so that
-    several units are held out.
+    A unit of more than a fifth of these bytes stays in training, so that several are held out.
     """
     wanted = share * sum(sizes.values())
     chosen: set[str] = set()
@@ -119,9 +113,9 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[numpy.ndarray
 
 
 def documents(files: Iterable[numpy.ndarray], least: int) -> Iterator[list[numpy.ndarray]]:
-    """Group files of a unit, as ids, into documents of at least ``least`` tokens.
+    """Group a unit's files, as ids, into documents of at least ``least`` tokens.
 
-    Files after the last complete document are added to it. A unit without one gives nothing.
+    The last document takes the remaining files; a small unit has none.
     """
     last: list[numpy.ndarray] = []
     pending: list[numpy.ndarray] = []
@@ -136,7 +130,7 @@ def documents(files: Iterable[numpy.ndarray], least: int) -> Iterator[list[numpy
 
 
 class Writer:
-    """Writes one data set and counts what goes into it."""
+    """Writer of a data set, with counts."""
 
     def __init__(self, prefix: Path, vocabulary: int):
         self.prefix, self.end = prefix, vocabulary - 1
@@ -146,7 +140,7 @@ class Writer:
         self.lengths: list[int] = []
 
     def add(self, unit: str, found: Iterable[list[numpy.ndarray]]) -> bool:
-        """Write the documents of a unit, each in files; return whether there is one."""
+        """Write a unit's documents; return whether there is one."""
         before = len(self.lengths)
         for files in found:
             ids = numpy.concatenate([*files, [self.end]])

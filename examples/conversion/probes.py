@@ -1,13 +1,10 @@
-"""Can a model use what it saw thousands of tokens ago? Copies and look-ups, as accuracy.
+"""Accuracy of copies and look-ups over thousands of tokens.
 
-Every sequence is held-out text in which some tokens are replaced. *copy*: a passage of another
-sequence stands there twice, and the model has to go on with it when it comes again (the first
-quarter of it is not counted); ``none`` is the same without the first passage, which tells how much
-could have been guessed. *look-up*: four records of a name (three tokens at random) and a value (one
-token) are defined, and come again in another order: the value has to be found by its name. Guessing
-one of the four values would be right a quarter of the time.
-
-Queries stand in the last eighth of a sequence, so that they see nearly all of it.
+Probes are held-out text with some tokens replaced. *copy*: a passage of another sequence appears
+twice, and the model continues it the second time (its first quarter is not counted); ``none`` lacks
+the first passage, as a baseline of guessing. *look-up*: four records of a name (3 random tokens)
+and a value (1 token) appear again in another order; guessing among the values is right a quarter
+of the time. Queries are in the last eighth of a sequence.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +13,22 @@ from dataclasses import dataclass, field
 import torch
 from held_out import mean_over_clusters
 
-#: Tokens of a name and its value; records that are defined together; longest passage.
+#: Tokens of a name and its value; records per definition; longest passage.
 NAME, VALUE, RECORDS, PASSAGE = 3, 1, 4, 32
 NOTHING = "none"
 
-#: Given ``tokens [s]`` and positions ``[n]``, returns the likeliest token behind each of them.
+#: ``tokens [s]``, positions ``[n]`` -> the likeliest next token of each.
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
 class Probe:
-    """A sequence and what is asked about it.
+    """A sequence and its questions.
 
     Attributes:
         tokens: int64 ``[s]``.
         asked: distance (tokens between both occurrences, or :data:`NOTHING`) -> positions whose
-            next token is to be predicted.
+            next token is predicted.
     """
 
     tokens: torch.Tensor
@@ -39,7 +36,7 @@ class Probe:
 
 
 def distances(length: int) -> list[int]:
-    """Return how far apart definition and use are."""
+    """Return the distances between definition and use."""
     return [length // 8, length // 4, length // 2, length * 7 // 8]
 
 
@@ -98,11 +95,7 @@ def accuracies(predict: Predict, probes: Iterator[Probe]) -> dict[str, tuple[flo
 
 
 def check(sequences: torch.Tensor) -> None:
-    """Check that probes fit into sequences ``[n, s]``.
-
-    Raises:
-        ValueError: fewer than two, too short, or of too few different tokens.
-    """
+    """Raise :class:`ValueError` unless probes fit into ``sequences [n, s]``."""
     number, length = sequences.shape
     if number < 2 or length < 8 * len(distances(length)) * RECORDS * (NAME + VALUE):
         raise ValueError(

@@ -1,13 +1,11 @@
-"""Gaps over several seeds, or over several sessions of one: the tables of ``results.sh`` together.
+"""Tables of ``results.sh`` over several seeds, or several sessions of one.
 
-``python seeds.py OUTPUT RUN_DIR...`` reads the CSVs that ``results.sh`` wrote to every ``RUN_DIR``,
-writes them as one each, with the column ``seed`` in front, to ``OUTPUT``, and prints a table. A gap
-is that of each seed to the dense model of its own that went on, document by document, and the mean
-over seeds. Runs with a variant are compared with the run without it, too, and runs with fewer keys
-or without a warm-up with ``sparse``. The first error is over documents, of which all seeds see the
-same; the second one over seeds, where there are two. A run that was trained in two sessions of a
-seed counts once, with the mean of its gaps; the CSVs have the first. ``OUTPUT`` can be one of the
-``RUN_DIR`` of a later call.
+``python seeds.py OUTPUT RUN_DIR...`` joins the CSVs of every ``RUN_DIR`` in ``OUTPUT``, with a
+column ``seed`` in front, and prints a table. Gaps are means over seeds, each against the same
+seed's continued dense model, by document. Variants are also compared with their run, and runs with
+fewer keys or without a warm-up with ``sparse``. The first error is over documents, the same for all
+seeds; the second over seeds, if several. Two sessions of a run count once, with the mean gap; the
+CSVs have the first. ``OUTPUT`` can be a ``RUN_DIR`` of a later call.
 """
 
 import argparse
@@ -27,13 +25,7 @@ SETTINGS = re.compile(r"seeds? ([\d ]+), (steps \d+ (\d+) \d+, .*)")
 
 @dataclass
 class Session:
-    """What one ``RUN_DIR`` has.
-
-    Attributes:
-        seed: its seed.
-        rows: by file, the rows of its CSV.
-        documents: by run and step, losses of documents.
-    """
+    """Content of a ``RUN_DIR``: CSVs by file, and losses of documents by run and step."""
 
     seed: int
     rows: dict[str, list[dict[str, str]]]
@@ -47,9 +39,9 @@ class Session:
 
 
 def sessions(folders: Iterable[Path]) -> tuple[list[Session], str, int]:
-    """Read folders, which differ in their seeds alone; return settings and steps of the warm-up.
+    """Read folders that differ in their seeds; return sessions, settings and steps of the warm-up.
 
-    A folder that :func:`main` wrote gives a session per seed.
+    A folder written by :func:`main` gives a session per seed.
     """
     found, others, warmup = [], set(), 0
     for folder in folders:
@@ -74,7 +66,7 @@ def sessions(folders: Iterable[Path]) -> tuple[list[Session], str, int]:
 
 
 def combined(found: list[Session], name: str) -> Iterator[list]:
-    """Yield the columns and the rows of all sessions of one CSV, a run of a seed once."""
+    """Yield the header and entries of one CSV over all sessions, a run of a seed once."""
     columns: list[str] = []
     there: set[tuple[int, str]] = set()
     for session in found:
@@ -89,7 +81,7 @@ def combined(found: list[Session], name: str) -> Iterator[list]:
 
 @dataclass(frozen=True)
 class Gap:
-    """A mean over seeds, in nats per token, and its errors; NaN where there is one cluster."""
+    """A mean over seeds, in nats per token, and its errors; NaN for one cluster."""
 
     seeds: int
     value: float
@@ -99,13 +91,9 @@ class Gap:
 
 
 def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Gap | None:
-    """Return the gap between two runs, or ``None`` where no seed has both.
+    """Return the gap of a run's ``step`` to ``other``'s step ``at``, ``None`` without common seeds.
 
-    Args:
-        found: all sessions.
-        run, step: what is compared.
-        other, at: run and step that it is compared with: of the same session or, where it has none,
-            of another one of the same seed.
+    Prefers sessions that have both.
 
     Raises:
         ValueError: they were measured on different text.
@@ -139,9 +127,9 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
 
 
 def mean[Key](several: list[dict[Key, tuple[float, int]]]) -> dict[Key, tuple[float, float]]:
-    """Return the means of sums and numbers of tokens.
+    """Divide sums by numbers of tokens and average.
 
-    Seeds cut documents into sequences at other places: a band has other tokens of a document.
+    Seeds cut documents differently: a band has other tokens of a document.
     """
     return {
         key: (
@@ -153,10 +141,10 @@ def mean[Key](several: list[dict[Key, tuple[float, int]]]) -> dict[Key, tuple[fl
 
 
 def comparisons(found: list[Session], warmup: int) -> Iterator[tuple[str, int, str, int]]:
-    """Yield run, last step, the run that it is compared with, and its step."""
+    """Yield each run and last step, and the run and step to compare with."""
     runs = dict.fromkeys(run for session in found for run in session.documents)
     for run in runs:
-        if run == "dense":  # ends where what it is compared with begins
+        if run == "dense":  # ends where the others begin
             continue
         last = max(max(each.documents[run]) for each in found if run in each.documents)
         for step in compared(run, last, warmup):

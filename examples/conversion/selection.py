@@ -1,7 +1,7 @@
-"""How good the selected keys are: mass that they capture, and recall of the best keys, by layer.
+"""Quality of selected keys: captured mass, and recall of the best keys, by layer.
 
-Measured where the package's own figures of training are, on queries that see more keys than they
-select: against the K keys that hold most of the dense attention's probability, summed over heads.
+Measured like the package's training figures, on queries that see more keys than they select,
+against the K keys with most of the dense attention's probability, summed over heads.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from megatron_dsa.ops.indexer_loss.torch_dense import teacher_lse, teacher_tile
 
 @contextmanager
 def measured(model: torch.nn.Module, record: Callable[[int, Attended], None]) -> Iterator[None]:
-    """Let layers that select hand ``record`` their number (from 1) and what they attended to."""
+    """Let selecting layers call ``record`` with their number (from 1) and attention inputs."""
     cores = [core for core in model.modules() if isinstance(core, DSACoreAttention)]
     cores = [core for core in cores if core.indexer is not None]
     for core in cores:
@@ -32,10 +32,10 @@ def measured(model: torch.nn.Module, record: Callable[[int, Attended], None]) ->
 
 @torch.no_grad()
 def quality(attended: Attended, count: int) -> dict[str, torch.Tensor]:
-    """Return a value per query ``[r]`` of up to ``count`` queries, evenly spread.
+    """Return values ``[r]`` of up to ``count`` queries, evenly spread.
 
     ``mass``: share of dense attention's probability on the selected keys, mean over heads;
-    ``best mass``: on the K keys that hold most of it; ``recall``: share of those that are selected.
+    ``best mass``: on the best K keys; ``recall``: selected share of these.
     """
     layout, topk, q = attended.layout, attended.topk, attended.q
     queries = sampled_queries(layout, count)

@@ -1,14 +1,13 @@
-"""Losses of the runs of ``all.sh`` on held-out text, gaps to the dense model that went on, probes.
+"""Held-out losses of the runs of ``all.sh``, gaps to the continued dense model, probes.
 
-``python table.py RUN_DIR --warmup-steps N --tokens-per-step N`` reads what the runs wrote to
-``RUN_DIR/RUN`` and prints tables: of the gaps by position in the sequence, of the probes, and of
-the losses. Gaps are in nats per token, at equal steps and so at equal tokens, with the standard
-error over documents, which says nothing of other seeds. A frozen warm-up does not train the model,
-so the gap is given at equal updates of the model, too: to the dense model as many steps earlier as
-the warm-up took. ``mass`` is the share of dense attention's probability on the selected keys, as
-logged last; ``ms`` the median time of a step. Of all runs it writes ``validation.csv``,
-``measures.csv``, ``documents.csv``, ``training.csv`` (times of steps, and the mass, as logged) and,
-where tensorboard is installed, ``layers.csv``, to ``RUN_DIR``.
+``python table.py RUN_DIR --warmup-steps N --tokens-per-step N`` reads ``RUN_DIR/RUN`` and prints
+tables: gaps by position, probes, losses. Gaps are in nats per token at equal tokens, with the
+standard error over documents, not over seeds. A frozen warm-up does not update the model, so gaps
+are also given at equal updates: to the dense model as many steps earlier as the warm-up took.
+``mass`` is the last logged share of dense attention's probability on the selected keys; ``ms`` the
+median step time. It writes ``validation.csv``, ``measures.csv``, ``documents.csv``,
+``training.csv`` (step times and mass, as logged) and, with tensorboard, ``layers.csv`` to
+``RUN_DIR``.
 """
 
 import argparse
@@ -34,7 +33,7 @@ RUNS = (
     "v4",
 )
 REFERENCE = "dense_on"
-#: Runs after a warm-up: another number of selected keys than the first, and what else is different.
+#: Runs after a warm-up: number of selected keys if different, and variant.
 SHARE = r"q\d+(?:h\d+)?"
 WARMED = re.compile(
     rf"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores|frozen|{SHARE}))?"
@@ -47,20 +46,20 @@ STEP = re.compile(
     r"iteration +(\d+)(?:/ *\d+)? \|.*?elapsed time per iteration \(ms\): (\S+)"
     r"(?:.*?dsa attention mass captured: (\S+))?"
 )
-#: Figures of layers that training writes to TensorBoard, by column of ``layers.csv``.
+#: Figures of layers in TensorBoard, by column of ``layers.csv``.
 LAYERS = {"mass": "dsa/mass-captured", "indexer_loss": "dsa/indexer-loss"}
 
-#: By document and band, sum of losses and number of tokens.
+#: (document, band) -> sum of losses and number of tokens.
 Sums = dict[tuple[int, str], tuple[float, int]]
 
 
 def losses(log: str) -> dict[int, float]:
-    """Return the validation losses of a log by step; of one that was repeated, the later one."""
+    """Return a log's validation losses by step, the later one of repeated steps."""
     return {int(step): float(value) for step, value in LINE.findall(log)}
 
 
 def training_steps(log: str) -> dict[int, tuple[float, float | None]]:
-    """Return milliseconds per step and captured mass, of runs that select, by logged step."""
+    """Return milliseconds per step and captured mass (of runs that select), by logged step."""
     return {
         int(step): (float(time), float(mass) if mass else None)
         for step, time, mass in STEP.findall(log)
@@ -82,14 +81,14 @@ def runs_of(folder: Path) -> list[str]:
 
 
 def warmed(name: str) -> tuple[float, str]:
-    """Return what runs after a warm-up are sorted by: most keys first, then by variant."""
+    """Return a sort key of runs after a warm-up: most keys first, then by variant."""
     found = WARMED.fullmatch(name)
     assert found
     return -float(found[1] or "inf"), found[2] or ""
 
 
 def read(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV, none if there is no such file."""
+    """Read a CSV, as empty if it is absent."""
     if not file.is_file():
         return []
     with open(file, newline="", encoding="utf-8") as opened:
@@ -113,14 +112,14 @@ def document_sums(rows: list[dict[str, str]]) -> dict[int, Sums]:
 
 
 def compared(name: str, last: int, warmup_steps: int) -> list[int]:
-    """Return the steps of the dense model that the last step of a run is compared with."""
+    """Return the dense model's steps to compare a run's last step with."""
     if name == REFERENCE:
         return []
     return [last, last - warmup_steps] if WARMED.fullmatch(name) else [last]
 
 
 def gap(mine: dict[int, Sums], theirs: dict[int, Sums], step: int, other: int) -> dict[str, str]:
-    """Return the gaps with their errors, as text, by band and of ``all``; none if not measured."""
+    """Format the gaps with their errors by band and of ``all``; empty if not measured."""
     if step not in mine or other not in theirs:
         return {}
     found = gaps(mine[step], theirs[other])
@@ -131,14 +130,9 @@ def table(
     curves: dict[str, dict[int, float]], documents: dict[str, dict[int, Sums]],
     masses: dict[str, float], times: dict[str, float], warmup_steps: int,
 ) -> list[str]:  # fmt: skip
-    """Return the lines of the table of losses, of the runs that were evaluated.
+    """Return the lines of the table of losses of evaluated runs.
 
-    Args:
-        curves: by run, losses by step.
-        documents: by run and step, losses of documents.
-        masses: by run, the share of attention on selected keys, of runs that select.
-        times: by run, milliseconds per step.
-        warmup_steps: steps in which the model was frozen.
+    ``times`` are in milliseconds per step.
     """
     dense = curves.get(REFERENCE, {})
     lines = ["| run | step | held-out loss | gap | to step | mass | ms |", "|" + "---|" * 7]
@@ -200,7 +194,7 @@ def probe_table(measures: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def layer_rows(folder: Path, names: Iterable[str]) -> list[tuple]:
-    """Return rows of ``layers.csv`` from the TensorBoard files of runs, of every tenth step."""
+    """Read ``layers.csv``'s entries from the runs' TensorBoard files, of every tenth step."""
     from megatron_dsa.extras.report.events import read_run
 
     rows = []

@@ -1,8 +1,6 @@
-"""Adapters (LoRA) in PEFT's format, and weights with adapters merged into them.
+"""LoRA adapters in PEFT's format, and weights with adapters merged into them.
 
-A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``, whose tensors are named
-``base_model.model.<linear>.lora_A.weight`` (``[rank, in]``) and ``lora_B`` (``[out, rank]``), with
-the linears of the released checkpoint. One linear of Megatron may hold two of them.
+``base_model.model.<released linear>.lora_A.weight`` is ``[rank, in]``, ``lora_B`` ``[out, rank]``.
 """
 
 import json
@@ -30,7 +28,7 @@ from megatron_dsa.extras.huggingface.ranks import Place, global_name
 from megatron_dsa.training.files.whole import WholeFiles
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Settings of PEFT under which an adapter is another function than here -> the value that is ours.
+#: PEFT settings that change an adapter's function -> the only supported value.
 _PLAIN: dict[str, Any] = {
     "use_rslora": False,
     "use_dora": False,
@@ -51,29 +49,23 @@ _PLAIN: dict[str, Any] = {
     "monteclora_config": None,
     "megatron_config": None,
 }
-#: Initial values of adapters that leave the base as it is.
+#: Initial values that leave the base unchanged.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-#: Settings that the tensors, or checks of their own, cover, or that shape only PEFT's training.
+#: Settings that tensors or other checks cover, or that affect only PEFT's training.
 _NO_MATTER = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "runtime_config", "velora_config", "qalora_group_size"),
     "ensure_weight_tying",
-    # PEFT ignores them unless init_lora_weights names their method.
+    # Ignored unless init_lora_weights names their method.
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A parameter of an adapter.
-
-    Attributes:
-        name: its tensor in PEFT's file.
-        weight: Megatron's name of the weight that it is added to.
-        is_mtp: whether it is of a layer of multi-token prediction, which PEFT's models lack.
-    """
+    """A parameter of an adapter: PEFT's tensor name and Megatron's weight name."""
 
     name: str
     weight: str
@@ -81,7 +73,6 @@ class Factor:
 
 
 def factor_of(name: str, names: Names, num_layers: int) -> Factor:
-    """Return an adapter's parameter in PEFT's format; ``name`` counts layers of the whole model."""
     module, _, own = name.rpartition(".")
     part, letter = own[: -len(LORA_A)], own[-1]
     weight = f"{module}.weight"
@@ -100,14 +91,10 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
 def merged(
     model: torch.nn.Module, values: Callable[[str], torch.Tensor], name: str, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a parameter with the adapters of its linear added, in the dtype of ``like``.
-
-    The sum is computed in fp32 (fp64 in fp64 models) and rounded once. ``values`` returns a
-    parameter by name.
-    """
+    """Add a linear's adapters in fp32 (fp64 models: fp64), then round to ``like``'s dtype."""
     module_name, _, own = name.rpartition(".")
     linear: Any = model.get_submodule(module_name)
-    adapted: tuple[str, ...] = getattr(linear, "adapted", ())  # of extras/lora's AdaptedLinear
+    adapted: tuple[str, ...] = getattr(linear, "adapted", ())  # set by extras/lora
     if own != "weight" or not adapted:
         return values(name).to(like.dtype)
     wide = torch.promote_types(like.dtype, torch.float32)
@@ -129,14 +116,12 @@ def export_adapter(
     """Write the adapters of an unsplit Megatron GPT model in PEFT's format.
 
     Args:
-        model: ``GPTModel`` (unwrapped) with all layers.
-        directory: gets both files; must not hold an adapter yet.
-        names: the table of the model.
-        base: path or name of the model that the adapters are for, as PEFT loads it.
-        values: returns the values of a parameter, where the model itself does not hold them.
+        model: unwrapped ``GPTModel`` with all layers.
+        base: path or name of the base model for PEFT.
+        values: reads a parameter that the model does not hold.
 
     Returns:
-        Number of tensors that were left out: those in layers of multi-token prediction.
+        Number of tensors left out (multi-token prediction).
     """
     config: Any = model.config
     folder = Path(directory)
@@ -183,7 +168,7 @@ def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
 
 
 def _target_modules(config: Any) -> list[str]:
-    """Return names that select the adapted linears: last words, unless others end with them."""
+    """Name the adapted linears by their last words, in full where these are ambiguous."""
     adapted = linears_with_adapters(config)
     others = set(existing_linears(config, options_of(config))) - set(adapted)
     taken = {name.rpartition(".")[2] for name in others}
@@ -194,15 +179,13 @@ def _target_modules(config: Any) -> list[str]:
 def import_adapter(
     model: torch.nn.Module, directory: str | Path, names: Names, place: Place = Place()
 ) -> int:
-    """Fill the adapters of a Megatron GPT model, or a stage of one, from a directory of PEFT.
+    """Fill the adapters of a GPT model, or a stage of one, from a PEFT directory.
 
     Returns:
-        Number of parameters that keep their initial values: those in layers of multi-token
-            prediction.
+        Number of unfilled parameters (multi-token prediction).
 
     Raises:
-        ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears; or
-            the model is a DeepSeek-V4.
+        ConfigError: rank, scale, kind, shape or linears differ; or the model is a DeepSeek-V4.
     """
     config: Any = model.config
     _check_family(config, "--lora-load", "start from a checkpoint with adapters, by --load")
@@ -255,7 +238,7 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
     require(kind == "LORA", f"{where} peft_type must be LORA, got {kind!r}: take a LoRA adapter")
     for name, value in given.items():
         ours = _PLAIN.get(name)
-        # An unknown setting that is off changes nothing: later versions of PEFT write such.
+        # Later versions of PEFT write new settings, switched off.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         same = (value or None) == (ours or None) and (name in _PLAIN or not is_number)
         if name not in _NO_MATTER and not same:
@@ -280,7 +263,7 @@ def _check_initial_values(method: Any, where: str) -> None:
         "convert it with PEFT: model.save_pretrained(directory, "
         "path_initial_model_for_weight_conversion=the adapter before training)"
     )
-    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT's conversion takes these
+    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT converts these
         convert = "merge it with PEFT into the base that it was trained on, and import that"
     raise ConfigError(
         f"{where} init_lora_weights = {method!r}: adapters of this method go with a base whose "

@@ -1,9 +1,4 @@
-"""Megatron-Bridge: its conversion and its providers, for models with sparse layers.
-
-Importing this module needs ``megatron.bridge``. It adds to Bridge the architecture DeepSeek-V3.2,
-with V3's names and our table's for the indexer; DeepSeek-V3 with new indexers; and our replicated
-linears, which are not split.
-"""
+"""Megatron-Bridge's conversion and providers with sparse layers; needs ``megatron.bridge``."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -37,7 +32,7 @@ from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")
-# Bridge writes the provider into its checkpoints, and reads back only classes of known packages.
+# Bridge checkpoints name the provider's class; Bridge loads classes of known packages only.
 register_allowed_target_prefix("megatron_dsa.")
 
 
@@ -52,8 +47,6 @@ def _registered(model_type: str) -> Callable[[type], type]:
 
 @_registered("deepseek_v32")
 class DeepSeekV32Bridge(DeepSeekV3Bridge):
-    """Bridge's DeepSeek-V3 with the indexers of V3.2."""
-
     def mapping_registry(self) -> MegatronMappingRegistry:
         mappings = super().mapping_registry().get_all_mappings()
         mtp = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
@@ -71,10 +64,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
     def stream_weights_megatron_to_hf(
         self, megatron_model, *args, **kwargs
     ) -> Iterator[HFWeightTuple]:
-        """Yield also the copies of embedding and head in layers of multi-token prediction.
-
-        Without them Bridge's strict saving refuses every file that had one.
-        """
+        """Yield also MTP's copies of embedding and head, which Bridge's strict saving requires."""
         config = get_model_config(megatron_model[0])
         prefixes = V3.mtp_prefixes(config.mtp_num_layers or 0, config.num_layers)
         for found in super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs):
@@ -87,18 +77,12 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
 
 @_registered("deepseek_v3")
 class DeepSeekV3WithIndexersBridge(DeepSeekV32Bridge):
-    """DeepSeek-V3 into a model with or without indexers, which keep their initial values.
-
-    It replaces Bridge's own, which fails on unknown parameters.
-    """
+    """DeepSeek-V3 with or without fresh indexers; Bridge's class fails on unknown parameters."""
 
 
 @dataclass
 class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
-    """Bridge's provider of MLA models, whose layers have sparse attention.
-
-    Fields may be changed until it is finalized.
-    """
+    """Bridge's MLA provider with sparse attention."""
 
     transformer_layer_spec: Callable = dsa_block_spec
 
@@ -112,31 +96,23 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
         )
 
     def provide(self, *args, **kwargs) -> GPTModel:
-        """Build one stage; like the parent, but multi-token prediction is sparse as well.
-
-        In stage ``warmup``, all but the indexers is frozen.
-        """
-        # The parent derives its layers through a module function, from transformer-engine.
+        # The parent calls this function for transformer-engine layers.
         with mock.patch.object(gpt_provider, "mtp_block_spec", dsa_mtp_block_spec):
             model = super().provide(*args, **kwargs)
         return freeze_for_stage([model])[0]
 
 
 class IndexerMetrics(Callback):
-    """The indexers' loss and metrics in Bridge's log line, TensorBoard and W&B.
-
-    ``pretrain(config, forward_step, callbacks=[IndexerMetrics()])``, or ``finetune``.
-    """
+    """Indexer loss and metrics in Bridge's log: ``pretrain(..., callbacks=[IndexerMetrics()])``."""
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Reduce the metrics of the step over all ranks and add their means to its losses."""
         state = context.state
         means: dict[str, torch.Tensor] = {}
         IndexerLog.log(
             state.train_state.step + 1, means, bool(context.skipped_iter),
             state.tensorboard_logger, state.wandb_logger,
         )  # fmt: skip
-        # Bridge logs this dictionary next, averaged over the iterations of a log line.
+        # Bridge logs this dictionary.
         context.loss_dict.update(means)
 
 
@@ -145,17 +121,15 @@ def sparse_provider(
 ) -> SparseModelProvider:
     """Return Bridge's provider of a model, with our layers.
 
-    What the weights mean (rope, router, norms, indexer) is taken from the checkpoint's config.json
-    as ``import-hf`` takes it, the rest from Bridge.
+    Rope, router, norms and indexer follow config.json, the rest Bridge.
 
     Args:
-        bridge: the bridge of DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
-        options: ours; ``latent_norm_epsilon`` is taken from the model.
-        load_weights: whether the checkpoint fills the model when it is built.
+        bridge: of DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
+        options: ``latent_norm_epsilon`` follows the model.
+        load_weights: fill the model from the checkpoint.
 
     Raises:
-        ConfigError: config.json is not understood, or describes a DeepSeek-V4, for which Bridge
-            has the names of Megatron's development branch.
+        ConfigError: config.json is not understood, or describes a DeepSeek-V4.
     """
     hf = _described(bridge)
     if hf.names is not V3:
@@ -166,8 +140,8 @@ def sparse_provider(
     provider = SparseModelProvider()
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
     provider.__dict__.update(hf.fields)
-    provider.experimental_attention_variant = None  # Megatron's own
-    if not hf.mtp_layers:  # transformers' class may have them by default
+    provider.experimental_attention_variant = None  # Megatron's
+    if not hf.mtp_layers:  # transformers' default may have them
         provider.mtp_num_layers = None
     provider.transformer_layer_spec = dsa_block_spec
     provider.dsa = dataclasses.replace(options, latent_norm_epsilon=hf.latent_norm_epsilon)
@@ -178,7 +152,7 @@ def _described(bridge: AutoBridge) -> HFModel:
     source: Any = bridge.hf_pretrained
     if isinstance(source, PretrainedConfig):
         return parse_config(source.to_dict())
-    # The file itself: classes of transformers add keys and change some.
+    # Read the file: classes of transformers change keys.
     found, _ = PretrainedConfig.get_config_dict(
         source.model_name_or_path, revision=bridge.hf_model_revision
     )

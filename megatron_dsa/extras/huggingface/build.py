@@ -1,4 +1,4 @@
-"""The model of a config.json as a Megatron model without memory."""
+"""Megatron models of a config.json, on the meta device."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -21,8 +21,7 @@ def transformer_config(
 ) -> DSATransformerConfig | CSATransformerConfig:
     """Return the transformer configuration of a model, with ``settings`` on top.
 
-    Without ``mtp_num_layers`` among them, the model has no multi-token prediction; its residuals
-    are plain and its routing is learned but for the ``features`` of ``names.py`` that are given.
+    Other ``features`` and, without ``mtp_num_layers``, multi-token prediction are left out.
     """
     fields = fields_of(hf, features)
     kind = DSATransformerConfig
@@ -38,7 +37,7 @@ def transformer_config(
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": True,
-        "dsa_indexer_loss_coeff": 0.0,  # nothing is trained
+        "dsa_indexer_loss_coeff": 0.0,  # no training
         "dsa": DSAOptions(
             stage=stage,
             latent_norm_epsilon=hf.latent_norm_epsilon,
@@ -49,7 +48,6 @@ def transformer_config(
 
 
 def gpt_model(config, vocab_size: int, length: int) -> Any:
-    """Return a GPT model on one rank for sequences up to ``length``, with its adapters if any."""
     from megatron.core.models.gpt import GPTModel
 
     config.moe_hash_vocab_size = vocab_size
@@ -75,16 +73,12 @@ def empty_model(
     features: Collection[str] = (),
     **settings: Any,
 ) -> torch.nn.Module:
-    """Return the model that config.json describes, without memory and without kernels.
+    """Build the model of config.json on the meta device, without kernels.
 
     Args:
-        hf: the content of config.json.
-        stage: stage of training.
-        mtp: whether the model has the layers of multi-token prediction.
-        dtype: of parameters that are not fp32 in every model; ``None``: config.json's, else
-            bfloat16.
-        features: hyper-connections and hash routing, if the model has them.
-        settings: further fields of the transformer configuration.
+        mtp: build multi-token prediction.
+        dtype: of parameters that are not always fp32; default: config.json's, else bfloat16.
+        settings: further configuration fields.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -106,11 +100,7 @@ def empty_model(
 def widest_dtype(
     model: torch.nn.Module, stored: Callable[[str], torch.dtype | None]
 ) -> torch.dtype:
-    """Return the dtype of an :func:`empty_model` that rounds no parameter.
-
-    ``stored`` returns the dtype in which a parameter is stored, ``None`` if it is not. Parameters
-    that are fp32 in every model do not count.
-    """
+    """Return a dtype that rounds no parameter (``stored``: its stored dtype, if any)."""
     config: Any = model.config
     free = [
         name

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint: config.json counts its layers and experts, its values are finite."""
+"""Checks of a checkpoint's layers, experts and values."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -10,19 +10,19 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.names import Location
 
-#: Tensors that an error names.
+#: Tensors listed in an error.
 _NAMED = 20
 
 
 class NonFinite:
-    """Counts NaN and infinite values; conversions go on, so that the error names all tensors."""
+    """Count of non-finite values over a whole conversion, for one error."""
 
     def __init__(self, source: str, fix: str):
         self._source, self._fix = source, fix
         self._found: dict[str, str] = {}
 
     def count(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Count a tensor's values that are not finite, or become so in ``dtype``."""
+        """Count values that are not finite, also after a cast to ``dtype``."""
         if not values.numel() or torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
             return
         counts = {"NaN": int(values.isnan().sum()), "infinite": int(values.isinf().sum())}
@@ -33,7 +33,6 @@ class NonFinite:
         self._found[name] = f"{said} of {values.numel()} values"
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` if a tensor had such values."""
         if not self._found:
             return
         lines = [f"  - {name}: {said}" for name, said in self._found.items()]
@@ -47,16 +46,13 @@ class NonFinite:
 
 
 def is_unused_bias(name: str, names: Collection[str]) -> bool:
-    """Return if a parameter (of ``names``) is the bias of a router with experts by token."""
+    """Return whether ``name`` is a hash-routed layer's router bias."""
     router = name.removesuffix("expert_bias")
     return router != name and f"{router}tid2eid" in names
 
 
 def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:
-    """Raise for tensors of layers and experts that the model of config.json does not have.
-
-    Missing tensors are noticed when a parameter needs them.
-    """
+    """Reject tensors of layers and experts that config.json does not count."""
 
     def refuse(complaint: str) -> NoReturn:
         fix = "use the config.json that came with the weights"

@@ -1,8 +1,4 @@
-"""The commands ``import-hf`` and ``export-hf``: between Hugging Face and Megatron.
-
-Conversions take one process, no GPU, and no more memory than a file or two of the result. The
-Megatron checkpoint is a distributed one: runs of any parallel layout write and load it.
-"""
+"""``import-hf`` and ``export-hf``: one process, no GPU, memory for a file or two."""
 
 import argparse
 import os
@@ -48,7 +44,7 @@ from megatron_dsa.training.one_process import one_process
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
-    """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
+    """Write a Megatron checkpoint without optimizer state (a release)."""
     output = Path(arguments.output)
     if any(os.path.lexists(output / name) for name in (TRACKER, RELEASE)):
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
@@ -76,7 +72,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
         tensors = {name: x for name, x in state.items() if name not in objects}
 
         def values(name: str):
-            # Fresh tensors start as in the layers of a whole model: a bias of zeros.
+            # A bias starts at zero, as in a whole model.
             fresh = name in source.report.fresh
             return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
 
@@ -100,10 +96,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 
 def export_hf(arguments: argparse.Namespace) -> int:
-    """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored.
-
-    Adapters (LoRA) are merged into the weights, or with ``--adapter`` the only output.
-    """
+    """Write a Hugging Face checkpoint with adapters merged, or only the adapters."""
     file_bytes = int(arguments.shard_gb * 1e9)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
@@ -200,7 +193,7 @@ def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, 
         lora_targets=saved.lora_targets,
         latent_norm_epsilon=saved.dsa_latent_norm_epsilon,
     )
-    # Without it a model has no adapters of the indexer.
+    # Without it a model has no indexer adapters.
     return {"dsa": options, "dsa_indexer_loss_coeff": saved.dsa_indexer_loss_coeff}
 
 

@@ -1,4 +1,4 @@
-"""Read a ``config.json`` by the table of models, and compare a Megatron model with it."""
+"""Parser of ``config.json``, and its comparison with a Megatron model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTION
 from megatron_dsa.extras.huggingface.pairs import resolved
 from megatron_dsa.extras.huggingface.quantised import Quantisation
 
-#: Fields that all models share and no key of config.json says.
+#: Fields common to all models, absent in config.json.
 _COMMON = {
     "qk_layernorm": True,
     "normalization": "RMSNorm",
@@ -27,7 +27,7 @@ _COMMON = {
     "add_bias_linear": False,
     "multi_latent_attention": True,
 }
-#: Fields that change a model and that no key of config.json says: Megatron's defaults.
+#: Megatron's defaults of fields that config.json cannot set.
 UNSAID: dict[str, Any] = {
     "layernorm_zero_centered_gamma": False,
     "apply_residual_connection_post_layernorm": False,
@@ -40,7 +40,7 @@ UNSAID: dict[str, Any] = {
     "glu_linear_offset": 0.0,
     POOL_SIZE: 1,
 }
-#: Part of a multimodal model's config.json, and keys beside it that also count for the text.
+#: Text part of a multimodal config.json, and outer keys that apply to it.
 TEXT = "text_config"
 _BESIDE_TEXT = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
 
@@ -50,17 +50,12 @@ class HFModel:
     """A Hugging Face model's configuration.
 
     Attributes:
-        raw: config.json as it is.
-        text: its part for the text model, all of it in models of text only.
-        fields: arguments of the transformer configuration that describe the same model.
-        num_layers, mtp_layers: decoder and multi-token-prediction layers.
+        raw, text: config.json, and its text part.
+        fields: arguments of Megatron's transformer configuration.
         vocab_size: without padding.
-        names: the table of the model's tensors.
-        has_indexer: the model type has indexers.
-        dtype: dtype of weights that are not quantised; ``None``: as they are stored.
-        quantisation: how quantised weights are stored and dequantised.
-        latent_norm_epsilon: epsilon of the norms of MLA's latents; ``None``: as in all norms.
-        remarks: where Megatron's layers differ a little from the model.
+        dtype: of unquantised weights; ``None``: as stored.
+        latent_norm_epsilon: for MLA's latents; ``None``: as in all norms.
+        remarks: small differences of Megatron's layers.
     """
 
     raw: dict[str, Any]
@@ -78,7 +73,6 @@ class HFModel:
 
 
 def read_config(path: str | Path) -> HFModel:
-    """Read a ``config.json``, or the one in a checkpoint directory."""
     path = Path(path)
     if not path.is_file():
         path /= "config.json"
@@ -88,11 +82,7 @@ def read_config(path: str | Path) -> HFModel:
 
 
 def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel:
-    """Return the model that a config.json describes.
-
-    Raises:
-        ConfigError: names the source, the key, the rule and the fix.
-    """
+    """Parse a config.json; raise :class:`ConfigError` with source, key, rule and fix."""
     try:
         return _parsed(config)
     except ConfigError as error:
@@ -140,7 +130,7 @@ def _text_of(config: dict) -> dict:
 
 def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
     said = config.get("quantization_config")
-    # The key of fp4 is at the top or with the quantisation.
+    # Releases put fp4's key at either level.
     fp4 = "fp4" in (config.get("expert_dtype"), (said or {}).get("expert_dtype"))
     if said is None:
         return Quantisation(None, fp4, dtype)
@@ -174,14 +164,8 @@ def model_features(config: Any) -> set[str]:
 
 
 def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the fields of a Megatron configuration that contradict config.json.
-
-    Fields of the indexer are compared where the Megatron model has one.
-
-    Returns:
-        Field -> its value in ``config``, and by config.json.
-    """
-    # Models may leave out features; features.py says whether it is on request.
+    """Return field -> (value in ``config``, value by config.json) where they differ."""
+    # features.py checks whether omissions are intended.
     left_out = {
         name
         for feature, names in FEATURE_FIELDS.items()
@@ -190,7 +174,7 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
     }
     found = {}
     for name, expected in (UNSAID | hf.fields).items():
-        # The router's dtype says how it computes, not what.
+        # The router's dtype affects only precision.
         if name == "moe_router_dtype" or (name.startswith("dsa_") and not uses_indexer(config)):
             continue
         if name in left_out:
@@ -203,10 +187,10 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
         if name == "dsa_indexer_k_norm_epsilon" and actual is None:
             actual = config.layernorm_epsilon
         if name == "csa_compress_ratios" and actual is not None:
-            # Models may leave out multi-token prediction.
+            # Multi-token prediction is optional.
             expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
         if name in ("moe_router_num_groups", "moe_router_group_topk"):
-            # One group of all experts is none.
+            # One group means ungrouped.
             actual = actual if (config.moe_router_num_groups or 1) > 1 else None
         if name == "moe_router_topk_scaling_factor" and actual is None:
             actual = 1.0
@@ -229,7 +213,6 @@ def _selecting(layers: int, sharing: Any) -> list[bool]:
 
 
 def check_model(hf: HFModel, config: Any) -> None:
-    """Raise unless a Megatron model's configuration describes the Hugging Face model."""
     if found := differences(hf, config):
         lines = (
             f"  - {flag_of(name)} is {actual!r} for the model, {expected!r} by config.json"

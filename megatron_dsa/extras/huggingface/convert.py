@@ -1,7 +1,6 @@
-"""Conversion: a Hugging Face checkpoint into a Megatron model, and back.
+"""Conversion of a Hugging Face checkpoint into a Megatron model, and back.
 
-Each parameter of the model is filled with its slice of the checkpoint's tensors, one after the
-other: a rank of a parallel model reads no more than it holds.
+Each rank reads only its slices, parameter by parameter.
 """
 
 import functools
@@ -43,9 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a conversion: parameters ``filled``, ``fresh`` (kept their initial values),
-    ``rounded`` (to a narrower dtype), and tensors of the checkpoint that were ``unused``.
-    """
+    """Parameters ``filled``, ``fresh`` (not filled) and ``rounded``; tensors ``unused``."""
 
     filled: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -54,19 +51,16 @@ class Report:
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a model by Megatron's names, less adapters."""
+    """Yield parameters and persistent buffers, without adapters."""
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # Layers of transformer-engine keep quantisation statistics as extra state.
+        # transformer-engine keeps quantisation statistics as extra state.
         statistics = name.endswith("_extra_state")
         if isinstance(tensor, torch.Tensor) and not statistics and not is_adapter_parameter(name):
             yield name, tensor
 
 
 class Import:
-    """A checkpoint as a model sees it: the tensors of each parameter, read on demand.
-
-    Arguments and errors: see :func:`import_model`.
-    """
+    """Tensors of each parameter, read on demand; see :func:`import_model`."""
 
     def __init__(
         self,
@@ -107,7 +101,7 @@ class Import:
         for name, tensor in self._tensors.items():
             found = self.hf.names.match(global_name(name, place), self.hf.num_layers)
             new_indexer = is_indexer_parameter(name) and not has_indexers
-            # Layers that look their experts up have no bias for choosing them.
+            # Hash-routed layers have no router bias.
             no_bias = HASH_ROUTING in left and name.endswith("router.expert_bias")
             no_bias = no_bias and found.hf[0] not in self.reader
             if new_indexer or no_bias or is_unused_bias(name, self._tensors):
@@ -127,7 +121,7 @@ class Import:
         self._check_unused()
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype in which a parameter is stored; ``None``: it is not filled."""
+        """Return the stored dtype of a parameter, ``None`` if absent."""
         if name not in self._matches:
             return None
         return functools.reduce(
@@ -135,10 +129,7 @@ class Import:
         )
 
     def values(self, name: str) -> torch.Tensor:
-        """Read a parameter of ``report.filled`` as this rank holds it, in the file's dtype.
-
-        Values that are no numbers are counted in ``nonfinite``.
-        """
+        """Read this rank's slice of a parameter in the stored dtype."""
         found, tensor = self._matches[name], self._tensors[name]
         pieces = []
         for hf_name in found.hf:
@@ -164,7 +155,6 @@ class Import:
         )
 
     def _check_unused(self) -> None:
-        """Raise if a tensor is not read that the layers and experts of this rank should have."""
         place, model = self.place, self._model
         unused = [self._locations[name] for name in self.report.unused]
         whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
@@ -172,7 +162,7 @@ class Import:
         if not (whole and all(ends)):  # other ranks read the rest
             used = [self._locations[name] for match in self._matches.values() for name in match.hf]
             unused = left_by_rank(unused, used)
-        # Models may leave out indexers (stage dense) and multi-token prediction.
+        # Indexers (stage dense) and multi-token prediction are optional.
         left = [x.name for x in unused if not is_indexer_parameter(x.name) and not x.is_mtp]
         if left:
             raise ConfigError(
@@ -181,12 +171,11 @@ class Import:
             )
 
     def log(self) -> None:
-        """Log the imported tensors, and the remarks about all others."""
         report = self.report
         logger.info("imported %d tensors of %s", len(report.filled), self._directory)
         fresh = sum(map(is_indexer_parameter, report.fresh))
         indexers = sum(map(is_indexer_parameter, report.unused))
-        # A model that has these layers does not read the copies in them.
+        # With multi-token prediction, unread copies are expected.
         unused = () if _mtp_layers(self._model) else report.unused
         prediction = sum(self._locations[name].is_mtp for name in unused)
         announced = 0 if self._has_mtp else self.hf.mtp_layers
@@ -205,7 +194,7 @@ class Import:
 
 
 def open_checkpoint(directory: str | Path, hf: HFModel) -> CheckpointReader:
-    """Return the tensors of a checkpoint by their released names."""
+    """Open a checkpoint under released names."""
     return CheckpointReader(directory, hf.quantisation, hf.names.rename)
 
 
@@ -215,20 +204,19 @@ def import_model(
     place: Place = Place(),
     without: Iterable[str] = (),
 ) -> Report:
-    """Fill a Megatron GPT model, in its own dtype, with the weights of a Hugging Face checkpoint.
+    """Fill a Megatron GPT model, in its own dtype, from a Hugging Face checkpoint.
 
-    A checkpoint without indexers leaves the model's indexers as they are; all else has to be there.
+    Keeps the model's indexers if the checkpoint has none.
 
     Args:
-        model: ``GPTModel`` (unwrapped).
-        directory: directory of config.json and safetensors files.
-        place: position of this rank in the grid.
-        without: features of the checkpoint that the model lacks and that are left out.
+        model: unwrapped ``GPTModel``.
+        directory: config.json and safetensors files.
+        place: this rank's position in the grid.
+        without: checkpoint features to leave out.
 
     Raises:
-        ConfigError: config.json is not understood or describes another model, the checkpoint has
-            features that the model lacks, or tensors are missing, left over, of another shape or
-            not finite. The model may be filled by then.
+        ConfigError: config.json is not understood or describes another model; or tensors are
+            missing, left over, misshapen or not finite. The model may be partly filled.
     """
     source = Import(model, directory, place, without)
     tensors = dict(model_tensors(model))
@@ -282,19 +270,15 @@ def export_model(
     """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
 
     Args:
-        model: ``GPTModel`` (unwrapped) with all layers and experts.
-        directory: gets config.json, shards and their index; must not hold a checkpoint yet.
-        config: config.json of the model, e.g. of the checkpoint that it came from. It is checked
-            against the model and written without its quantisation.
-        shard_bytes: largest size of a shard.
-        values: returns the values of a parameter, also of adapters, where the model itself does
-            not hold them.
-        precision: quantises weights, and config.json says so; ``None``: all tensors have the
-            dtypes of the model.
+        model: unwrapped ``GPTModel`` with all layers and experts.
+        directory: without a checkpoint.
+        config: the model's config.json.
+        shard_bytes: maximum shard size.
+        values: reads a parameter that the model does not hold.
+        precision: quantisation; ``None``: the model's dtypes.
 
     Raises:
-        ConfigError: the model is not the one that ``config`` describes, holds values that are no
-            numbers, or cannot be written.
+        ConfigError: the model differs from ``config``, has non-finite values, or cannot be written.
     """
     hf = parse_config(config)
     check_model(hf, model.config)
@@ -324,7 +308,7 @@ def export_model(
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
-        nonfinite.check()  # without its index, the directory is no checkpoint
+        nonfinite.check()  # an index would make it a checkpoint
         said = {k: v for k, v in config.items() if k != "quantization_config"}
         text = said
         if TEXT in said:
@@ -335,7 +319,7 @@ def export_model(
             text["num_nextn_predict_layers"] = _mtp_layers(model)
         text |= _without_features(writer, hf, model)
         said |= precision.config if precision else {}
-        # The router's bias is fp32 in every model.
+        # The router's bias is always fp32.
         narrowest = str(min(dtypes, key=lambda x: x.itemsize)).split(".")[1]
         for part in (said, *([text] if {"dtype", "torch_dtype"} & text.keys() else [])):
             part["dtype" if "dtype" in part else "torch_dtype"] = narrowest
@@ -352,10 +336,7 @@ def _check_rows(hf_name: str, rows: int, hf: HFModel) -> None:
 
 
 def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:
-    """Write hyper-connections that do nothing, if the model has plain residuals.
-
-    Return changes of config.json for features that the model is built without.
-    """
+    """Write identity hyper-connections for plain residuals; return changes of config.json."""
     changes: dict[str, Any] = {}
     features = model_features(model.config)
     if HYPER_CONNECTIONS in hf.names.features.keys() - features:

@@ -1,8 +1,4 @@
-"""Features of a model that it may be built without: hyper-connections, hash routing, prediction.
-
-A checkpoint has them by its config.json and its tensors, a model by its configuration. What a
-checkpoint has and a model has not is left out on request (``--without``), never by itself.
-"""
+"""Optional features of a model, left out with ``--without``."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -18,7 +14,6 @@ from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTION
 
 
 def check_names(hf: HFModel, without: Collection[str]) -> None:
-    """Raise for a feature that the model type does not have."""
     known = hf.names.features
     unknown = sorted(set(without) - set(known))
     require(
@@ -38,11 +33,7 @@ def described_features(hf: HFModel) -> set[str]:
 
 
 def check_prediction(hf: HFModel, features: Collection[str]) -> None:
-    """Raise if what predicts further tokens is something else than the layers that are counted.
-
-    DeepSeek-V4-Flash-0731 has stages of DSpark instead: ``mtp.0`` to ``mtp.2``, a ratio for each,
-    and one counted layer.
-    """
+    """Reject prediction other than the counted layers, such as V4-Flash-0731's DSpark stages."""
     listed = len(hf.text.get("compress_ratios") or ())
     require(
         PREDICTION not in features or listed <= hf.num_layers + hf.mtp_layers,
@@ -54,10 +45,7 @@ def check_prediction(hf: HFModel, features: Collection[str]) -> None:
 
 
 def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection[str]) -> set[str]:
-    """Return the features of the model that a checkpoint is imported into, without ``without``.
-
-    Hyper-connections that leave plain residuals are not built.
-    """
+    """Return the features to build, without identity hyper-connections."""
     check_names(hf, without)
     tensors = hf.names.by_feature(reader.names())
     features = described_features(hf) - set(without)
@@ -72,14 +60,10 @@ def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection
 def left_tensors(
     hf: HFModel, reader: CheckpointReader, config: Any, without: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the tensors of a checkpoint that a Megatron model does not read, by feature.
-
-    Multi-token prediction is among them only if ``without`` names it: a model without it need not
-    say so.
+    """Return a checkpoint's unread tensors by feature; multi-token prediction only if named.
 
     Raises:
-        ConfigError: the model lacks what the checkpoint has, or has what ``without`` names; its
-            predictions are not the checkpoint's.
+        ConfigError: model, checkpoint and ``without`` disagree on a feature.
     """
     check_names(hf, without)
     has = model_features(config)
@@ -103,10 +87,7 @@ def left_tensors(
 
 
 def check_features(hf: HFModel, features: Collection[str], what: str) -> None:
-    """Raise if ``what``, a model, has hyper-connections or hash routing and config.json has not.
-
-    Also if it lacks hyper-connections that no ``--without`` leaves out.
-    """
+    """Reject features absent in config.json, and hyper-connections absent in the model."""
     more = sorted(set(features) - described_features(hf) - {PREDICTION})
     keys = {HYPER_CONNECTIONS: "hc_mult", HASH_ROUTING: "num_hash_layers or mlp_layer_types"}
     less = described_features(hf) - set(features) - set(hf.names.features) - {PREDICTION}
@@ -126,7 +107,6 @@ def check_features(hf: HFModel, features: Collection[str], what: str) -> None:
 def leaves_plain_residuals(
     hf: HFModel, reader: CheckpointReader, tensors: dict[str, list[str]]
 ) -> bool:
-    """Return if a checkpoint's hyper-connections (``tensors`` by feature) do nothing."""
     connections, streams = tensors.get(HYPER_CONNECTIONS), hf.text.get("hc_mult")
     return bool(connections and streams and is_identity(reader, connections, streams))
 
@@ -145,20 +125,17 @@ def _refuse(directory: Path, lost: dict[str, list[str]]) -> NoReturn:
     )
 
 
-# A V4 layer reads a weighted sum of ``hc_mult`` residual streams, adds its output to each of them
-# with a weight, and mixes them. All weights are ``f(scale * (fn @ streams) + base)``; f is a
-# sigmoid for reading, twice a sigmoid for adding, and a doubly stochastic matrix for mixing. With
-# ``scale`` 0 and the right ``base``, every layer reads stream 0, adds to stream 0 and mixes
-# nothing.
+# V4 weights are f(scale * (fn @ streams) + base): f is a sigmoid for reading, twice a sigmoid for
+# adding, doubly stochastic for mixing. scale 0 and these bases use stream 0 and mix nothing.
 
-#: A sigmoid of it is 1, of its negative 0 in fp32.
+#: Saturates the sigmoid in fp32.
 _LARGE = 200.0
 
 
 def _bases(streams: int) -> dict[str, torch.Tensor]:
     mix = torch.full((streams, streams), -_LARGE).fill_diagonal_(_LARGE)
     read = mix[0]
-    add = read.clamp(max=0)  # twice a sigmoid of 0
+    add = read.clamp(max=0)  # twice sigmoid(0)
     layer = torch.cat([read, add, mix.flatten()])
     return {"attn": layer, "ffn": layer, "head": read}
 
@@ -166,11 +143,7 @@ def _bases(streams: int) -> dict[str, torch.Tensor]:
 def identity(
     streams: int, hidden: int, layers: list[str], heads: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and fp32 tensor of hyper-connections that leave plain residuals.
-
-    ``layers`` and ``heads`` are prefixes of names; the model and every layer of multi-token
-    prediction have a head, which reads the streams at the end.
-    """
+    """Yield fp32 hyper-connections that leave plain residuals, for prefixes of layers and heads."""
     bases = _bases(streams)
     read = [(prefix, kind) for prefix in layers for kind in ("attn", "ffn")]
     for prefix, kind in read + [(prefix, "head") for prefix in heads]:
@@ -181,7 +154,6 @@ def identity(
 
 
 def is_identity(reader: CheckpointReader, names: list[str], streams: int) -> bool:
-    """Return if the hyper-connections of a checkpoint, these ``names``, leave plain residuals."""
     bases = _bases(streams)
     for name in names:
         kind, part = name.rsplit("_", 2)[-2:]

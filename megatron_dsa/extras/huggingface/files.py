@@ -1,4 +1,4 @@
-"""Files of a checkpoint: JSON, and safetensors shards, read and written tensor by tensor."""
+"""JSON files and safetensors shards, read and written tensor by tensor."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from megatron_dsa.training.files.whole import WholeFiles, require_own_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: Buffers of rope, which old versions of transformers saved, are no weights.
+#: Rope buffers that old versions of transformers saved.
 _ROPE_BUFFER = re.compile(r"\brotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -34,7 +34,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         content = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    # UnicodeDecodeError and JSONDecodeError are ValueErrors.
+    # Covers UnicodeDecodeError and JSONDecodeError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not valid JSON ({error}): correct it, or download it again"
@@ -48,7 +48,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's dictionary; json would keep the last of equal keys."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -71,10 +70,7 @@ def _safetensors():
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor that has not been read, and the dtype in which it will be returned.
-
-    A quantised one has scales, by name, and the rows and columns that share one.
-    """
+    """An unread tensor: dtype after reading, scales and their block."""
 
     tensor: Any
     form: Format
@@ -86,7 +82,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of a quantised weight in the dtype of the file, and the size of their blocks."""
+    """Scales of a quantised weight as stored, and their block."""
 
     form: Format
     values: torch.Tensor
@@ -95,14 +91,11 @@ class Scales:
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint directory by name; shards are mapped into memory, not read.
-
-    ``rename`` turns names in the files into released names.
+    """Tensors of a checkpoint directory, memory-mapped; ``rename`` gives released names.
 
     Raises:
-        ConfigError: there is no checkpoint, it is not in safetensors format, its index is broken or
-            leads out of the directory, or shards are missing. Methods raise it for a shard that is
-            damaged, and for a tensor that is no weight or whose scales do not fit.
+        ConfigError: no safetensors checkpoint, a broken index, missing or damaged shards, or scales
+            that do not fit.
     """
 
     def __init__(
@@ -116,7 +109,7 @@ class CheckpointReader:
         package = _safetensors()
         self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
         self._shards: dict[str, Any] = {}
-        # Name -> shard, and name in it.
+        # Name -> (shard, name in it).
         self._where: dict[str, tuple[str, str]] = {}
         for there, shard in self._read_index().items():
             name = rename(there)
@@ -142,7 +135,7 @@ class CheckpointReader:
             return shard_of
         if (self.directory / SINGLE).is_file():
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
-        # Pickle files are never opened: loading one runs the code that it holds.
+        # Loading pickle files would run their code.
         pickles = sorted(x.name for x in self.directory.glob("*") if x.suffix in _PICKLES)
         found = f" but {pickles[0]}, a pickle file, which is not read" if pickles else ""
         raise ConfigError(
@@ -162,7 +155,6 @@ class CheckpointReader:
         return self._shards[shard]
 
     def names(self) -> list[str]:
-        """Return the names of all weights, without scales."""
         scales = {scale for name in self._where for scale in scale_names(name)}
         return [
             name for name in self._where if name not in scales and not _ROPE_BUFFER.search(name)
@@ -213,7 +205,7 @@ class CheckpointReader:
         return self._stored(name).dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a tensor or its part (a slice per dim, with both ends), dequantised."""
+        """Read and dequantise a tensor or its part (one bounded slice per dim)."""
         stored = self._stored(name)
         if part is None:
             part = tuple(slice(0, extent) for extent in stored.shape)
@@ -231,7 +223,6 @@ class CheckpointReader:
         return dequantise(values, scale, stored.block, stored.dtype, offset)
 
     def scales(self, name: str) -> Scales | None:
-        """Return the scales of a weight; ``None``: it is not quantised."""
         stored = self._stored(name)
         if stored.form is Format.PLAIN:
             return None
@@ -251,7 +242,7 @@ def _check_weight_map(index: Path, shard_of: Any) -> None:
     )
     for shard in sorted(set(shard_of.values())):
         path = PurePosixPath(shard)
-        # Links are followed: the cache of Hugging Face's hub consists of them.
+        # Hugging Face's cache consists of links.
         require(
             not path.is_absolute() and ".." not in path.parts and "\0" not in shard,
             f"{index}: {shard!r} leads out of the directory of the checkpoint, which is not "
@@ -265,13 +256,10 @@ def _check_weight_map(index: Path, shard_of: Any) -> None:
 
 
 class CheckpointWriter(WholeFiles):
-    """Writes tensors into shards of a bounded size, and the index when all are there.
-
-    At most one shard is held in memory. A tensor larger than a shard gets one of its own. Use as a
-    context manager; files appear when all are written, the index last, and none if one failed.
+    """Writer of a checkpoint in bounded shards, as a context manager; a failure leaves no files.
 
     Raises:
-        ConfigError: the directory holds a checkpoint, or a shard has no size.
+        ConfigError: the directory holds a checkpoint, or ``shard_bytes`` is not positive.
         FileError: a file cannot be written.
     """
 
@@ -281,7 +269,7 @@ class CheckpointWriter(WholeFiles):
             raise ConfigError(f"shard_bytes must be positive, got {shard_bytes}")
         if any(os.path.lexists(self.folder / name) for name in (INDEX, SINGLE)):
             raise ConfigError(f"{self.folder} holds a checkpoint already: choose another place")
-        require_own_name(self.folder / "config.json")  # before anything is computed for it
+        require_own_name(self.folder / "config.json")  # fail before computing
         self.shard_bytes = shard_bytes
         _safetensors()
         self._held: dict[str, torch.Tensor] = {}
@@ -296,7 +284,7 @@ class CheckpointWriter(WholeFiles):
         if self._held and self._held_bytes + size > self.shard_bytes:
             self._flush()
         self._names.add(name)
-        # A tensor of its own: shards do not take two views of one memory.
+        # Shards reject views of shared memory.
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._held_bytes += size
         self._total_bytes += size
@@ -321,8 +309,7 @@ class CheckpointWriter(WholeFiles):
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # safetensors renames a temporary file that only its owner may read: give it the mode of a new
-    # file, as config.json and the index have it.
+    # safetensors' temporary files are private: restore the usual mode.
     path.touch()
     mode = path.stat().st_mode
     _safetensors().torch.save_file(tensors, str(path), metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""The model of a config.json as flags of Megatron, which is not imported: it takes seconds."""
+"""Megatron flags of a config.json, without importing Megatron (seconds)."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ from megatron_dsa.extras.huggingface.names import PREDICTION
 
 
 def print_flags(arguments: argparse.Namespace) -> int:
-    """Print one line of flags; notes on the rest go to the standard error."""
+    """Print one line of flags; notes go to the standard error."""
     hf = read_config(arguments.config)
     check_names(hf, arguments.without)
     print(" ".join(flags_of(hf, arguments.without)))
@@ -28,17 +28,12 @@ def print_flags(arguments: argparse.Namespace) -> int:
 
 
 def fields_of(hf: HFModel, features: Collection[str]) -> dict[str, Any]:
-    """Return the fields of the configuration of a model with these features."""
     left = {x for feature, keys in FEATURE_FIELDS.items() if feature not in features for x in keys}
     return {name: value for name, value in hf.fields.items() if name not in left}
 
 
 def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
-    """Return the flags of ``python -m megatron_dsa.pretrain`` that describe a model.
-
-    Parallel layout, data, precision and schedule are not among them. ``without`` has features that
-    are left out.
-    """
+    """Return the pretraining flags that describe a model, except layout, data and schedule."""
     features = described_features(hf) - set(without)
     check_prediction(hf, features)
     mtp = hf.mtp_layers if PREDICTION in features else 0
@@ -46,7 +41,7 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
         "dsa_latent_norm_epsilon": hf.latent_norm_epsilon,
         "dsa_stage": None if hf.has_indexer else "dense",
         "mtp_num_layers": mtp or None,
-        # The model's own size: a tokenizer may have fewer tokens.
+        # A tokenizer may have fewer tokens.
         "padded_vocab_size": hf.vocab_size,
         "max_position_embeddings": hf.text.get("max_position_embeddings"),
     }
@@ -56,7 +51,7 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
 
 
 def unsaid(hf: HFModel) -> list[str]:
-    """Return what these flags cannot say of the model, a sentence each."""
+    """Describe settings that flags cannot express."""
     notes = list(hf.remarks)
     base = hf.fields.get("rotary_base")
     if base is not None and base != int(base):

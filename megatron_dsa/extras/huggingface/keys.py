@@ -1,4 +1,4 @@
-"""Keys of a ``config.json``: ranges and refusals of every model, and readers that models share."""
+"""Ranges, refusals and readers of ``config.json`` keys that models share."""
 
 import math
 import sys
@@ -12,25 +12,23 @@ from megatron_dsa.extras.huggingface.names import Names
 Fields = dict[str, Any]
 
 _LARGEST = sys.float_info.max
-#: Entries of a list and characters of a string that a message shows.
+#: Limits of values quoted in messages.
 _ENTRIES, _CHARACTERS = 8, 60
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model type. Fields are arguments of Megatron's transformer configuration.
+    """A model type, mapped to Megatron's transformer configuration.
 
     Attributes:
-        architecture: class of ``transformers``, for Megatron-Bridge.
-        names: names of the tensors.
-        fields: required key -> field of the same meaning.
-        only: optional key -> the only value that Megatron's layers implement.
-        same: pairs of keys (or sums of keys, ``"a + b"``) that must agree where both are given.
-        closed: prefix of keys -> the understood ones; others may change what weights mean.
-        aliases: second name of a key -> the key.
-        converters: called in order with config.json; they return further fields, or raise.
-        latent_norm_epsilon: epsilon of the norms of latents, if it is not ``rms_norm_eps``.
-        remarks: optional key -> a small difference of Megatron's layers if it is set.
+        fields: required key -> equal field.
+        only: optional key -> its only supported value.
+        same: keys (or sums, ``"a + b"``) that must agree.
+        closed: key prefix -> supported keys.
+        aliases: other key -> key.
+        converters: functions of config.json for the other fields, in order.
+        latent_norm_epsilon: default ``rms_norm_eps``.
+        remarks: optional key -> a small difference of Megatron's layers.
     """
 
     architecture: str
@@ -45,7 +43,7 @@ class Model:
     remarks: dict[str, str] = field(default_factory=dict)
 
 
-#: Keys that may be absent -> the only value that Megatron's layers implement, in all models.
+#: Optional keys of all models -> the only supported value.
 _ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -57,7 +55,7 @@ _ONLY = {
 
 
 def check_keys(config: dict, model: Model) -> None:
-    """Raise for a key that is not understood, and for a value that is not supported."""
+    """Reject unknown keys and unsupported values."""
     for key, value in (_ONLY | model.only).items():
         if config.get(key, value) not in (value, None):
             refuse(key, config[key], f"only {value!r} is supported; such a model cannot be used")
@@ -68,12 +66,11 @@ def check_keys(config: dict, model: Model) -> None:
 
 
 def refuse(key: str, value: Any, rule: str) -> NoReturn:
-    """Raise :class:`ConfigError` for a key of config.json and its value."""
     raise ConfigError(f"{key} = {shown(value)}: {rule}")
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: the start of a long one, with its length."""
+    """Shorten a value for a message."""
     most = _CHARACTERS if isinstance(value, str) else _ENTRIES
     if not isinstance(value, list | str) or len(value) <= most:
         return repr(value)
@@ -88,7 +85,7 @@ def required(config: dict, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number ``>= least``, ``> above`` and ``<= most``; an integer if ``whole``."""
+    """A finite number ``>= least``, ``> above``, ``<= most``, integral if ``whole``."""
 
     least: float = -_LARGEST
     above: float = -math.inf
@@ -109,7 +106,7 @@ class Number:
 
 SIZE, COUNT = Number(least=1, whole=True), Number(least=0, whole=True)
 _POSITIVE = Number(above=0)
-#: Keys at any depth -> their numbers.
+#: Keys at any depth -> their ranges.
 _NUMBERS = {
     **dict.fromkeys(
         (
@@ -137,13 +134,13 @@ _NUMBERS = {
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE),
     **dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE),
     "hc_eps": Number(least=0, most=0.01),
-    # Released models have 1e-6 and 1e-5; a hundredth outweighs activations.
+    # Releases have 1e-6 and 1e-5; 1e-2 outweighs activations.
     "rms_norm_eps": Number(above=0, most=0.01),
     "factor": Number(least=1),
     "partial_rotary_factor": Number(above=0, most=1),
     "swiglu_limit": Number(least=0),
 }
-#: Keys with other values than numbers -> type, and its name in JSON.
+#: Other keys -> type, and its JSON name.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
@@ -155,11 +152,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def check_values(config: dict[str, Any], where: str = "") -> None:
-    """Raise for a number out of its range, and for a value of another type.
-
-    Keys that are absent or null pass. ``where`` is the key of an object in config.json, with a dot
-    behind.
-    """
+    """Check types and ranges; ``where`` is a nested object's dotted prefix."""
     for key, value in config.items():
         if value is None:
             continue
@@ -189,10 +182,7 @@ _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_s
 
 
 def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
-    """Return if rope parameters are YaRN's, or raise for a key or type that is not understood.
-
-    ``yarn`` has this model's keys of YaRN in addition to :data:`_YARN_KEYS`; ``None``: no YaRN.
-    """
+    """Return whether rope is YaRN's, with further keys ``yarn`` (``None``: forbidden)."""
     keys = {"default": _PLAIN_KEYS}
     if yarn is not None:
         keys["yarn"] = _PLAIN_KEYS | _YARN_KEYS | yarn
@@ -205,7 +195,7 @@ def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
 
 
 def yarn_fields(rope: dict, where: str) -> Fields:
-    """Return the fields of YaRN but for the base and its factors of attention."""
+    """Return YaRN's fields except base and attention factors."""
     for key in ("factor", "original_max_position_embeddings"):
         if rope.get(key) is None:
             refuse(f"{where}.{key}", None, "must be given with yarn")
@@ -224,7 +214,6 @@ def yarn_fields(rope: dict, where: str) -> Fields:
 
 
 def indexer_fields(config: dict, rope_interleaved: bool) -> Fields:
-    """Return the fields of an indexer, whose rope pairs neighbouring dims or halves."""
     return {ours: required(config, key) for key, ours in INDEXER.items()} | {
         "dsa_indexer_rope_interleaved": rope_interleaved,
         "dsa_indexer_scoring_relu": True,
@@ -232,7 +221,7 @@ def indexer_fields(config: dict, rope_interleaved: bool) -> Fields:
 
 
 def expert_fields(config: dict, pattern: list[int]) -> Fields:
-    """Return the fields of experts; ``pattern`` has 1 for a layer with experts, 0 for another."""
+    """Return the fields of experts; ``pattern`` is 1 for layers with experts, else 0."""
     fields = {ours: required(config, key) for key, ours in EXPERTS.items()}
     chosen = fields["moe_router_topk"]
     if chosen < 2:

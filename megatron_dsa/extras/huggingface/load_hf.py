@@ -1,5 +1,4 @@
-"""Starting from a Hugging Face checkpoint (``--dsa-load-hf``) or PEFT's adapters
-(``--lora-load``)."""
+"""Runs from a Hugging Face checkpoint (``--dsa-load-hf``) or PEFT adapters (``--lora-load``)."""
 
 import argparse
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from megatron_dsa.training.checkpoints import checkpoint_directory
 
 
 def place_of(model: torch.nn.Module) -> Place:
-    """Return this rank's position in Megatron's grid, for one chunk of a GPT model."""
     chunk: Any = model
     layers, config = chunk.decoder.layers, chunk.config
 
@@ -40,10 +38,7 @@ def place_of(model: torch.nn.Module) -> Place:
 
 
 def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
-    """Return a ``pre_wrap_hook`` that fills a model on every rank, before optimizers copy it.
-
-    A run that finds a Megatron checkpoint of its own resumes from that.
-    """
+    """Return a ``pre_wrap_hook`` that fills a fresh model before optimizers copy it."""
 
     def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         if (found := checkpoint_directory(args)) is not None:
@@ -69,10 +64,7 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
 
 
 def adapting_hook(args: argparse.Namespace) -> Callable[[list], list]:
-    """Return a ``pre_wrap_hook`` that fills the adapters of a model on every rank.
-
-    Adapters of a Megatron checkpoint that the run finds are loaded after it.
-    """
+    """Return a ``pre_wrap_hook`` that fills the adapters; a resumed checkpoint overrides them."""
 
     def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         fresh = sum(import_adapter(x, args.lora_load, V3, place_of(x)) for x in model)

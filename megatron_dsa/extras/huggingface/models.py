@@ -1,9 +1,6 @@
-"""The table of models: keys of ``config.json``, and the names of tensors.
+"""Table of models: keys of ``config.json`` and tensor names.
 
-Weights fit under any rope convention, and a wrong one shows only as a worse model. So every key
-that changes what a weight means is read here, and a value that is not understood is an error.
-DeepSeek-V4 is read in both forms: as released (compress_ratios, rope_scaling) and as transformers
-writes it (layer_types with compress_rates, rope_parameters by kind of layer).
+A misread key loads silently and gives a worse model, so unknown ones are errors.
 """
 
 import dataclasses
@@ -45,7 +42,7 @@ _ALIASES = {
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
 
-#: Epsilon of the norms of latents and of the indexer's keys; config.json does not say it.
+#: Epsilon of latents and index keys, absent in config.json.
 _LATENT_NORM_EPSILON = 1e-6
 _MSCALES = ("mscale", "mscale_all_dim")
 
@@ -60,7 +57,7 @@ def _heads(config: dict) -> Fields:
 
 
 def _mla(config: dict) -> Fields:
-    """Return the fields of rope, which pairs neighbouring dims in both packages."""
+    """Return rope's fields; both packages pair neighbouring dims."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(where) or {}
     stretched = is_yarn(rope, where, set(_MSCALES))
@@ -73,18 +70,16 @@ def _mla(config: dict) -> Fields:
     base = rope.get("rope_theta") or required(config, "rope_theta")
     if stretched:
         return {"rotary_base": base, **yarn_fields(rope, where), **_mscales(rope, where)}
-    # The scaling factor enters Megatron's softmax scale whatever the type of rope is.
+    # Megatron's softmax scale uses this factor for every rope type.
     return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
 
 
 def _mscales(rope: dict, where: str) -> Fields:
-    """Return both factors of YaRN, with the defaults of transformers."""
     scale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    if of_all is None:  # transformers reads mscale only with mscale_all_dim
+    if of_all is None:  # transformers then ignores mscale
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        # transformers multiplies the rope by 0.1 * ln(factor) + 1, as without both; Megatron
-        # divides by the factor of mscale_all_dim.
+        # transformers scales rope by 0.1 * ln(factor) + 1; Megatron divides by of_all's factor.
         scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
     return {"mscale": scale, "mscale_all_dim": of_all}
 
@@ -127,12 +122,11 @@ def _dsa_indexer(config: dict, *, interleaved: bool) -> Fields:
     }
 
 
-#: Keys of index sharing: a list of layers, or frequency and offset.
 _SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
 def _index_sharing(config: dict) -> Fields:
-    """Return the layers with an indexer: GLM lists them, Megatron has frequency and offset."""
+    """Convert a list of indexers to Megatron's frequency and offset."""
 
     def rule(freq: int, offset: int) -> Fields:
         return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
@@ -205,15 +199,14 @@ def _with_indexer(architecture: str, interleaved: bool) -> Model:
 
 # ----------------------------------------------------------------------------------- DeepSeek-V4
 
-#: Field of the transformer configuration that counts the leading layers with hash routing.
 HASH_LAYERS = "moe_hash_layers"
-#: Features that a model may be built without -> the fields that describe them.
+#: Optional features -> their fields.
 FEATURE_FIELDS = {
     HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters", "hc_collapse"),
     HASH_ROUTING: (HASH_LAYERS,),
 }
 
-#: Names of layers by their attention, and the ratio that goes with the name.
+#: Layer types -> compression ratio.
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": CSA_RATIO,
@@ -222,7 +215,7 @@ _LAYER_TYPES = {
 
 
 def layer_ratios(config: dict) -> list[int]:
-    """Return the compression ratio of every layer, multi-token prediction last."""
+    """Return each layer's compression ratio, multi-token prediction last."""
     layers = required(config, "num_hidden_layers")
     total = layers + (config.get("num_nextn_predict_layers") or 0)
     rates = _LAYER_TYPES | (config.get("compress_rates") or {})
@@ -246,12 +239,12 @@ def layer_ratios(config: dict) -> list[int]:
 
 
 def _v4_rope(config: dict) -> Fields:
-    """Return both bases of rope; YaRN is for layers with compression."""
+    """Return both rope bases; YaRN applies to compressed layers."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope: Any = config.get(where) or {}
     nested, plain = bool({"main", "compress"} & rope.keys()), {}
     if nested:
-        for name in ("compress", "main"):  # transformers reads one without the other as plain rope
+        for name in ("compress", "main"):  # transformers reads a single one as plain rope
             if not isinstance(rope.get(name), dict):
                 refuse(f"{where}.{name}", rope.get(name), "must be a JSON object, as its neighbour")
         plain, rope = rope["main"], rope["compress"]
@@ -264,7 +257,7 @@ def _v4_rope(config: dict) -> Fields:
     }
     if not is_yarn(rope, where, {"attention_factor"}):
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    # transformers sets it to 1 in a flat object, and derives it from the factor in a nested one.
+    # transformers derives it from the factor in a nested object.
     factor = rope.get("attention_factor", None if nested else 1.0)
     if factor != 1.0:
         refuse(f"{where}.attention_factor", factor, "must be given, and only 1.0 is supported")
@@ -284,7 +277,7 @@ def _v4_experts(config: dict) -> Fields:
 def _clamp(config: dict) -> Fields:
     limit = config.get("swiglu_limit") or None
     fields = {"activation_func_clamp_value": limit}
-    # Megatron's fused SwiGLU silently leaves out the clamp.
+    # Megatron's fused SwiGLU silently ignores the clamp.
     return fields if limit is None else fields | {"bias_activation_fusion": False}
 
 
@@ -305,7 +298,7 @@ def _csa(config: dict) -> Fields:
 
 def _streams(config: dict) -> Fields:
     streams = config.get("hc_mult") or 1
-    if streams == 1:  # a plain residual
+    if streams == 1:  # plain residual
         return {"hc_mult": 1}
     return {key: required(config, key) for key in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
 
@@ -355,14 +348,14 @@ _DEEPSEEK_V4 = Model(
 
 # --------------------------------------------------------------------------------- GLM-5.3-Flash
 
-#: Kinds of layers -> whether they are KDA; transformers and the release name DSA differently.
+#: Layer types -> whether they are KDA.
 _IS_KDA = {
     "linear_attention": 1,
     "indexed_attention": 0,
     "deepseek_sparse_attention": 0,
     "full_attention": 0,
 }
-#: Object of KDA's dims, whose keys win over those beside it, as in transformers.
+#: Nested KDA keys, which override flat ones.
 _KDA = "linear_attn_config"
 _KDA_KEYS = {
     "head_dim": "linear_head_dim",
@@ -370,7 +363,7 @@ _KDA_KEYS = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
     "gate_lower_bound": "linear_lower_bound",
 }
-#: What transformers takes for a key that is absent.
+#: transformers' defaults.
 _GLM_5_3_DEFAULTS = {"first_k_dense_replace": 3, "swiglu_limit": 10.0}
 
 
@@ -395,7 +388,7 @@ def _kda(config: dict) -> Fields:
     if bound is None:
         if given.get("safe_gate") is False or not (given or "linear_lower_bound" not in config):
             refuse("linear_lower_bound", None, "only gates with a lower bound are supported")
-        bound = -5.0  # as in transformers
+        bound = -5.0  # transformers' default
     heads, dim = required(said, "linear_num_heads"), required(said, "linear_head_dim")
     return {
         "linear_attention_freq": pattern,
@@ -419,7 +412,7 @@ def _pooled_indexer(config: dict) -> Fields:
     return _dsa_indexer(config, interleaved=True) | {
         POOL_SIZE: size,
         "dsa_indexer_rotate_activation": False,
-        "rope_type": "rope",  # of no dims
+        "rope_type": "rope",  # no dims
         "rotary_scaling_factor": 1.0,
     }
 
@@ -453,7 +446,7 @@ _GLM_5_3_FLASH = dataclasses.replace(
 )
 
 
-#: By ``model_type`` of config.json.
+#: By ``model_type``.
 MODELS = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _with_indexer("DeepseekV32ForCausalLM", interleaved=False),
@@ -462,7 +455,7 @@ MODELS = {
     "deepseek_v4": _DEEPSEEK_V4,
 }
 
-#: Fields that keys of other names, or several keys, say.
+#: Fields read from differently named keys.
 _KEYS = {
     "rotary_base": "rope_theta",
     "csa_compress_rotary_base": "compress_rope_theta",
@@ -486,7 +479,6 @@ _KEYS = {
 
 
 def key_of(name: str) -> str:
-    """Return the key or keys of config.json for a field of the configuration."""
     tables = (_KEYS, *({x: k for k, x in kind.fields.items()} for kind in MODELS.values()))
     shared = {field: key for keys in (INDEXER, EXPERTS) for key, field in keys.items()}
     return next((table[name] for table in (shared, *tables) if name in table), name)

@@ -1,10 +1,6 @@
-"""Names: which tensors of a Hugging Face checkpoint make up which parameter of a Megatron model.
+"""Tensors of a Hugging Face checkpoint for each parameter of a Megatron model.
 
-One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, with additions for GLM-5.3-Flash, one for
-DeepSeek-V4. Hugging Face's names come
-from released checkpoints (one tensor per expert), Megatron's from its MLA, MoE and bundled DSA, as
-in Megatron-Bridge. Linears have the same orientation on both sides and no weight is permuted: a
-conversion only joins tensors, such as the gate and the up projection.
+Released names against Megatron-Bridge's; tensors are joined, never permuted.
 """
 
 import dataclasses
@@ -37,10 +33,9 @@ class Entry:
     """One parameter.
 
     Attributes:
-        hf: Hugging Face's names; the tensors lie one after the other along dim ``join`` in
-            Megatron.
-        megatron: Megatron's name, and those in other layer sets.
-        split: how tensor-parallel ranks share it; each of the ``hf`` tensors is split by itself.
+        hf: Hugging Face's names, joined along dim ``join``.
+        megatron: names, one per layer set.
+        split: over tensor-parallel ranks, each ``hf`` tensor by itself.
     """
 
     hf: tuple[str, ...]
@@ -55,8 +50,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """The tensors of a parameter of a Megatron model: its entry and the full names of ``hf``."""
-
     entry: Entry
     hf: tuple[str, ...]
 
@@ -67,14 +60,6 @@ class Match:
 
 @dataclass(frozen=True)
 class Location:
-    """The layer and expert of a tensor in a Hugging Face checkpoint.
-
-    Attributes:
-        prefix: how the names of its layer begin; empty outside the layers.
-        is_mtp: whether the layer is one of multi-token prediction.
-        expert: number of its routed expert.
-    """
-
     name: str
     prefix: str = ""
     is_mtp: bool = False
@@ -83,21 +68,19 @@ class Location:
 
 @dataclass(frozen=True)
 class Names:
-    """The table of a family of models.
+    """The table of a model family.
 
     Attributes:
-        models: name of the family in messages.
-        model, layer: parameters outside the layers, and of a layer, without its prefix.
-        mtp: further parameters of a multi-token-prediction layer.
-        layer_prefix, mtp_prefix: with ``{}`` for the layer's number; ``mtp_prefix`` ``None``: these
-            layers are numbered on behind the decoder's.
-        copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it repeats
-            (Megatron shares the parameter); an export writes them if ``writes_copies``.
-        features: feature that a model may be built without -> pattern of its tensors.
-        quantised: pattern of the weights that are quantised where a model is released so.
-        scale: name of their scales, with ``{}`` for the weight's name without ``.weight``.
-        rename: turns the name in a file into the released one.
-        outside: pattern of tensors of other parts than the text model.
+        models: family name in messages.
+        model, layer: parameters outside and inside layers.
+        mtp: further parameters of multi-token prediction.
+        mtp_prefix: ``None``: numbered behind the decoder.
+        copies: repeated tensor of multi-token prediction -> original, which Megatron shares.
+        features: optional feature -> its tensors.
+        quantised: weights quantised in releases.
+        scale: their scales' name.
+        rename: translates a file's name to the released one.
+        outside: tensors outside the text model.
     """
 
     models: str
@@ -115,11 +98,7 @@ class Names:
     outside: re.Pattern = re.compile(r"(?!)")
 
     def match(self, name: str, num_layers: int) -> Match:
-        """Return the tensors that make up the Megatron parameter ``name``.
-
-        ``name`` has the numbers of layers and experts in the whole model, of ``num_layers`` decoder
-        layers.
-        """
+        """Return a parameter's tensors; ``name`` has global layer and expert numbers."""
         for pattern, table, is_mtp in (
             (r"decoder\.layers\.(\d+)\.(.*)", self.layer, False),
             (r"mtp\.layers\.(\d+)\.mtp_model_layer\.(.*)", self.layer, True),
@@ -138,7 +117,7 @@ class Names:
         )
 
     def prefix(self, layer: int, is_mtp: bool, num_layers: int) -> str:
-        """Return how the names of a layer's tensors begin; ``layer`` counts from 0 in its kind."""
+        """Return a layer's name prefix; ``layer`` counts from 0 in its kind."""
         if is_mtp and self.mtp_prefix is not None:
             return self.mtp_prefix.format(layer)
         return self.layer_prefix.format(layer + num_layers * is_mtp)
@@ -147,7 +126,6 @@ class Names:
         return [self.prefix(layer, True, num_layers) for layer in range(count)]
 
     def locate(self, hf_name: str, num_layers: int) -> Location | None:
-        """Return where a tensor of a checkpoint belongs; ``None``: the table does not have it."""
         if _find(self.model, "hf", hf_name):
             return Location(hf_name)
         for template, is_mtp in ((self.layer_prefix, False), (self.mtp_prefix, True)):
@@ -189,7 +167,7 @@ def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) ->
     return Entry(hf, megatron, *rest)
 
 
-#: Linears of gated MLPs; an expert's second name is for experts in one grouped linear.
+#: Linears of gated MLPs; experts also have a name in a grouped linear.
 _DENSE = ("mlp.linear_{fc}.weight",)
 _SHARED = ("mlp.shared_experts.linear_{fc}.weight",)
 _EXPERT = (
@@ -214,7 +192,7 @@ _CORE = f"{_ATTN}core_attention."
 INDEXER = f"{_CORE}indexer."
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
-# Second names are for layers with the norm fused in.
+# Second names: layers with a fused norm.
 
 _V3_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -278,7 +256,7 @@ V3 = Names(
 )
 
 # ------------------------------------------------------------------------------- GLM-5.3-Flash
-# Released names, which save_pretrained of transformers writes also.
+# transformers saves under released names.
 
 
 def _kda(hf: str, ours: str, split: Split = Split.ROWS) -> Entry:
@@ -318,7 +296,7 @@ GLM_5_3 = dataclasses.replace(
     },
     writes_copies=False,
     quantised=re.compile(r".*\.mlp\.(.*\.)?(gate|up|down)_proj\.weight"),
-    # Checkpoints of text only leave out the middle part.
+    # Text-only checkpoints omit the middle part.
     rename=functools.partial(
         re.sub, r"^model\.(?!language_model\.|visual\.)", "model.language_model."
     ),
@@ -326,14 +304,12 @@ GLM_5_3 = dataclasses.replace(
 )
 
 # ----------------------------------------------------------------------------------- DeepSeek-V4
-# Sources: the conversion table of transformers (deepseek_v4) and Megatron-Bridge's
-# deepseek_v4_bridge.py, which agree. Plain residuals and hyper-connections have different layers of
-# multi-token prediction, and so parameters of their own there.
+# See transformers' deepseek_v4 conversion and Megatron-Bridge's deepseek_v4_bridge.py.
 
 HYPER_CONNECTIONS, HASH_ROUTING = "hyper-connections", "hash-routing"
 PREDICTION = "multi-token-prediction"
 
-#: How ``save_pretrained`` of transformers names tensors -> released names.
+#: transformers' names -> released names.
 _V4_SAVED = (
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),
@@ -392,9 +368,9 @@ V4 = Names(
     mtp=(
         _entry("enorm.weight", "enorm.weight"),
         _entry("hnorm.weight", "hnorm.weight"),
-        # The sum of two projections is one of both inputs side by side: embedding, hidden state.
+        # One projection of [embedding, hidden state].
         _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
-        # On streams they stay two: one is of the embedding, one of every stream.
+        # Streams keep them apart: one for the embedding, one per stream.
         _entry("e_proj.weight", "e_proj.weight"),
         _entry("h_proj.weight", "h_proj.weight"),
         _entry("norm.weight", "final_layernorm.weight"),

@@ -1,4 +1,4 @@
-"""Keys of a ``config.json`` that say one thing twice: resolved as transformers does, or refused."""
+"""Redundant keys of ``config.json``, resolved as in transformers or rejected."""
 
 import math
 from types import SimpleNamespace
@@ -8,18 +8,18 @@ from megatron_dsa.config.model import computes_topk
 from megatron_dsa.extras.huggingface.keys import Model, refuse, shown
 from megatron_dsa.extras.huggingface.models import layer_ratios
 
-#: Base that transformers takes where neither config.json nor the rope that it uses has one.
+#: transformers' default base.
 _DEFAULT_THETA = 10_000.0
 _DEFAULT_NOTE = f"rope_theta = {_DEFAULT_THETA:g} is used, as by transformers: none is given"
-#: Offset that transformers takes where config.json has no index_skip_topk_offset.
+#: transformers' default index_skip_topk_offset.
 _DEFAULT_OFFSET = 2
 
 
 def resolved(config: dict[str, Any], model: Model) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a config.json without second names and with one object for rope, and notes on both.
+    """Return a config.json without aliases and with one rope object, and notes.
 
     Raises:
-        ConfigError: two keys contradict each other, and transformers has no rule, or a loss, there.
+        ConfigError: a contradiction that transformers does not resolve.
     """
     config, notes = dict(config), []
     v4 = config.get("model_type") == "deepseek_v4"
@@ -45,7 +45,7 @@ def _agree(key: str, value: Any, other: str, second: Any) -> None:
 
 
 def _one_rope(config: dict, v4: bool) -> list[str]:
-    """Keep the object of rope that transformers reads: ``rope_scaling``, unless it is empty."""
+    """Keep rope as transformers reads it: ``rope_scaling`` unless empty."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope, notes, dropped = config.get(where) or {}, [], None
     if where == "rope_scaling":
@@ -63,7 +63,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
             _check_rotated(config, part, name, v4)
     flat_theta = None if nested else rope.get("rope_theta")
     if v4:
-        # transformers overwrites it; its own configurations have rope_theta there.
+        # transformers overwrites it.
         if flat_theta not in (None, config.get("rope_theta"), config.get("compress_rope_theta")):
             notes.append(
                 f"{where}.rope_theta = {flat_theta!r} is not used, as by transformers: rope_theta "
@@ -91,7 +91,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
 
 
 def _v4_bases(config: dict, nested: dict, where: str) -> list[str]:
-    # transformers has one default for both parts of an object.
+    # transformers has one default for both.
     notes = []
     if config.get("rope_theta") is None and (nested.get("main") or {}).get("rope_theta") is None:
         config["rope_theta"] = _DEFAULT_THETA
@@ -136,7 +136,6 @@ def _check_lengths(config: dict, rope: dict, where: str) -> list[str]:
 
 
 def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
-    """Check the rotated share of a V4's head, which ``qk_rope_head_dim`` also gives."""
     share, head, dims = (
         rope.get("partial_rotary_factor"),
         config.get("head_dim"),
@@ -151,7 +150,6 @@ def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
 
 
 def _lists(config: dict) -> list[str]:
-    """Note lists of layers that contradict their short form."""
     layers, kinds = config.get("num_hidden_layers"), config.get("mlp_layer_types")
     notes = []
     for key, kind in (("first_k_dense_replace", "dense"), ("num_hash_layers", "hash_moe")):
@@ -172,7 +170,7 @@ def _lists(config: dict) -> list[str]:
 
 
 def _index_sharing(config: dict) -> list[str]:
-    """Note contradicting descriptions of shared selections: the first one is used."""
+    """Note contradicting index sharing; the first wins."""
     said = {}
     for key in ("indexer_types", "index_topk_pattern"):
         if config.get(key):

@@ -1,4 +1,4 @@
-"""An exported checkpoint with the precision of a release."""
+"""Released precision of an exported checkpoint."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +10,11 @@ from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.files import CheckpointReader, Scales
 from megatron_dsa.extras.huggingface.quantised import Format, quantise
 
-#: Values of ``export-hf --quantise``.
+#: ``export-hf --quantise``.
 MODES = ("fp8", "released")
-#: Columns that share a scale of fp4 numbers, where no release says otherwise.
+#: Default block of fp4, in columns.
 _FP4_COLUMNS = 32
-#: Quantisation of a model whose config.json does not say any: DeepSeek-V3.2's.
+#: DeepSeek-V3.2's, for a config.json without quantisation.
 _USUAL = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -25,15 +25,11 @@ _USUAL = {
 
 
 class ReleasedPrecision:
-    """Weights quantised as in a release, the other tensors in the dtypes of the release.
-
-    The tensors of the release say which weights are quantised, how, and which scales to keep.
-    Without them, the table of names says which, and every block gets a scale of its own.
+    """Quantisation and dtypes of a release, read from its tensors, else from the table of names.
 
     Attributes:
-        config: keys of config.json that describe it.
-        blocks, kept: quantised blocks so far, and those with the scale of the release.
-        uses_release: whether the release's tensors say how to quantise.
+        config: keys of config.json.
+        blocks, kept: quantised blocks, and those with released scales.
     """
 
     def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
@@ -68,14 +64,14 @@ class ReleasedPrecision:
         self._plain = tuple(said.get("modules_to_not_convert") or ())
         self.config: dict[str, Any] = {"quantization_config": said}
         if hf.names.features and "expert_dtype" not in said:
-            # Programs take fp4 for granted in a DeepSeek-V4.
+            # Readers assume fp4 in DeepSeek-V4.
             self.config["expert_dtype"] = "fp4" if fp4 else "fp8"
         self.uses_release = release is not None and release.is_quantised
         self._release = release if self.uses_release else None
         self.blocks = self.kept = 0
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are written for one, ``name`` first."""
+        """Yield the stored tensors for one, ``name`` first."""
         released = self._release is not None and name in self._release
         scales = self._released_scales(name, tensor) if released else None
         if released and scales is None:

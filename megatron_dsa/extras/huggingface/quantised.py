@@ -1,4 +1,4 @@
-"""Quantised weights: fp8 or packed fp4, with one scale per block, as the models are released."""
+"""Quantised weights: fp8 or packed fp4, one scale per block."""
 
 import enum
 from dataclasses import dataclass
@@ -8,15 +8,14 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Values of the 4-bit codes without a sign (e2m1: sign, two exponent bits, one mantissa bit).
+#: Values of 4-bit codes (e2m1) without sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-#: Rows that are dequantised at a time.
+#: Length of dim 0 dequantised at a time.
 _ROWS = 1024
 
 
 def scale_names(name: str) -> tuple[str, ...]:
-    """Return how the scales of weight ``name`` may be called: V3's way, V4's way."""
     return f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale"
 
 
@@ -28,17 +27,17 @@ class Format(enum.Enum):
     FP4 = "two fp4 numbers to a byte, with a scale for every few numbers of a row"
 
 
-#: Dtypes as safetensors files call them.
+#: Dtypes in safetensors' spelling.
 PLAIN = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-#: Tables of hash routing, by the end of their names.
+#: Suffixes of hash routing tables.
 _TABLE = ".tid2eid"
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32}
-#: Dtypes of tensors that are read as they are.
+#: Dtypes read unchanged.
 AS_STORED = PLAIN | _INTEGERS
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED = ("I8", "U8")
@@ -47,13 +46,7 @@ _SCALES = (*PLAIN, "F8_E8M0")
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Quantised weights by config.json.
-
-    Attributes:
-        block: rows and columns that share a scale of fp8 weights; ``None``: no weight is fp8.
-        fp4_experts: weights of experts may be packed fp4.
-        dtype: of dequantised weights.
-    """
+    """Quantisation by config.json: block of fp8 weights, dtype of dequantised ones."""
 
     block: tuple[int, int] | None = None
     fp4_experts: bool = False
@@ -97,11 +90,7 @@ class Quantisation:
     def scale_block(
         self, name: str, form: Format, shape: tuple[int, ...], scales: tuple[int, ...], stored: str
     ) -> tuple[int, int]:
-        """Return rows and columns that share a scale of a quantised weight.
-
-        ``shape`` is the weight's after unpacking; ``scales`` and ``stored`` are shape and dtype of
-        its scales.
-        """
+        """Return the block of a quantised weight (``shape``: unpacked) from its scales."""
         require(
             stored in _SCALES and len(shape) == len(scales) == 2 and min(scales) > 0,
             f"{name}: its scales are {stored} of shape {scales}, and must be a matrix of "
@@ -119,7 +108,7 @@ class Quantisation:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Return fp4 numbers ``[rows, 2 * columns]`` as fp32; a byte begins with its low bits."""
+    """Unpack fp4 ``[m, n / 2]`` to fp32 ``[m, n]``, low bits first."""
     codes = packed.view(torch.uint8)
     codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()
     return torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
@@ -135,12 +124,11 @@ def dequantise(
     """Return ``weight * scale of its block``, multiplied in fp32 and rounded once.
 
     Args:
-        weight: ``[rows, columns]`` fp8 or unpacked fp4, any part of the full weight.
-        scale: ``[full rows / block, full columns / block]`` rounded up; the *multiplier*, in spite
-            of the name that it goes by in checkpoints.
-        block: rows and columns of a block; blocks at the edges may be smaller.
-        dtype: dtype of the result.
-        offset: row and column of the full weight at which this part begins.
+        weight: ``[m, n]`` fp8 or unpacked fp4, any part of the full weight.
+        scale: ``[ceil(M / block), ceil(N / block)]`` of the full weight.
+        block: size; smaller at the edges.
+        dtype: of the result.
+        offset: first index of this part in each dim.
     """
     indices = []
     for dim, (start, size, count) in enumerate(zip(offset, block, scale.shape, strict=True)):
@@ -162,18 +150,15 @@ def dequantise(
 
 _LARGEST = {Format.FP8: 448.0, Format.FP4: E2M1[-1]}
 
-#: Elements that are quantised at a time, at least one row of blocks.
+#: Elements quantised at a time.
 _ELEMENTS = 1 << 22
 
 
 class Quantised(NamedTuple):
-    """A quantised weight.
+    """A quantised weight: ``[m, n]`` fp8, or ``[m, n / 2]`` int8 with two fp4 numbers each.
 
-    Attributes:
-        weight: ``[rows, columns]`` fp8, or ``[rows, columns / 2]`` int8 with two fp4 numbers each,
-            the first in the low bits.
-        scales: ``[rows / block, columns / block]`` rounded up, fp32.
-        kept: blocks with a given scale.
+    Low bits come first; ``scales`` is ``[ceil(m / block), ceil(n / block)]`` fp32, ``kept`` of them
+    given.
     """
 
     weight: torch.Tensor
@@ -190,23 +175,17 @@ def quantise(
     given: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Quantised:
-    """Quantise a matrix.
+    """Quantise a matrix by ``scale = max |w| / largest number``, to nearest, ties to even.
 
-    The largest number of a block decides its scale, ``max |w| / largest number of the format``. A
-    number is the nearest of the format to ``w / scale``; ties take an even mantissa. A block keeps
-    the scale that it is ``given`` if its values are multiples of that, to the bit: then they came
-    from numbers of the format with that scale, and become these numbers again.
+    A block keeps a ``given`` scale that reproduces its values to the bit.
 
     Args:
-        weight: ``[rows, columns]``, finite.
+        weight: ``[m, n]``, finite.
         form: fp8 (e4m3) or fp4 (e2m1).
-        block: rows and columns that share a scale; blocks at the edges may be smaller.
-        powers_of_two: scales are rounded up to powers of two.
-        given: ``[rows / block, columns / block]`` rounded up: scales to keep, where they fit.
-        dtype: in which the values of ``given`` were rounded when they were dequantised.
-
-    Raises:
-        ConfigError: fp4 numbers do not fill bytes.
+        block: size; smaller at the edges.
+        powers_of_two: round scales up to powers of two.
+        given: ``[ceil(m / block), ceil(n / block)]``.
+        dtype: of the values dequantised by ``given``.
     """
     rows, columns = weight.shape
     height, width = block
@@ -240,7 +219,7 @@ def quantise(
 
 
 def _in_blocks(weight: torch.Tensor, block: tuple[int, int], count: int) -> torch.Tensor:
-    """Return ``[lines, height, count, width]``, with zeros behind the edges."""
+    """Return ``[lines, height, count, width]``, zero-padded at the edges."""
     rows, columns = weight.shape
     height, width = block
     below, right = -rows % height, count * width - columns
@@ -278,7 +257,7 @@ def _magnitudes(values: torch.Tensor) -> torch.Tensor:
     between = (numbers[1:] + numbers[:-1]) / 2
     sizes = values.abs()
     low, high = (torch.bucketize(sizes, between, right=right) for right in (False, True))
-    # In the middle of two codes, one apart, the even one has the even mantissa.
+    # A tie takes the even code, whose mantissa is even.
     return torch.where(low == high, low, low + low % 2)
 
 

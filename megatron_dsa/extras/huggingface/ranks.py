@@ -1,4 +1,4 @@
-"""Slices of the full tensors that a rank of a parallel model holds."""
+"""Slices of full tensors on a rank of a parallel model."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,12 @@ from megatron_dsa.extras.huggingface.names import Entry, Split
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a rank in the grid; the default is the only rank of an unsplit model.
+    """Position of a rank in the grid; default: unsplit.
 
     Attributes:
-        tensor, expert_tensor, expert: ``(rank, size)`` of tensor parallelism, the same of experts,
-            and of expert parallelism.
+        tensor, expert_tensor, expert: ``(rank, size)`` in each group.
         first_layer: decoder layers on earlier pipeline stages.
-        num_experts: routed experts of the whole model.
-        splits_latents: down projections are split over tensor-parallel ranks (layers without
-            transformer-engine).
+        splits_latents: split down projections (without transformer-engine).
     """
 
     tensor: tuple[int, int] = (0, 1)
@@ -42,7 +39,6 @@ class Place:
         )
 
     def shard(self, entry: Entry) -> tuple[int, int]:
-        """Return ``(rank, size)`` of the ranks that share this parameter by slices."""
         whole = entry.split in (Split.WHOLE, Split.TABLE)
         if whole or (entry.split is Split.LATENT and not self.splits_latents):
             return 0, 1
@@ -54,7 +50,7 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def global_name(name: str, place: Place) -> str:
-    """Return a parameter's name with layer and expert numbered as in the whole model."""
+    """Number a name's layer and expert as in the whole model."""
     rank, size = place.expert
     if layer := _LAYER.fullmatch(name):
         name = f"{layer[1]}{int(layer[2]) + place.first_layer}{layer[3]}"
@@ -67,10 +63,7 @@ def global_name(name: str, place: Place) -> str:
 
 
 def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...]:
-    """Return the slice that a rank holds of each full tensor in ``entry.hf``.
-
-    ``shape`` is the full tensor's (of a vocabulary: after padding).
-    """
+    """Return this rank's slice of each ``entry.hf`` tensor of ``shape``, vocabulary padded."""
     rank, size = place.shard(entry)
     whole = tuple(slice(0, extent) for extent in shape)
     if size == 1:
@@ -86,7 +79,7 @@ def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...
 
 
 def assemble(entry: Entry, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the full tensors of ``entry.hf``, contiguous, from the parameters of all ranks."""
+    """Join all ranks' slices into the contiguous ``entry.hf`` tensors."""
     dim = 1 if entry.split is Split.COLUMNS else 0
     parts = [piece.chunk(len(entry.hf), dim=entry.join) for piece in pieces]
     return tuple(

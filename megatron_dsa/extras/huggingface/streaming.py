@@ -1,8 +1,6 @@
-"""Megatron's distributed checkpoints, one tensor at a time: no model has to be held.
+"""Distributed Megatron checkpoints, one tensor at a time.
 
-The ``sharded_state_dict`` of a model without memory (``build.empty_model``) says which slice of
-which stored tensor a parameter is. This module hands one parameter after the other to the reader
-and writer of ``torch.distributed.checkpoint``, which Megatron also uses.
+The ``sharded_state_dict`` of a ``build.empty_model`` maps parameters to stored slices.
 """
 
 import dataclasses
@@ -62,7 +60,7 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class StoredParameters:
-    """Reads parameters of a distributed checkpoint, or else of the base of its adapters."""
+    """Reader of a distributed checkpoint, falling back to its adapters' base."""
 
     def __init__(self, directory: str | Path, base: str | Path | None = None):
         self._reader = FileSystemReader(directory)
@@ -75,7 +73,7 @@ class StoredParameters:
         return self if stored or self._base is None else self._base
 
     def read(self, entry: Entry) -> torch.Tensor:
-        """Return a parameter, in the dtype that it is stored in."""
+        """Read a parameter in its stored dtype."""
         if isinstance(entry, ShardedTensorFactory):
             return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
         return self._read(entry)
@@ -94,7 +92,7 @@ class StoredParameters:
         tensor = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(part.key, stored, [chunk])
         covered = sum(item.lengths.numel() for item in items) == tensor.numel()
-        # Vocabularies may be stored with more padding.
+        # Stored vocabularies may have more padding.
         same = stored.size == torch.Size(part.global_shape) or part.allow_shape_mismatch
         require(
             covered and same,
@@ -118,23 +116,23 @@ def write_checkpoint(
     others: dict[str, Any],
     file_bytes: int,
 ) -> None:
-    """Write a distributed checkpoint that Megatron loads like its own.
+    """Write a distributed checkpoint that Megatron can load.
 
     Args:
-        directory: must be empty.
-        entries: entries of the model's sharded state dict, by the names that ``values`` takes.
-        values: returns a parameter, which gets the dtype of its entry.
-        others: the rest of the state dict, small.
-        file_bytes: size of a file, about; as much is held.
+        directory: empty.
+        entries: sharded state dict by the names for ``values``.
+        values: returns a parameter, cast to its entry's dtype.
+        others: small remainder of the state dict.
+        file_bytes: approximate file size, and memory used.
     """
-    dist_checkpointing.save(others, str(directory))  # with the files that describe a checkpoint
+    dist_checkpointing.save(others, str(directory))  # also writes the metadata files
     saved = FileSystemReader(directory).read_metadata()
     made: dict[str, list[ShardedTensor]] = {}
     plans, where = _plans(entries, file_bytes)
 
     def make(item: WriteItem) -> torch.Tensor:
         name, number = where[item.index]
-        if name not in made:  # pieces of a parameter follow each other
+        if name not in made:  # a parameter's pieces are consecutive
             made.clear()
             entry = entries[name]
             made[name] = _parts(dataclasses.replace(entry, data=values(name).to(entry.data.dtype)))
@@ -144,8 +142,7 @@ def write_checkpoint(
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(is_coordinator=True)
-    # Torch keeps all tensors of a file until the file is complete. So every file gets a plan,
-    # as if ranks wrote them; the first has been written.
+    # torch holds a file's tensors until it is complete: write one plan per file, as if from ranks.
     plans = writer.prepare_global_plan([SavePlan([]), *plans])[1:]
     results = [writer.write_data(plan, _Lazily(make)).wait() for plan in plans]
     metadata.state_dict_metadata |= saved.state_dict_metadata
@@ -156,7 +153,7 @@ def write_checkpoint(
 def _plans(
     entries: dict[str, Entry], file_bytes: int
 ) -> tuple[list[SavePlan], dict[MetadataIndex, tuple[str, int]]]:
-    """Return a plan per file, and the parameter and the number of its piece of every item."""
+    """Return a plan per file; each item's parameter and piece number."""
     plans, where, size = [SavePlan([])], {}, 0
     for name, entry in entries.items():
         for number, part in enumerate(_parts(entry)):

@@ -1,7 +1,6 @@
-"""A config.json against the arguments of the training whose weights are exported with it.
+"""Comparison of config.json with the arguments of the exported training.
 
-Tensors fit under any rope base, epsilon or number of selected keys: a wrong one gives a model that
-loads and is worse.
+Tensors fit under any rope base or epsilon; a wrong one loads and is worse.
 """
 
 import argparse
@@ -22,12 +21,12 @@ from megatron_dsa.extras.huggingface.models import key_of
 from megatron_dsa.training.checkpoint_names import arguments_of_gpt
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Arguments that no field of the transformer configuration has -> key and its only value.
+#: Arguments without a configuration field -> key and its only value.
 _ARGUMENTS = {
     "untie_embeddings_and_output_weights": ("tie_word_embeddings", True),
     "position_embedding_type": ("rope_theta", "rope"),
 }
-#: Epsilons that model types fix; unset, they are --norm-epsilon, and no config.json can say so.
+#: Epsilons fixed by model types, --norm-epsilon if unset.
 _FIXED = ("dsa_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon")
 
 
@@ -35,10 +34,10 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
     """Compare config.json with the arguments in a distributed checkpoint.
 
     Returns:
-        Notes: differences that users choose, or that no config.json can say.
+        Notes on intended or inexpressible differences.
 
     Raises:
-        ConfigError: config.json is of another model; names keys, flags and both values.
+        ConfigError: config.json contradicts them; names keys, flags and both values.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
     if saved is None:
@@ -120,10 +119,7 @@ def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str
 
 
 def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
-    """Return the transformer configuration of a training, for one process.
-
-    Other programs than this package's may have trained the model.
-    """
+    """Return a training's configuration for one process, also for other training programs."""
     generate = load_extra("generate.trained_model", "export-hf")
     planner = load_extra("planner.command", "export-hf")
     said = generate.taken_over(saved, data=False)
@@ -131,11 +127,11 @@ def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
     said |= {"train_iters": 1, "micro_batch_size": 1, "lr": 1e-4}
     said["padded_vocab_size"] = said.get("padded_vocab_size") or hf.vocab_size
     said.setdefault("dsa_stage", "sparse" if hf.has_indexer else "dense")
-    # Rules for trainings that do not matter to a model.
+    # Rules that concern only training.
     said |= {"attention_dropout": 0.0, "experimental_attention_variant": None}
     unsaid = {name: said.pop(name) for name in UNSAID if name in said and name != POOL_SIZE}
     with planner.parsed(["megatron_dsa"], 1, False, generate.adding(said)) as args:
         config: Any = model_config_from_args(args).transformer
-    # Not every set of layers takes them, which matters to runs only.
+    # Some layer sets reject them, which concerns only runs.
     vars(config).update(unsaid)
     return config

@@ -1,4 +1,4 @@
-"""The model chunks of one rank: built on the meta device, run on one microbatch, measured."""
+"""Model chunks of one rank, measured on the meta device."""
 
 import dataclasses
 from collections import Counter
@@ -18,14 +18,7 @@ from megatron_dsa.ops.dispatch import Choice
 
 @dataclass(frozen=True)
 class Layer:
-    """A transformer layer of a chunk.
-
-    Attributes:
-        number: from 1, within the decoder or within multi-token prediction (``is_mtp``).
-        kind: its attention and its MLP, in words.
-        kept: bytes that its forward pass leaves for its backward, per microbatch.
-        choices: implementations of its operations.
-    """
+    """A transformer layer; ``kept``: bytes for the backward, per microbatch."""
 
     number: int
     is_mtp: bool
@@ -36,12 +29,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Count of parameters (and numbers in tables of hash routing) of one kind.
-
-    Attributes:
-        expert: whether they are reduced over the experts' data-parallel ranks.
-        trained: whether they have gradients and optimizer states.
-    """
+    """Parameters and hash-routing entries; ``expert``: reduced over expert data parallelism."""
 
     expert: bool
     trained: bool
@@ -51,13 +39,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A model chunk (one virtual stage of a pipeline rank), in bytes per microbatch.
+    """A model chunk (one virtual pipeline stage), in bytes per microbatch.
 
     Attributes:
-        outside: its modules around the layers: embedding, output layer.
-        kept: alive between its forward and its backward pass, input and output included.
-        forward_peak, backward_peak: the most alive during either, likewise, without weights.
-        received: per group, and from other stages of its pipeline.
+        outside: modules other than layers.
+        kept: alive between forward and backward.
+        forward_peak, backward_peak: without weights.
+        received: per group.
     """
 
     layers: tuple[Layer, ...]
@@ -70,15 +58,14 @@ class Chunk:
 
 
 def measure_rank(args, model, pg_collection) -> list[Chunk]:
-    """Return the chunks of this rank, whose process groups :func:`~.host.ranks` made."""
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
-    forget_layouts()  # a rank keeps tables of its own
+    forget_layouts()  # tables differ per rank
     names = _group_names(pg_collection)
     builder = model.get_builder_cls()(model)
     size = args.virtual_pipeline_model_parallel_size
     device: Any = torch.cuda.current_device()
-    with device:  # routers begin on the CPU
+    with device:  # routers start on the CPU
         chunks = build_virtual_pipeline_stages(builder.build_model, pg_collection, size)
     for hook in model.pre_wrap_hooks:
         chunks = hook(chunks) or chunks
@@ -112,7 +99,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     layers = _follow_layers(chunk, tracker)
     for parameter in chunk.parameters():
         if parameter.requires_grad:
-            # Megatron adds it to a buffer that counts apart, and lets it go.
+            # Megatron counts its buffer apart and frees this.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     with tracker:
         output, gradient = _forward(args, chunk)
@@ -123,7 +110,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     if not chunk.pre_process:
         received["pipeline"] += chunk.decoder.input_tensor.nbytes
     if not chunk.post_process:
-        received["pipeline"] += output.nbytes  # as much as its gradient
+        received["pipeline"] += output.nbytes  # its gradient's size
     outside = ["embedding"] if chunk.pre_process else []
     outside += ["output layer and loss"] if chunk.post_process else []
     return Chunk(
@@ -133,8 +120,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    # As Megatron's custom_backward does: host()'s mode would intercept torch's functions for it,
-    # and miss recomputed operations inside of them.
+    # Like Megatron's custom_backward: torch's miss recomputation under host()'s mode.
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -176,7 +162,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
     if not config.mtp_num_layers or len(chunk.decoder.layers):
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
-        # The output of the head, and the streams that it has read.
+        # Head output and its streams.
         tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers
@@ -184,7 +170,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
 
 
 def _packed(args, tokens: torch.Tensor):
-    """Return one document per sequence: queries see the most keys."""
+    """Pack one document per sequence: the most keys."""
     if not args.dataloader_inter_document_masking:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -201,7 +187,7 @@ def _packed(args, tokens: torch.Tensor):
 
 
 def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
-    """Return the layers of a chunk; hooks fill in ``kept`` when the chunk runs."""
+    """Describe layers; hooks fill in ``kept`` on the first run."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layers: list[Layer] = []
@@ -226,7 +212,7 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
             before.append(tracker.live)
 
         def end(_module, _args, _output, before=before, index=index):
-            # Once: a recomputed layer runs again in the backward pass.
+            # Recomputation runs a layer again.
             started = before.pop()
             if not layers[index].kept:
                 layers[index] = dataclasses.replace(layers[index], kept=tracker.live - started)
@@ -244,7 +230,6 @@ def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
 
 
 def _calling_part(layer) -> Any:
-    """Return the core of a layer's attention, or KDA, which has none."""
     return layer.self_attention.core_attention or layer.self_attention
 
 
@@ -267,7 +252,6 @@ def _attention_of(layer) -> str:
 
 
 def kind_of(layer) -> str:
-    """Return the attention and the MLP of a transformer layer in words."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     attention, config = _attention_of(layer), layer.config

@@ -1,4 +1,4 @@
-"""``--dsa-dry-run``: the arguments of a job in, its plan or its first error out."""
+"""``--dsa-dry-run``: a job's plan or first error."""
 
 import argparse
 import contextlib
@@ -25,22 +25,18 @@ from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Plans of more layers say how long they take.
+#: Larger plans print their duration.
 _MANY_LAYERS = 100
 
 
 def dry_run(argv: list[str]) -> int:
-    """Plan the job that ``argv`` (with the program's name) describes, and print the plan.
+    """Plan and print the job of ``argv`` (with the program's name).
 
     Returns:
-        0 if the job would start and fit in the memory of its GPUs; 1 if it would not fit, 2 if it
-        would not start, with the reason on stderr.
-
-    Raises:
-        ConfigError: the job's number of GPUs is none.
+        0 if the job fits, 1 if its memory does not, 2 if it would not start.
     """
     if environment_number("RANK", 0):
-        return 0  # one process is enough
+        return 0
     own, job = _own_flags(argv)
     world = own.dsa_dry_run_world or environment_number("WORLD_SIZE", 1, least=1)
     gpu = GPUS[own.dsa_dry_run_gpu or gpu_here()]
@@ -50,7 +46,7 @@ def dry_run(argv: list[str]) -> int:
     except (DSAError, ValueError, AssertionError) as error:
         if TRACEBACK_FLAG in argv:
             raise
-        # What Megatron asserts while it builds modules is for the user to mend, too.
+        # Megatron reports user errors by assertions.
         known = explain(error, "validate_args")
         assert known is not None
         notes: tuple[str, ...] = ()
@@ -87,10 +83,7 @@ def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) -> Plan:
-    """Return the plan of a command line (program and flags) on ``world`` GPUs.
-
-    ``device`` is passed to :func:`~.host.host`. Raises what the start-up of the job would raise.
-    """
+    """Plan a command line for ``world`` GPUs; raise as start-up would."""
     with host(gpu.capability, device), parsed(argv, world) as args:
         if args.num_layers > _MANY_LAYERS:
             print(
@@ -108,14 +101,11 @@ def parsed(
     planning: bool = True,
     add_arguments: Callable[[argparse.ArgumentParser], Any] = add_dsa_arguments,
 ) -> Iterator[Any]:
-    """Yield Megatron's validated arguments, of rank 0 of ``world``; print nothing meanwhile.
-
-    ``planning`` presets flags for a GPU where there is none.
-    """
+    """Yield Megatron's validated arguments for rank 0; ``planning`` emulates a GPU."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
-    argv, quiet = list(argv), io.StringIO()  # Megatron prints all arguments
+    argv, quiet = list(argv), io.StringIO()  # Megatron prints them
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):
         preset_flags(argv, planning)
         args = arguments.parse_args(add_arguments)
@@ -150,7 +140,6 @@ def _refuse_files(args) -> None:
 
 
 def _check_batch(args) -> None:
-    """Name the flags of a batch that the ranks cannot divide: Megatron names evaluation's."""
     model_ranks = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -158,7 +147,7 @@ def _check_batch(args) -> None:
     )
     total, micro = args.global_batch_size, args.micro_batch_size
     if None in (total, micro) or args.world_size % model_ranks:
-        return  # Megatron has defaults for the first, and says the last
+        return  # Megatron has defaults, and reports an indivisible world size
     data_ranks = args.world_size // model_ranks
     require(
         total % (micro * data_ranks) == 0 or args.decrease_batch_size_if_needed,
@@ -182,7 +171,6 @@ def _environment(world: int):
 
 @contextlib.contextmanager
 def _arguments(argv: list[str]):
-    """Set ``sys.argv`` for Megatron, which also keeps the number of microbatches."""
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
     before, sys.argv = sys.argv, argv

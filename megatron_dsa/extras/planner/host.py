@@ -1,8 +1,4 @@
-"""A job's ranks on one machine without a GPU: modules on the meta device, groups that send nothing.
-
-:func:`host` stands in for the GPU, :func:`ranks` for the other ranks; both end with their context.
-Real process groups must not exist meanwhile.
-"""
+"""A job's ranks on one machine without a GPU or real process groups."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,12 +20,7 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
-    """Build and run Megatron's modules on another device than a GPU.
-
-    Args:
-        capability: of the GPU for which kernels are chosen; ``None``: a CPU's.
-        device: meta; or the CPU, where everything runs as it does there (to test what stands in).
-    """
+    """Emulate a GPU of ``capability`` (``None``: a CPU)."""
     cuda = mock.patch.multiple(torch.cuda, **_cuda(capability, device))
     patches = [cuda, *_state_of_the_process()]
     with contextlib.ExitStack() as stack:
@@ -46,7 +37,7 @@ def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str,
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,  # no memory depends on it: ordered lists are not sorted
+        L2_cache_size=50 * 2**20,  # costs no memory
     )
     streams = dict.fromkeys(("Stream", "Event"), NoStream)
     ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
@@ -65,11 +56,11 @@ def _nothing(*_args, **_kwargs) -> None:
 
 
 def _random_state(*_args, **_kwargs) -> torch.Tensor:
-    return torch.get_rng_state()  # the CPU's: nothing is drawn on the meta device
+    return torch.get_rng_state()  # meta tensors draw nothing
 
 
 def _state_of_the_process() -> Iterator[Any]:
-    """Yield patches that keep a model of this process and a planned one from sharing state."""
+    """Yield patches that isolate the planned model's state."""
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_logging, moe_utils
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -88,12 +79,12 @@ def _state_of_the_process() -> Iterator[Any]:
     )
     scale = "main_loss_backward_scale"
     for owner, name, value in (
-        (moe_utils, "te_general_gemm", None),  # routers' of transformer-engine, which needs a GPU
-        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),  # made once per process
+        (moe_utils, "te_general_gemm", None),  # transformer-engine's router needs a GPU
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),  # created once per process
         (IndexerLog._state, "sums", None),
         (moe_logging, "_MOE_METRICS_TRACKER", None),
         (MTPLossLoggingHelper, "tracker", {}),
-        # A schedule leaves tensors of the device there that it ran on.
+        # Schedules keep device tensors there.
         (MoEAuxLossAutoScaler, scale, None),
         (MTPLossAutoScaler, scale, torch.tensor(1.0)),
     ):
@@ -101,8 +92,6 @@ def _state_of_the_process() -> Iterator[Any]:
 
 
 class _AsOnGPU(CudaTo):
-    """Norms that a GPU runs as one kernel are also one elsewhere."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (functional.rms_norm, torch.rms_norm):
             return _fused_rms_norm(*args, **(kwargs or {}))
@@ -110,7 +99,7 @@ class _AsOnGPU(CudaTo):
 
 
 def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
-    """torch's fused RMSNorm of GPUs on the meta device: keeps its input and a number per token."""
+    """Fused RMSNorm on the meta device: keeps its input and one number per token."""
 
     def forward(x, weight):
         return (torch.empty_like(x),), (x, weight, empty_sums(x, *x.shape[:-1], 1))
@@ -123,12 +112,7 @@ def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def ranks(args, rank: int) -> Iterator:
-    """Be one of ``args.world_size`` ranks, sharded as ``args`` say; yields Megatron's groups.
-
-    Args:
-        args: validated arguments.
-        rank: which one, with pipeline stages outermost.
-    """
+    """Emulate one rank (pipeline outermost); yield Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -159,7 +143,7 @@ def ranks(args, rank: int) -> Iterator:
                 create_gloo_process_groups=False,
             )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        # Batches would need the backend of the device.
+        # Batches need the device's backend.
         with mock.patch.object(torch.distributed, "batch_isend_irecv", one_by_one):
             yield ProcessGroupCollection.use_mpu_process_groups()
     finally:

@@ -1,4 +1,4 @@
-"""Peak memory of a rank: weights, gradients, optimizer states, activations."""
+"""Peak memory of a rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,13 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.planner.chunks import Chunk, Weights
 from megatron_dsa.versions import installed_version, why_not_transformer_engine
 
-#: Workspaces of matrix products, one per thread that calls them (forward, backward), on Hopper.
+#: Matrix product workspaces on Hopper: forward and backward threads.
 LIBRARIES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one GPU, without the CUDA context, NCCL's buffers and fragmentation.
-
-    Attributes:
-        optimizer: main parameters and moments, this rank's part.
-        activations: the most that activations and temporaries take at once.
-        step: temporaries of the optimizer's step, when there are no activations.
-    """
+    """Bytes on one GPU, without CUDA context, NCCL buffers and fragmentation."""
 
     weights: int
     gradients: int
@@ -36,7 +30,6 @@ class RankMemory:
 
 
 def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
-    """Return the memory of a rank's chunks under Megatron's optimizer and schedule."""
     weights = [each for chunk in chunks for each in chunk.weights]
     trained = [each for each in weights if each.trained]
     kept = [chunk.kept for chunk in chunks]
@@ -53,11 +46,7 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
 
 
 def _most_kept(args, kept: Sequence[int], extra: Sequence[int]) -> int:
-    """Return the most bytes that activations take at any time of an iteration on this rank.
-
-    Follows Megatron's schedule: the warm-up's forward passes, then forward and backward in turn.
-    ``extra`` is the most that either pass of a chunk takes in addition to ``kept``.
-    """
+    """Return the peak activation bytes; ``extra`` is either pass's peak above ``kept``."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import (
         get_pp_rank_microbatches,
@@ -85,7 +74,7 @@ def gradient_bytes(args, weights: Weights) -> int:
 
 
 def shards(args, weights: Weights) -> int:
-    """Return over how many ranks the distributed optimizer divides states of these weights."""
+    """Return the number of ranks that share these optimizer states."""
     from megatron.core import parallel_state
 
     if not args.use_distributed_optimizer:
@@ -108,15 +97,14 @@ def _state_bytes(args, weights: Weights) -> int:
 
 
 def _keeps_main_parameters(args) -> bool:
-    # transformer-engine's precision-aware Adam, not Megatron.
+    # transformer-engine's precision-aware Adam holds them.
     if args.main_params_dtype != torch.float32:
         return True
     return args.fp8_recipe in (None, "delayed")  # Megatron tests only the recipe
 
 
 def _step_bytes(args, weights: Weights) -> int:
-    # Gradients that are not fp32 are copied, and torch's Adam computes the square roots of all
-    # second moments at once.
+    # Gradients are cast to fp32; torch's Adam computes all square roots at once.
     copies = 4 if gradient_bytes(args, weights) < 4 else 0
     if args.optimizer != "adam" or _uses_transformer_engine():
         return copies
@@ -124,14 +112,14 @@ def _step_bytes(args, weights: Weights) -> int:
 
 
 def _uses_transformer_engine() -> bool:
-    # Without a GPU, the training machine is assumed to have the same packages.
+    # Assume the training machine's packages match.
     if torch.cuda.is_available():
         return why_not_transformer_engine(has_gpu=True) is None
     return installed_version("transformer-engine") is not None
 
 
 def refuse_uncounted(args) -> None:
-    """Raise :class:`ConfigError` for optimizers, wrappers and layers that are not counted."""
+    """Reject optimizers, wrappers and layers that are not counted."""
     for name in (
         "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading",
         "fine_grained_activation_offloading",

@@ -1,4 +1,4 @@
-"""Counts the memory that a computation holds, and the bytes that it exchanges, by watching it."""
+"""Memory and traffic of a computation."""
 
 import sys
 import weakref
@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 c10d = torch.ops.c10d
 
-#: Collective -> indices of its process group and of the whole (undivided) tensors among the
-#: arguments, and how often their bytes count.
+#: Collective -> argument indices of group and undivided tensors, and a multiplier of bytes.
 _COLLECTIVES = {
     c10d.allreduce_.default: (1, 0, 2),
     c10d._allgather_base_.default: (2, 0, 1),
@@ -23,21 +22,15 @@ _COLLECTIVES = {
     c10d.broadcast_.default: (1, 0, 1),
     c10d.allgather_.default: (2, 0, 1),
 }
-#: Received from one other rank, whole.
+#: Whole tensors from one rank.
 _RECEIVES = (c10d.recv_.default,)
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows the storages that are made under it, of any device.
+    """Tracks new storages on any device.
 
-    Where a tensor gets several gradients, autograd writes their sum to one that nothing else refers
-    to, but not under a dispatch mode. A sum counts in addition to its terms only if all of them
+    Autograd sums gradients in place, but not under a dispatch mode: a sum counts only if all terms
     stay alive.
-
-    Attributes:
-        live: bytes of storages that were made and are still alive.
-        peak: the most that were alive at once since :meth:`restart`.
-        received: bytes that this rank receives, by the name (``name_of``) of a group.
     """
 
     def __init__(self, name_of: Callable[[ProcessGroup], str] = lambda group: "ranks"):
@@ -45,9 +38,9 @@ class MemoryTracker(TorchDispatchMode):
         self.live = self._peak = 0
         self.received: Counter[str] = Counter()
         self._bytes: dict[int, int] = {}
-        #: Storage -> number of the node of the backward pass that made it.
+        #: Storage -> backward node.
         self._makers: dict[int, int] = {}
-        #: Bytes alive with the last sum of gradients, and the storages it may be written to.
+        #: Live bytes with the last gradient sum, and its possible outputs.
         self._sum: tuple[int, list[int]] | None = None
         self._name_of = name_of
 
@@ -57,18 +50,18 @@ class MemoryTracker(TorchDispatchMode):
         return self._peak
 
     def restart(self) -> int:
-        """Begin a new phase: forget the peak; return what is alive."""
+        """Reset the peak; return live bytes."""
         self._count_last_sum()
         self._peak = self.live
         return self.live
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Do not count tensors from before (parameters) when an operation returns a view of one."""
+        """Exclude tensors (parameters) that operations may return views of."""
         for tensor in tensors:
             self._bytes.setdefault(tensor.untyped_storage()._cdata, 0)
 
     def __enter__(self):
-        # No operation: Megatron empties the storage of tensors that it will recompute.
+        # Megatron frees recomputed tensors by resizing.
         resize = torch.UntypedStorage.resize_
         tracker = self
 
@@ -111,7 +104,7 @@ class MemoryTracker(TorchDispatchMode):
         if node is not None:
             self._makers[key] = node
         self._count(storage.nbytes(), terms)
-        # A storage keeps its Python object while anything refers to it, autograd included.
+        # Autograd also keeps a storage's Python object.
         weakref.finalize(storage, self._forget, key)
 
     def _count(self, more: int, terms: Sequence[int] = ()) -> None:
@@ -129,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
     def _terms(self, args, node: int) -> list[int]:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         keys = [x.untyped_storage()._cdata for x in tensors]
-        # A node adds tensors of its own while it computes its gradient.
+        # A node's intermediate sums are no gradient sums.
         if all(self._makers.get(key) == node for key in keys):
             return []
         return [key for key, x in zip(keys, tensors, strict=True) if self._may_be_written(key, x)]
@@ -158,9 +151,9 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _autograd_calls() -> bool:
-    """Return if autograd itself called this operation, not code of a function or hook."""
+    """Return whether autograd itself called this operation."""
     frame = sys._getframe(2)  # below __torch_dispatch__
-    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # of its wrapper
+    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # its wrapper
         frame = frame.f_back
     return "run_backward" in frame.f_code.co_names
 

@@ -1,4 +1,4 @@
-"""The plan of a job: every pipeline rank built, checked and measured."""
+"""Plan of a job: every pipeline rank built, checked and measured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from megatron_dsa.training.model import padded_vocabulary
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline rank; ``received``: bytes per iteration, per kind of group."""
+    """One pipeline rank; ``received`` in bytes per iteration and group."""
 
     chunks: tuple[Chunk, ...]
     memory: RankMemory
@@ -37,9 +37,9 @@ class Plan:
     """The plan of a job.
 
     Attributes:
-        microbatches: of an iteration, per data-parallel rank.
-        operations: floating-point operations of a sequence, per part (docs/guide/throughput.md).
-        remarks: differences between plan and run, and flags that change ``--dsa-model``.
+        microbatches: per iteration and data-parallel rank.
+        operations: FLOPs of a sequence (docs/guide/throughput.md).
+        remarks: differences from the run or from ``--dsa-model``.
     """
 
     args: Any
@@ -53,11 +53,7 @@ class Plan:
 
 
 def make_plan(args, model, gpu: GPU) -> Plan:
-    """Build and measure every pipeline rank, inside of :func:`~.host.host`.
-
-    Raises:
-        ConfigError, FallbackError, ImplementationError: as the start-up of the job would.
-    """
+    """Build and measure every pipeline rank; raise as start-up would."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     refuse_uncounted(args)
@@ -93,7 +89,7 @@ def _naming_rank(args, pp_rank: int):
 
 @contextmanager
 def _for_planning(config) -> Iterator[list[str]]:
-    """Let a configuration run without values or a GPU; yield remarks on what that changes."""
+    """Run without values or a GPU; yield remarks."""
     from megatron.core.transformer.moe import moe_utils
 
     changes: dict[str, Any] = {"perform_initialization": False}
@@ -118,18 +114,18 @@ def _for_planning(config) -> Iterator[list[str]]:
     if config.num_moe_experts is not None:
         changes |= {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": False}
         if moe_utils.fused_topk_with_score_function is not None:
-            changes["moe_router_fusion"] = False  # by transformer-engine, which needs a GPU
+            changes["moe_router_fusion"] = False  # transformer-engine needs a GPU
         if config.moe_token_dispatcher_type != "alltoall":
             remarks.append(
                 f"token dispatcher {config.moe_token_dispatcher_type} planned as alltoall"
             )
         if not config.moe_pad_expert_input_to_capacity:
-            # Static shapes: every expert gets as many tokens.
+            # Static shapes: equal tokens per expert.
             changes |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
             remarks.append("experts are taken to get equally many tokens")
     with (
         mock.patch.multiple(config, **changes),
-        # Neither the log nor the count of operations of a training loop in this process.
+        # Skip the training loop's log and FLOP count.
         mock.patch.object(specs, "install"),
     ):
         yield remarks
@@ -138,10 +134,10 @@ def _for_planning(config) -> Iterator[list[str]]:
 def _as_local_layers(config) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "transformer_impl": "local",
-        # Local linears cannot fuse what transformer-engine's do (Apex's kernel is needed).
+        # Only transformer-engine's linears fuse these.
         "gradient_accumulation_fusion": False,
         "defer_embedding_wgrad_compute": False,
-        # Neither changes a size, and local layers have neither.
+        # Absent from local layers; neither changes a size.
         "layernorm_zero_centered_gamma": False,
         "quant_recipe": None,
     }

@@ -22,7 +22,7 @@ _TP_MODES = {
 
 
 def shortage(plan: Plan) -> str | None:
-    """Return why the plan does not fit in the GPU's memory, or ``None``."""
+    """Explain why the plan exceeds GPU memory, if it does."""
     worst, rank = _worst(plan)
     if worst <= plan.gpu.memory_gib * _GIB:
         return None
@@ -35,13 +35,12 @@ def shortage(plan: Plan) -> str | None:
 
 
 def _worst(plan: Plan) -> tuple[int, int]:
-    """Return the highest peak in bytes, and the first pipeline rank that has it."""
+    """Return the highest peak and its first pipeline rank."""
     worst, rank = max((stage.memory.peak, -rank) for rank, stage in enumerate(plan.stages))
     return worst, -rank
 
 
 def describe(plan: Plan) -> str:
-    """Return the plan in lines, the verdict first."""
     parts = (
         _verdict,
         _job,
@@ -151,7 +150,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"  {operation}: {choice.candidate.name} ({kind}){where}"
         for name, reason in choice.rejected:
             yield f"    not {name}: {reason}"
-    if plan.attention.masked_up_to is not None:  # where there are two ways
+    if plan.attention.masked_up_to is not None:
         yield f"  {plan.attention.describe()}"
     if has_indexers(plan.config) and indexer_is_trained(plan.config):
         yield f"  {options_of(plan.config).describe_loss()}"
@@ -200,7 +199,7 @@ def _by_kind(layers: Iterable[Layer]) -> Iterator[tuple[str, list[Layer]]]:
 
 
 def _numbers(layers: Iterable[Layer]) -> str:
-    """``layers 1-3, 5; MTP 1``."""
+    """Format as ``layers 1-3, 5; MTP 1``."""
     texts = []
     layers = list(layers)
     for name, is_mtp in (("layer", False), ("MTP layer", True)):
