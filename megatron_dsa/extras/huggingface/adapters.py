@@ -24,7 +24,7 @@ from megatron_dsa.config.rules.lora import existing_linears, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.huggingface.files import read_json, read_safetensors, write_safetensors
 from megatron_dsa.extras.huggingface.names import Names
-from megatron_dsa.extras.huggingface.ranks import Place, global_name
+from megatron_dsa.extras.huggingface.ranks import ParallelRank, global_name
 from megatron_dsa.training.files.whole import WholeFiles
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -177,7 +177,10 @@ def _target_modules(config: Any) -> list[str]:
 
 
 def import_adapter(
-    model: torch.nn.Module, directory: str | Path, names: Names, place: Place = Place()
+    model: torch.nn.Module,
+    directory: str | Path,
+    names: Names,
+    parallel_rank: ParallelRank = ParallelRank(),
 ) -> int:
     """Fill the adapters of a GPT model, or a stage of one, from a PEFT directory.
 
@@ -205,7 +208,7 @@ def import_adapter(
         )
     with torch.no_grad():
         for name, parameter in adapter_parameters(model):
-            factor = factor_of(global_name(name, place), names, config.num_layers)
+            factor = factor_of(global_name(name, parallel_rank), names, config.num_layers)
             if factor.is_mtp:
                 kept += 1
                 continue
@@ -214,12 +217,14 @@ def import_adapter(
                 f"{folder} has no tensor {factor.name}: --lora-targets names linears that the "
                 "adapter does not have; name those of its adapter_config.json",
             )
-            parameter.copy_(_part(stored[factor.name], parameter, factor.name, place))
+            parameter.copy_(_part(stored[factor.name], parameter, factor.name, parallel_rank))
     return kept
 
 
-def _part(full: torch.Tensor, parameter: Any, name: str, place: Place) -> torch.Tensor:
-    rank, ranks = place.tensor
+def _part(
+    full: torch.Tensor, parameter: Any, name: str, parallel_rank: ParallelRank
+) -> torch.Tensor:
+    rank, ranks = parallel_rank.tensor
     wanted, axis = list(parameter.shape), None
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
         axis = parameter.partition_dim

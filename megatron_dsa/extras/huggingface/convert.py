@@ -34,7 +34,7 @@ from megatron_dsa.extras.huggingface.features import check_features, identity, l
 from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWriter
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match
 from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
-from megatron_dsa.extras.huggingface.ranks import Place, assemble, global_name, part
+from megatron_dsa.extras.huggingface.ranks import ParallelRank, assemble, global_name, part
 from megatron_dsa.layers.v4.hash_table import check_table
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,10 @@ class Import:
         self,
         model: torch.nn.Module,
         directory: str | Path,
-        place: Place = Place(),
+        parallel_rank: ParallelRank = ParallelRank(),
         without: Iterable[str] = (),
     ):
-        self.hf, self.place = read_config(directory), place
+        self.hf, self.parallel_rank = read_config(directory), parallel_rank
         check_model(self.hf, model.config)
         self.reader = open_checkpoint(directory, self.hf)
         self._model, self._directory = model, directory
@@ -99,7 +99,7 @@ class Import:
         self._tensors = dict(model_tensors(model))
         fresh, rounded, used = [], [], set()
         for name, tensor in self._tensors.items():
-            found = self.hf.names.match(global_name(name, place), self.hf.num_layers)
+            found = self.hf.names.match(global_name(name, parallel_rank), self.hf.num_layers)
             new_indexer = is_indexer_parameter(name) and not has_indexers
             # Hash-routed layers have no router bias.
             no_bias = HASH_ROUTING in left and name.endswith("router.expert_bias")
@@ -133,7 +133,7 @@ class Import:
         found, tensor = self._matches[name], self._tensors[name]
         pieces = []
         for hf_name in found.hf:
-            piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.place)
+            piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.parallel_rank)
             if found.is_table:
                 words = piece[: self.hf.vocab_size]
                 fields = self.hf.fields
@@ -155,9 +155,11 @@ class Import:
         )
 
     def _check_unused(self) -> None:
-        place, model = self.place, self._model
+        parallel_rank, model = self.parallel_rank, self._model
         unused = [self._locations[name] for name in self.report.unused]
-        whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
+        whole = parallel_rank == ParallelRank(
+            splits_latents=parallel_rank.splits_latents, num_experts=parallel_rank.num_experts
+        )
         ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
         if not (whole and all(ends)):  # other ranks read the rest
             used = [self._locations[name] for match in self._matches.values() for name in match.hf]
@@ -201,7 +203,7 @@ def open_checkpoint(directory: str | Path, hf: HFModel) -> CheckpointReader:
 def import_model(
     model: torch.nn.Module,
     directory: str | Path,
-    place: Place = Place(),
+    parallel_rank: ParallelRank = ParallelRank(),
     without: Iterable[str] = (),
 ) -> Report:
     """Fill a Megatron GPT model, in its own dtype, from a Hugging Face checkpoint.
@@ -211,14 +213,14 @@ def import_model(
     Args:
         model: unwrapped ``GPTModel``.
         directory: config.json and safetensors files.
-        place: this rank's position in the grid.
+        parallel_rank: this rank's position in the grid.
         without: checkpoint features to leave out.
 
     Raises:
         ConfigError: config.json is not understood or describes another model; or tensors are
             missing, left over, misshapen or not finite. The model may be partly filled.
     """
-    source = Import(model, directory, place, without)
+    source = Import(model, directory, parallel_rank, without)
     tensors = dict(model_tensors(model))
     with torch.no_grad():
         for name in source.report.filled:
@@ -229,20 +231,24 @@ def import_model(
 
 
 def _piece(
-    reader: CheckpointReader, found: Match, hf_name: str, shape: tuple[int, ...], place: Place
+    reader: CheckpointReader,
+    found: Match,
+    hf_name: str,
+    shape: tuple[int, ...],
+    parallel_rank: ParallelRank,
 ) -> torch.Tensor:
     full = reader.shape(hf_name)
     if len(full) != len(shape):
         _refuse_shape(hf_name, full, shape)
     if not found.entry.split.is_padded:
-        return reader.read(hf_name, part(found.entry, full, place))
-    rows = shape[0] * place.shard(found.entry)[1]
+        return reader.read(hf_name, part(found.entry, full, parallel_rank))
+    rows = shape[0] * parallel_rank.shard(found.entry)[1]
     require(
         rows >= full[0],
         f"{hf_name} has {full[0]} rows, the model's vocabulary {rows}: build the model with the "
         "vocab_size of config.json (padded, if need be)",
     )
-    wanted, *rest = part(found.entry, (rows, *full[1:]), place)
+    wanted, *rest = part(found.entry, (rows, *full[1:]), parallel_rank)
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
     padding = words.new_zeros(shape[0] - len(words), *full[1:])

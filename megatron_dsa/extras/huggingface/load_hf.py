@@ -14,11 +14,11 @@ from megatron_dsa.extras.huggingface.adapters import import_adapter
 from megatron_dsa.extras.huggingface.config_json import read_config
 from megatron_dsa.extras.huggingface.convert import import_model
 from megatron_dsa.extras.huggingface.names import V3
-from megatron_dsa.extras.huggingface.ranks import Place
+from megatron_dsa.extras.huggingface.ranks import ParallelRank
 from megatron_dsa.training.checkpoints import checkpoint_directory
 
 
-def place_of(model: torch.nn.Module) -> Place:
+def parallel_rank_of(model: torch.nn.Module) -> ParallelRank:
     chunk: Any = model
     layers, config = chunk.decoder.layers, chunk.config
 
@@ -27,7 +27,7 @@ def place_of(model: torch.nn.Module) -> Place:
         rank, size = (getattr(parallel_state, function)() for function in ask)
         return rank, size
 
-    return Place(
+    return ParallelRank(
         tensor=rank_and_size("tensor_model"),
         expert_tensor=rank_and_size("expert_tensor"),
         expert=rank_and_size("expert_model"),
@@ -53,7 +53,9 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
         )
         fresh = 0
         for chunk in model:
-            report = import_model(chunk, args.dsa_load_hf, place_of(chunk), args.dsa_hf_without)
+            report = import_model(
+                chunk, args.dsa_load_hf, parallel_rank_of(chunk), args.dsa_hf_without
+            )
             fresh += sum(map(is_indexer_parameter, report.fresh))
         print_rank_0(f"> weights of {args.dsa_load_hf} are loaded")
         if fresh:
@@ -67,7 +69,7 @@ def adapting_hook(args: argparse.Namespace) -> Callable[[list], list]:
     """Return a ``pre_wrap_hook`` that fills the adapters; a resumed checkpoint overrides them."""
 
     def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        fresh = sum(import_adapter(x, args.lora_load, V3, place_of(x)) for x in model)
+        fresh = sum(import_adapter(x, args.lora_load, V3, parallel_rank_of(x)) for x in model)
         print_rank_0(f"> adapters of {args.lora_load} are loaded")
         if fresh:
             print_rank_0(f"> it has none of multi-token prediction: {fresh} tensors start anew")

@@ -10,7 +10,7 @@ from megatron_dsa.extras.huggingface.names import Entry, Split
 
 
 @dataclass(frozen=True)
-class Place:
+class ParallelRank:
     """Position of a rank in the grid; default: unsplit.
 
     Attributes:
@@ -49,22 +49,24 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weig
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
-def global_name(name: str, place: Place) -> str:
+def global_name(name: str, parallel_rank: ParallelRank) -> str:
     """Number a name's layer and expert as in the whole model."""
-    rank, size = place.expert
+    rank, size = parallel_rank.expert
     if layer := _LAYER.fullmatch(name):
-        name = f"{layer[1]}{int(layer[2]) + place.first_layer}{layer[3]}"
+        name = f"{layer[1]}{int(layer[2]) + parallel_rank.first_layer}{layer[3]}"
     if (expert := _EXPERT.fullmatch(name)) and size > 1:
-        experts = place.num_experts
-        require(experts is not None, f"{name} under expert parallelism: Place needs num_experts")
+        experts = parallel_rank.num_experts
+        require(
+            experts is not None, f"{name} under expert parallelism: ParallelRank needs num_experts"
+        )
         assert experts is not None
         name = f"{expert[1]}{int(expert[2]) + rank * (experts // size)}{expert[3]}"
     return name
 
 
-def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...]:
+def part(entry: Entry, shape: tuple[int, ...], parallel_rank: ParallelRank) -> tuple[slice, ...]:
     """Return this rank's slice of each ``entry.hf`` tensor of ``shape``, vocabulary padded."""
-    rank, size = place.shard(entry)
+    rank, size = parallel_rank.shard(entry)
     whole = tuple(slice(0, extent) for extent in shape)
     if size == 1:
         return whole

@@ -13,7 +13,7 @@ from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.extras.huggingface.adapters import export_adapter, factor_of, import_adapter
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
 from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
-from megatron_dsa.extras.huggingface.ranks import Place
+from megatron_dsa.extras.huggingface.ranks import ParallelRank
 from megatron_dsa.layers.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
 from tests.helpers import no_room, relative_error
@@ -159,7 +159,7 @@ def test_adapters_come_back_from_their_file(tmp_path):
             yield name, self.linear.up_proj_lora_B
 
     half = Half()
-    import_adapter(half, tmp_path, V3, Place(tensor=(1, 2), first_layer=1))
+    import_adapter(half, tmp_path, V3, ParallelRank(tensor=(1, 2), first_layer=1))
     assert half.linear.up_proj_lora_B.equal(tensors[one][10:])
 
 

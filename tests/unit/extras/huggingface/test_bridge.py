@@ -13,7 +13,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.config_json import check_model, parse_config, read_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.extras.huggingface.files import CheckpointReader
-from megatron_dsa.extras.huggingface.load_hf import place_of
+from megatron_dsa.extras.huggingface.load_hf import parallel_rank_of
 from megatron_dsa.extras.huggingface.models import MODELS
 from megatron_dsa.extras.huggingface.names import INDEXER, V3, V4, Split
 from megatron_dsa.patches import cpu_host
@@ -164,7 +164,7 @@ def convert_on_a_rank(case, _tp, _cp):
     with torch.no_grad():
         for _, tensor in model_tensors(models[0]):
             tensor.zero_()
-    assert not import_model(models[0], folder, place_of(models[0])).fresh
+    assert not import_model(models[0], folder, parallel_rank_of(models[0])).fresh
     expected = tensors_of(models[0])
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     reader = CheckpointReader(folder)

@@ -8,12 +8,12 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.cli import main
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
-from megatron_dsa.extras.huggingface.ranks import Place
+from megatron_dsa.extras.huggingface.ranks import ParallelRank
 from tests.tiny_models import tiny_config, tiny_model
 
 pytest.importorskip("safetensors")
 
-LAST_OF_TP = Place(tensor=(1, 2), first_layer=1, num_experts=8)
+LAST_OF_TP = ParallelRank(tensor=(1, 2), first_layer=1, num_experts=8)
 WEIGHT = "model.layers.0.self_attn.q_a_proj.weight"  # [24, 32]
 SCALE = f"{WEIGHT}_scale_inv"
 UP = "model.layers.0.mlp.up_proj.weight"  # the second half of a parameter
@@ -63,9 +63,9 @@ def test_prediction_layers_may_be_left_out(checkpoint, caplog):
 def test_experts_beyond_the_count_are_refused_on_every_rank(checkpoint):
     name = "model.layers.1.mlp.experts.{}.down_proj.weight"
     checkpoint.tensors[name.format(8)] = checkpoint.tensors[name.format(7)].clone()
-    for place in (Place(), LAST_OF_TP):
+    for parallel_rank in (ParallelRank(), LAST_OF_TP):
         with pytest.raises(ConfigError, match=r"of experts .*experts\.8\..* n_routed_experts = 8"):
-            import_model(checkpoint.model, checkpoint.write(), place)
+            import_model(checkpoint.model, checkpoint.write(), parallel_rank)
 
 
 def test_a_rank_notices_experts_in_its_dense_layer(checkpoint):
@@ -75,7 +75,7 @@ def test_a_rank_notices_experts_in_its_dense_layer(checkpoint):
     checkpoint.model.post_process = False
     try:
         with pytest.raises(ConfigError, match=r"1 tensors .* of no use .*layers\.0\.mlp\.experts"):
-            import_model(checkpoint.model, checkpoint.folder, Place(num_experts=8))
+            import_model(checkpoint.model, checkpoint.folder, ParallelRank(num_experts=8))
     finally:
         checkpoint.model.post_process = True
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import save
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.extras.huggingface.names import HYPER_CONNECTIONS, PREDICTION, V3, V4, Split
-from megatron_dsa.extras.huggingface.ranks import Place, assemble, global_name, part
+from megatron_dsa.extras.huggingface.ranks import ParallelRank, assemble, global_name, part
 from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
@@ -33,7 +33,7 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
     for entry in chain(*tables):
         full = full_tensors(entry)
         places = [
-            Place(
+            ParallelRank(
                 tensor=(rank, size),
                 expert_tensor=(rank % other, other),
                 splits_latents=splits_latents,
@@ -42,8 +42,8 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
         ]
         ranks = places[0].shard(entry)[1]
         pieces = [
-            torch.cat([x[part(entry, x.shape, place)] for x in full], dim=entry.join)
-            for place in places[:ranks]
+            torch.cat([x[part(entry, x.shape, parallel_rank)] for x in full], dim=entry.join)
+            for parallel_rank in places[:ranks]
         ]
         latent = entry.split is Split.LATENT
         whole = entry.split in (Split.WHOLE, Split.TABLE)
@@ -58,8 +58,8 @@ def test_gate_and_up_are_split_one_by_one():
     """Megatron splits a rank's part into gate and up."""
     entry = V3.match("decoder.layers.0.mlp.linear_fc1.weight", 1).entry
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
-    place = Place(tensor=(1, 2))
-    ours = torch.cat([x[part(entry, x.shape, place)] for x in (gate, up)])
+    parallel_rank = ParallelRank(tensor=(1, 2))
+    ours = torch.cat([x[part(entry, x.shape, parallel_rank)] for x in (gate, up)])
     assert ours.flatten().tolist() == [2.0, 3.0, 12.0, 13.0]
 
 
@@ -75,7 +75,7 @@ def test_table_splits_as_megatron_does(names, config):
 
 
 def test_layers_and_experts_are_numbered_as_in_the_whole_model():
-    place = Place(expert=(1, 4), first_layer=6, num_experts=16)
+    parallel_rank = ParallelRank(expert=(1, 4), first_layer=6, num_experts=16)
     layer = "decoder.layers.2.mlp.experts."
     for local, whole in (
         (f"{layer}linear_fc1.weight3", "decoder.layers.8.mlp.experts.linear_fc1.weight7"),
@@ -88,17 +88,17 @@ def test_layers_and_experts_are_numbered_as_in_the_whole_model():
     ):
         if local == whole and "decoder" in local:
             whole = local.replace("layers.0", "layers.6")
-        assert global_name(local, place) == whole
+        assert global_name(local, parallel_rank) == whole
 
 
 def test_uneven_shares_are_refused():
     entry = V3.match("decoder.layers.0.mlp.linear_fc2.weight", 1).entry
     with pytest.raises(ConfigError, match=r"dim 1 of \(8, 9\) is no multiple of the 2"):
-        part(entry, (8, 9), Place(tensor=(0, 2)))
+        part(entry, (8, 9), ParallelRank(tensor=(0, 2)))
     with pytest.raises(ConfigError, match=r"num_experts \(6\) must be a multiple"):
-        Place(expert=(0, 4), num_experts=6)
+        ParallelRank(expert=(0, 4), num_experts=6)
     with pytest.raises(ConfigError, match="0 <= rank < size"):
-        Place(tensor=(2, 2))
+        ParallelRank(tensor=(2, 2))
 
 
 class Shell(torch.nn.Module):
@@ -128,27 +128,29 @@ def test_every_rank_of_a_grid_is_filled_with_its_slices(names, config, features,
     pieces, entries = {}, {}
     for tensor_rank in range(2):
         for expert_rank in range(2):
-            place = Place((tensor_rank, 2), (0, 1), (expert_rank, 2), first_layer=1, num_experts=8)
+            parallel_rank = ParallelRank(
+                (tensor_rank, 2), (0, 1), (expert_rank, 2), first_layer=1, num_experts=8
+            )
             shapes = {}
             for name, tensor in whole.items():
-                local, entry = local_name(name, place), names.match(name, 2).entry
+                local, entry = local_name(name, parallel_rank), names.match(name, 2).entry
                 if local is not None:
-                    dim, size = int(entry.split is Split.COLUMNS), place.shard(entry)[1]
+                    dim, size = int(entry.split is Split.COLUMNS), parallel_rank.shard(entry)[1]
                     shapes[local] = list(tensor.shape)
                     shapes[local][dim] //= size
             shell = Shell(model.config, shapes)
-            import_model(shell, tmp_path, place)
+            import_model(shell, tmp_path, parallel_rank)
             for local, tensor in shell.state_dict().items():
-                name = global_name(local, place)
+                name = global_name(local, parallel_rank)
                 entries[name] = names.match(name, 2).entry
-                pieces.setdefault(name, {})[place.shard(entries[name])[0]] = tensor
+                pieces.setdefault(name, {})[parallel_rank.shard(entries[name])[0]] = tensor
     assert len(pieces) == sum("layers.0." not in name for name in whole)
     for name, by_rank in pieces.items():
         together = assemble(entries[name], [by_rank[rank] for rank in sorted(by_rank)])
         assert torch.equal(torch.cat(together), whole[name]), name
 
 
-def local_name(name, place):
+def local_name(name, parallel_rank):
     """Return the second stage's name of a parameter; None if another rank has it."""
     if name.startswith("decoder.layers.0."):
         return None
@@ -156,7 +158,7 @@ def local_name(name, place):
     if ".local_experts." in name:
         before, after = name.split(".local_experts.")
         number, rest = after.split(".", 1)
-        if int(number) // 4 != place.expert[0]:
+        if int(number) // 4 != parallel_rank.expert[0]:
             return None
         name = f"{before}.local_experts.{int(number) % 4}.{rest}"
     return name
@@ -170,20 +172,20 @@ def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
     for rows, rank, words in ((20, 3, 10), (30, 2, 10), (30, 3, 0)):
         shell = Shell(model.config, {name: (rows, 32)})
         ours = shell.state_dict()[name].fill_(7)
-        import_model(shell, tmp_path, Place(tensor=(rank, 4)))
+        import_model(shell, tmp_path, ParallelRank(tensor=(rank, 4)))
         start = rank * rows
         assert torch.equal(ours[:words], model.output_layer.weight[start : start + words])
         assert not ours[words:].any()
 
 
 def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
-    from megatron_dsa.extras.huggingface.load_hf import importing_hook, place_of
+    from megatron_dsa.extras.huggingface.load_hf import importing_hook, parallel_rank_of
 
     config = tiny_config("deepseek_v3")
     model = tiny_model(config, "dense")
     export_model(model, tmp_path, config)
     other = tiny_model(tiny_config(), seed=6)
-    assert place_of(other) == Place(num_experts=8)
+    assert parallel_rank_of(other) == ParallelRank(num_experts=8)
     args = argparse.Namespace(
         load=str(tmp_path),
         pretrained_checkpoint=None,
@@ -211,4 +213,4 @@ def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     assert (weight_of_run == 3).all() and "--dsa-load-hf is not" in capsys.readouterr().out
 
     model.decoder.layers[0].layer_number = 7  # of a later pipeline stage
-    assert place_of(model).first_layer == 6
+    assert parallel_rank_of(model).first_layer == 6
