@@ -1,4 +1,4 @@
-"""Sets of layers for specs: Megatron's own, and transformer-engine's."""
+"""Layer sets for specs."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
-    """Layers of Megatron without transformer-engine, and of this package.
+    """Layers without transformer-engine.
 
-    ``latent_linear``: down projections; ``absorbed_linear``: the up projection of keys and values,
-    whose weight is also read as a plain tensor.
+    ``latent_linear``: down projections; ``absorbed_linear``: up projection of keys and values,
+    whose weight is also read directly.
     """
 
     def linear(self) -> type:
@@ -57,7 +57,6 @@ def _te_backend():
 
 
 def get_backend(transformer_impl: str) -> Any:
-    """Return the set of layers for ``--transformer-impl``."""
     if transformer_impl == "transformer_engine":
         return _te_backend()
     if transformer_impl == "local":
@@ -68,7 +67,7 @@ def get_backend(transformer_impl: str) -> Any:
 
 
 class SeparateNorms:
-    """A backend without norms fused into linears: streams come between, or adapters."""
+    """Backend without fused norms: streams or adapters need the norm's output."""
 
     def __init__(self, backend):
         self._backend = backend

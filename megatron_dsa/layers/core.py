@@ -1,4 +1,4 @@
-"""The base of both core attentions: the indexer, its selection, its training, and the log."""
+"""Base of both core attentions: selection, training and log of the indexer."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,35 +51,33 @@ from megatron_dsa.ops.layout.pools import KeyPools
 
 
 class Indexer(MegatronModule):
-    """The part of an indexer that all layers share: linears and weights of the index heads.
+    """Common part of all indexers: linears and weights of the index heads.
 
-    Subclasses have ``linear_wq_b`` and ``linear_weights_proj``.
+    Subclasses set ``linear_wq_b`` and ``linear_weights_proj``.
     """
 
     def __init__(self, config):
         super().__init__(config=config)
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.policy = options_of(config).policy
-        # Scores that select are computed as inference engines compute them.
+        # Selecting scores then use the arithmetic of inference engines.
         self.as_engine = self.policy.indexer_numerics != EXACT
 
     def linear(self, spec, input_size: int, output_size: int) -> Any:
         return replicated_linear(spec, self.config, input_size, output_size)
 
     def mark_query_heads(self) -> None:
-        """Mark a matrix of queries per head, if Muon takes them apart."""
         if options_of(self.config).muon_per_head == "all":
             ranks = self.config.tensor_model_parallel_size
             mark_row_blocks(self.linear_wq_b.weight, (self.dim,), ranks)
 
     def latents(self, qr: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Return the latents of the query tokens."""
         if ranks.indexer_tp is not None:
             qr = gather_detached(qr, ranks.indexer_tp)
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weights of the query tokens, and in fp32 if scores are an engine's."""
+        """Return the scaled weights of the query tokens, and engine weights in fp32 or ``None``."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -93,29 +91,24 @@ class Indexer(MegatronModule):
 
 
 class CoreAttention(Fp32Parameters, MegatronModule):
-    """A core attention that may have an indexer, as ``self_attention.core_attention``.
+    """Core attention with an optional indexer, as ``self_attention.core_attention``.
 
     Args:
-        config: the transformer configuration.
-        layer_number: of the layer, from 1.
-        attn_mask_type: must be causal.
+        layer_number: from 1.
         softmax_scale: factor on ``q . k``; ``None`` compiles nothing beforehand.
-        pg_collection: process groups of the model.
-        is_mtp: the attention belongs to a multi-token-prediction layer, which logs behind the
-            decoder layers and never shares indices.
-        choice: how the layers attend, by default decided here.
+        is_mtp: a multi-token-prediction layer: logs after the decoder layers, never shares indices.
+        choice: how the layers attend, by default from ``config``.
 
     Attributes:
-        selecting_layers: numbers of all decoder layers of the model that select.
-        selects: this one is among them (layers of multi-token prediction are not).
-        selection_source: gives selections in place of the indexer's, while one is attached:
-            ``given(core, layout, keys, ranks)`` (:mod:`megatron_dsa.extras.rl.replay`).
-        selection_sink: gets the selections, while one is attached: ``put(core, indices, keys)``.
-        keeps_loss: :meth:`take_loss` hands the loss out in place of the output's backward
-            (:mod:`megatron_dsa.layers.freezing`).
+        selecting_layers: numbers of all decoder layers that select.
+        selects: this decoder layer is among them.
+        selection_source: replaces the indexer's selections, by ``given(core, layout, keys,
+            ranks)``.
+        selection_sink: receives selections, by ``put(core, indices, keys)``.
+        keeps_loss: :meth:`take_loss` returns the loss; the output's backward skips it.
 
     Raises:
-        ConfigError: for what the package does not support.
+        ConfigError: unsupported configuration.
     """
 
     def __init__(
@@ -152,9 +145,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.loss_scale = install_loss_scale(config)
         self.keeps_loss = False
         self._kept_loss: torch.Tensor | None = None
-        # Layers of multi-token prediction log behind the decoder's.
+        # Multi-token-prediction layers log after the decoder's.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # Once per iteration, which a replayed graph of a layer cannot know.
+        # Measured once per iteration, but a captured graph replays every time.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
             say_how_trained(config)
@@ -164,14 +157,13 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         raise NotImplementedError
 
     def build_indexer(self, spec: ModuleSpec | type) -> None:
-        """Build the indexer; one that is not trained has no gradients."""
         self.indexer = build_module(spec, config=self.config, tp_mode=self.choice.tp_mode)
         if not self.indexer_is_trained:
-            # A parameter without a gradient would stall the overlapped gradient reduction.
+            # A trainable parameter without gradient stalls the overlapped reduction.
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
-        """Build ``attn_sink``, a logit per local head with a share in the softmax and no value."""
+        """Build ``attn_sink``: per local head, a logit in the softmax without a value."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
@@ -179,13 +171,12 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.fp32_parameters = ("attn_sink",)
 
     def sinks(self, ranks: Ranks) -> torch.Tensor | None:
-        """Return the sinks of the heads that this rank attends with, if the layer has any."""
+        """Return the sinks of the heads that this rank attends with."""
         if self.attn_sink is None or not ranks.by_sequence:
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        """Shard ``attn_sink`` over tensor-parallel ranks like the heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.attn_sink is not None:
             metadata = ensure_metadata_has_dp_cp_group(metadata)
@@ -196,15 +187,13 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return state
 
     def required_ops(self) -> list[RequiredOp]:
-        """Return the operations that this layer calls."""
         return required_ops(self.config, self.layer_number, self.is_mtp)
 
     def resolve_kernels(self) -> None:
-        """Choose and compile the kernels of the first step, or refuse what cannot run."""
         resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
 
     def trains_indexer_now(self) -> bool:
-        """Return True in passes that train the indexer, not in a first pass of recompute."""
+        """Return True in passes that train the indexer, False in a first pass of recompute."""
         return (
             self.indexer is not None
             and torch.is_grad_enabled()
@@ -212,23 +201,22 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )
 
     def measures_selection_now(self) -> bool:
-        """Return True in training passes that may measure a selection, also a frozen indexer's."""
+        """Return True in training passes that may measure a selection, also of a frozen indexer."""
         return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
-        """Return True in evaluation passes that compute the indexer loss."""
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
-        """Refuse scores that are not finite; on a GPU by a device assert."""
+        """Raise on scores that are not finite; on a GPU by a device assert."""
         return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``indices`` and ``length`` to use in place of the indexer's, if there are any.
+        """Return ``indices`` and ``length`` from the source, if any; call once per forward pass.
 
-        To be called once per forward pass. ``keys``: the layout that a selection is made with.
+        ``keys``: layout of the keys to select.
         """
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
@@ -240,7 +228,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         ranks: Ranks,
         compressed: CompressedKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
+        """Return the indexer's ``indices`` and ``length`` among (compressed) keys."""
         count = selected_keys(self.config)
         if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
@@ -250,15 +238,13 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )
 
     def note_selection(self, indices: torch.Tensor, keys: Layout) -> None:
-        """Hand the selection of this forward pass to the sink, if there is one."""
         if self.selection_sink is not None and not in_backward():
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group over which a teacher is still to be summed, or ``None``.
+        """Return the group over which teachers are still to be summed.
 
-        By sequence a rank has all heads of its queries. Where ranks select for local tokens,
-        attention returns sums over all heads.
+        Only by heads: elsewhere a rank has all heads, or attention already returns their sums.
         """
         if self.choice.tp_mode != "heads":
             return None
@@ -273,14 +259,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         selected_only: bool = False,
         pools: KeyPools | None = None,
     ) -> IndexerTraining:
-        """Return the sparse loss, which the attention's backward computes with its gradients.
+        """Return the sparse loss, computed by attention's backward.
 
-        ``keys`` is the layout of the indexer's keys, ``tokens`` the one that counts query tokens.
+        ``keys``: layout of the indexer's keys; ``tokens``: layout of the query tokens.
         """
         coeff = self.config.dsa_indexer_loss_coeff
 
         def weight() -> Factor:
-            # Read in the backward: Megatron sets the scale after the forward pass.
+            # Read in the backward: Megatron sets the scale after the forward.
             factor = self._loss_factor(tokens)
             return replace(factor, times=self.loss_scale.on(tokens.start.device))
 
@@ -293,10 +279,10 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
-        """Draw the query tokens of a loss over all keys; to be called once per forward pass.
+        """Draw the query tokens of a loss over all keys; call once per forward pass.
 
-        Both passes of a recomputed layer draw, and the second one's tokens count: the first one
-        moves the generator on, whose state Megatron sets back for the second.
+        Under recompute the first pass also draws, to advance the generator that Megatron then
+        rewinds.
         """
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
@@ -305,17 +291,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
-        # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+        # Megatron itself divides per-token losses by the number of tokens.
         coeff = self.config.dsa_indexer_loss_coeff
         if self.config.calculate_per_token_loss:
             return Factor(coeff)
         return _mean_over_tokens(layout, coeff)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Scale and record a loss; return ``out``, whose backward starts the loss's as well.
-
-        With :attr:`keeps_loss` the loss is kept for :meth:`take_loss` instead.
-        """
+        """Scale and record a loss; return ``out``, whose backward starts the loss's."""
         loss = self._loss_factor(layout).apply(loss_sum)
         coeff = self.config.dsa_indexer_loss_coeff
         self._record("indexer loss", loss_sum.detach(), coeff, layout)
@@ -325,24 +308,22 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return attach_loss(out, loss, self.loss_scale)
 
     def take_loss(self) -> torch.Tensor | None:
-        """Return the loss that the last forward pass kept: a 0 with the loss's backward."""
+        """Return the kept loss: a 0 with the loss's backward."""
         loss, self._kept_loss = self._kept_loss, None
         return loss
 
     def record_health(self, attended: Attended) -> None:
-        """Record how good the selection of a few queries is, in an iteration's first microbatch."""
         if IndexerLog.samples_selection(self.layer_index):
             count, workspace = self.options.health_tokens, self.policy.workspace_bytes
             health = selection_health(attended, count, workspace)
             IndexerLog.record(self.layer_index, health)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
-        """Record the loss of an evaluation pass; a frozen indexer's has no factor."""
         coeff = self.config.dsa_indexer_loss_coeff or 1.0
         self._record(EVALUATION, loss_sum.detach(), coeff, layout)
 
     def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
-        # The log averages over ranks: it gets the mean over a rank's share of the tokens.
+        # The log averages over ranks, so record the mean over this rank's share of tokens.
         factor = _mean_over_tokens(layout, layout.num_shards * coeff)
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
@@ -356,6 +337,6 @@ def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
     tokens = layout.real_tokens()
     if isinstance(tokens, int):
         return Factor(coeff / max(tokens, 1))
-    # One number in fp64 keeps fp64 models exact.
+    # fp64 keeps fp64 models exact.
     count = layout.derive("tokens of a mean", lambda: tokens.clamp_min(1).double())
     return Factor(coeff, over=count)

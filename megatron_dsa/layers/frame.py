@@ -1,4 +1,4 @@
-"""The frame of all self-attentions: refusals, layout, recompute and the output projection."""
+"""Common frame of self-attentions: checks, layout, recompute, output projection."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class SelfAttentionFrame:
-    """The forward pass around :meth:`attend`, which subclasses define.
+    """Forward pass around :meth:`attend`.
 
-    Attributes have the names of Megatron's MLA; ``core_attention`` is ``None`` without a core.
+    Attributes are named as in Megatron's MLA; ``core_attention`` may be ``None``.
     """
 
     ranks: Ranks
@@ -37,12 +37,12 @@ class SelfAttentionFrame:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
 
-        Attention is causal within each sequence, and packed sequences are described by
-        ``packed_seq_params``: ``attention_mask`` may be ``None`` or say the same.
+        Attention is causal per sequence; ``packed_seq_params`` describe packed sequences.
+        ``attention_mask`` may be ``None`` or equivalent.
 
         Raises:
-            ConfigError: for another mask, inference contexts, cross attention, biases and
-                embeddings passed in.
+            ConfigError: another mask, inference contexts, cross attention, biases, passed
+                embeddings.
         """
         refused = {"inference_context": inference_context, "key_value_states": key_value_states}
         for name, value in (refused | megatron).items():
@@ -57,7 +57,7 @@ class SelfAttentionFrame:
         if ranks.group is not None:
             ranks.count()
         tokens, batch = hidden_states.shape[:2]
-        # Before and in a capture Megatron passes buffers without content, or masks of other tokens.
+        # Around a capture Megatron passes empty buffers, or masks of other tokens.
         if not (is_graph_warmup() or is_graph_capturing()):
             require_causal_mask(attention_mask, tokens * sharding.ranks, sharding, packed)
         layout = layout_from_megatron(
@@ -88,7 +88,6 @@ class SelfAttentionFrame:
         raise NotImplementedError
 
     def maybe_recomputed(self, up, *tensors) -> Any:
-        """Run ``up(*tensors)``, under activation recompute of up projections if enabled."""
         if not (self.recompute_up_proj and self.training):
             return up(*tensors)
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
@@ -96,17 +95,16 @@ class SelfAttentionFrame:
         return checkpoint.checkpoint(up, *tensors)
 
     def run_core(self, core, *tensors) -> Any:
-        """Run ``core(*tensors)``, under activation recompute of the core if enabled."""
         if self.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(core, False, *tensors)
         return core(*tensors)
 
     def delayed_linears(self) -> list[Any]:
-        """Return the linears that are called as modules, the core's left out."""
+        """Return the linears that are called as modules, except the core's."""
         raise NotImplementedError
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients, except of weights that are only read."""
+        """Compute delayed weight gradients of linears that are called."""
         for linear in self.delayed_linears():
             if linear.weight.requires_grad:
                 linear.backward_dw()

@@ -1,4 +1,4 @@
-"""Linears, norms and fp32 parameters that Megatron's layer sets lack, and reading of weights."""
+"""Linears, norms and fp32 parameters missing from Megatron's layer sets."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
-#: Attribute of parameters that Megatron's data parallelism reads.
+#: Parameter attribute read by Megatron's data parallelism.
 _DELAYED = "skip_backward_post_hook"
-#: Modules with the linears of transformer-engine: Megatron's, and ours made of them.
+#: Modules that define transformer-engine linears.
 _ENGINE = ("megatron.core.extensions.transformer_engine", __name__)
 
 
 def parameter_device(config: TransformerConfig) -> str | int:
-    """Return where Megatron puts parameters."""
     if config.init_model_with_meta_device:
         return "meta"
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -31,8 +30,7 @@ def parameter_device(config: TransformerConfig) -> str | int:
 class LocalNorm:
     """Builds torch's RMSNorm or LayerNorm, usable under sequence parallelism.
 
-    Megatron's own wrapper refuses sequence parallelism, which takes only the mark that makes
-    Megatron sum gradients over tensor-parallel ranks.
+    Megatron's wrapper rejects sequence parallelism, though its gradients only need to be marked.
     """
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored):
@@ -48,10 +46,10 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw for ``device`` from Megatron's random state for replicated weights.
+    """Draw from Megatron's random state for replicated weights.
 
-    Transformer-engine's replicated linears draw from it: with one seed, layers of either kind
-    start from the same weights. A CPU has one random state for everything.
+    Transformer-engine draws from it: the same seed then gives the same weights with both layer
+    sets.
     """
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
@@ -60,9 +58,9 @@ def replicated_draws(device: torch.device) -> AbstractContextManager:
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer without bias that every tensor-parallel rank holds in full.
+    """A linear without bias, replicated over tensor-parallel ranks.
 
-    Takes the arguments of Megatron's linears and returns ``(output, None)`` like them.
+    Same interface as Megatron's linears.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
@@ -73,12 +71,11 @@ class ReplicatedLinear(torch.nn.Linear):
                 init_method(self.weight)
 
     def reset_parameters(self) -> None:
-        """Draw nothing on a GPU: torch's own start would take numbers that other modules draw."""
+        """Draw nothing on a GPU, to leave the random state to other modules."""
         if self.weight.device.type != "cuda":
             super().reset_parameters()
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return ``(x @ weight.T, None)``."""
         return super().forward(x), None
 
     def backward_dw(self) -> None:
@@ -86,7 +83,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
-    """Build a linear of ``spec`` without bias that every tensor-parallel rank holds in full."""
+    """Build a linear without bias, replicated over tensor-parallel ranks."""
     return build_module(
         spec, inputs, outputs, config=config, init_method=config.init_method, bias=False,
         skip_bias_add=False, skip_weight_param_allocation=False, parallel_mode="duplicated",
@@ -94,14 +91,13 @@ def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs
 
 
 def local_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
-    """Build a replicated linear for local tokens: its gradient is summed over TP ranks."""
+    """Build a replicated linear for local tokens: TP ranks sum its gradient."""
     layer = replicated_linear(spec, config, inputs, outputs)
     layer.weight.sequence_parallel = config.sequence_parallel
     return layer
 
 
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    """Return the weight of an RMSNorm, ones, marked as :class:`LocalNorm` marks its own."""
     weight = torch.ones(size, dtype=config.params_dtype, device=parameter_device(config))
     parameter: Any = torch.nn.Parameter(weight)
     parameter.sequence_parallel = config.sequence_parallel
@@ -109,16 +105,15 @@ def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
+    """Return a parameter of zeros in fp32 (fp64 for fp64 models)."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)
     return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=parameter_device(config)))
 
 
 class Fp32Parameters:
-    """Mixin for modules whose ``fp32_parameters`` keep their precision.
+    """Mixin whose ``fp32_parameters`` keep their precision.
 
-    Megatron casts whole models (``Float16Module``). Its data parallelism, optimizers and
-    checkpoints handle a mix of dtypes; only the cast must skip these parameters.
+    Megatron casts whole models (``Float16Module``); everything else handles mixed dtypes.
     """
 
     fp32_parameters: tuple[str, ...] = ()
@@ -134,24 +129,21 @@ class Fp32Parameters:
                 return tensor.to(device=out.device)
             return out
 
-        return super()._apply(cast, recurse)  # type: ignore[misc]  # of the module
+        return super()._apply(cast, recurse)  # type: ignore[misc]
 
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a subclass of a transformer-engine linear whose weight and products stay in bf16.
+    """Return a subclass of a transformer-engine linear that computes in bf16.
 
-    ``--te-precision-config-file`` makes this choice for single linears in a file.
+    ``--te-precision-config-file`` can do this for single linears.
     """
     return _without_recipe(linear, override_quantized_autocast=True)
 
 
 @functools.cache
 def bf16_weight_linear(linear: Any) -> Any:
-    """Return a subclass whose weight stays in bf16 under ``--fp8-param-gather``.
-
-    Its products are quantised like others.
-    """
+    """Return a subclass whose weight (not products) stays in bf16 under ``--fp8-param-gather``."""
     return _without_recipe(linear, override_quantized_autocast=False)
 
 
@@ -165,7 +157,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
         te_quant_params: Any
 
         def finish_init(self, quantization_config) -> None:
-            """Called before the weight is made; a file that names this layer goes first."""
+            """Set the recipe before the weight exists; a file's recipe has priority."""
             super().finish_init(quantization_config)
             if self.te_quant_params is None:
                 recipe = TEQuantizationRecipe(**settings)
@@ -175,10 +167,9 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Return True if products with a replicated linear's weight equal calls of the linear.
+    """Return True if multiplying by the weight equals calling the linear.
 
-    A linear in FP8, one with hooks, one of another class, or one that delays its weight gradient
-    has to be called.
+    FP8, hooks, other classes and delayed weight gradients require a call.
     """
     if any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters()):
         return False
@@ -190,7 +181,7 @@ def can_read_weight(linear: Any, config: Any) -> bool:
 
 
 def uses_plain_weight(linear: Any, config: Any) -> bool:
-    """Return True if transformer-engine never quantises the products of a linear."""
+    """Return True if transformer-engine never quantises this linear's products."""
     quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
     if params is None:
         return not quantised
@@ -206,9 +197,8 @@ def uses_plain_weight(linear: Any, config: Any) -> bool:
 def weight_of(linear: torch.nn.Module) -> torch.Tensor:
     """Return the weight of a linear that is not called, as a plain tensor.
 
-    Its forward pre-hooks run here: with ``--overlap-param-gather`` one of them waits for the
-    weight. Our specs keep such weights in bf16; those of other specs may be quantised
-    (``--fp8-param-gather``), and are dequantised once per call. Adapters are added to the weight.
+    Runs its forward pre-hooks: with ``--overlap-param-gather`` one waits for the weight. Quantised
+    weights (``--fp8-param-gather``, specs of others) are dequantised per call. Adapters are added.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
@@ -219,11 +209,10 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
 
 
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
-    """Mark that autograd computes the weight gradient of a linear that is never called.
+    """Leave the weight gradient of a linear that is never called to autograd.
 
-    With ``--delay-wgrad-compute`` transformer-engine marks every parameter of its linears as one
-    whose gradient ``backward_dw`` makes: Megatron's data parallelism would wait for that call, and
-    leave the gradient out.
+    With ``--delay-wgrad-compute`` transformer-engine marks all its parameters: data parallelism
+    would wait for ``backward_dw`` and omit the gradient.
     """
     for parameter in linear.parameters():
         if getattr(parameter, _DELAYED, False):
@@ -231,12 +220,12 @@ def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
 
 
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as a plain tensor; the gradient of a quantised one goes to it unchanged."""
+    """Dequantise a weight; its gradient passes unchanged."""
     return _Dequantise.apply(weight) if is_float8tensor(weight) else weight
 
 
 class _Dequantise(torch.autograd.Function):
-    """Some releases of transformer-engine dequantise weights in blocks without a gradient."""
+    """Identity backward, missing in some releases for blockwise weights."""
 
     @staticmethod
     def forward(ctx, weight):

@@ -1,10 +1,10 @@
-"""Rotary tables per token, for MLA and for DeepSeek-V4, and the indexer's Hadamard transform.
+"""Rope tables per token, for MLA and DeepSeek-V4.
 
-Megatron's packed (THD) rope reads sequence lengths from the device on every call. Here the layout's
-positions index the table: no synchronisation, packed or not.
+Megatron's packed rope reads lengths from the device at every call; indexing by the layout's
+positions needs no synchronisation.
 
-Pairs of rotated dims stay in place (Megatron's MLA rope moves even dims in front of odd ones): V4's
-belong to the value as well, and are rotated back in the attention's output.
+Rotated pairs stay in place (Megatron's MLA moves even dims first): V4's are also values, rotated
+back in the output.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 
 
 class TokenRope:
-    """Rope tables of one microbatch, a row per query token.
+    """Rope tables of one microbatch, by query token.
 
     Args:
         embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
-        layout: gives the position of every token, and keeps the tables.
-        owner: the tables are those of all layers that share this object, a configuration; by
-            default of this embedding alone.
+        layout: positions of tokens; caches the tables.
+        owner: layers with the same owner share tables; default: the embedding.
     """
 
     def __init__(self, embedding, layout: Layout, owner: object | None = None):
@@ -41,7 +40,7 @@ class TokenRope:
         self._ranks: Ranks | None = None
 
     def held(self, ranks: Ranks) -> TokenRope:
-        """Return the tables of the tokens that this rank holds."""
+        """Return the tables of local tokens."""
         if ranks.indexer_tp is None:
             return self
         part = copy.copy(self)
@@ -51,28 +50,27 @@ class TokenRope:
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), concentration included."""
         wide = accumulation_dtype(dtype)
-        # The owner is kept along, so that no other object gets its id.
+        # Keep the owner alive, so that its id stays unique.
         key = "rope", id(self._owner), wide
         _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
         return tables if self._ranks is None else self._ranks.held(tables)
 
     def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        # Positions are looked up here: the whole table is wanted, also under context parallelism.
+        # Look positions up here: context parallelism needs the whole table.
         table = _angles(self._embedding, self._layout.max_length)
-        # YaRN also returns its concentration factor (mscale), which scales cos and sin.
+        # YaRN's mscale scales cos and sin.
         table, mscale = table if isinstance(table, tuple) else (table, 1.0)
         angles = table.flatten(0, 2)[self._layout.position, : table.shape[-1] // 2]
-        # In fp32 also for fp64, as Megatron computes them.
+        # fp32 also for fp64, as in Megatron.
         cos, sin = (x.mul_(mscale).to(dtype) for x in (angles.cos(), angles.sin()))
         return cos, sin
 
 
-@torch.inference_mode(False)  # tables of an evaluation are used in training as well
+@torch.inference_mode(False)  # evaluation tables are reused in training
 def _angles(embedding, length: int):
     """Return Megatron's tables for ``length`` positions.
 
-    Its own cache, which all layers of a process share, drops tables that a CUDA graph reads and
-    keeps those made during a capture.
+    Megatron's shared cache drops tables that a CUDA graph reads, and keeps captured ones.
     """
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
@@ -82,8 +80,7 @@ def _angles(embedding, length: int):
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Normalised Walsh-Hadamard transform of the last dim (a power of two).
 
-    A product with the matrix of signs is exact in every dtype, and for the indexer's 128 dims
-    cheaper than log2(128) passes over memory.
+    Multiplying by signs is exact in every dtype, and at 128 dims cheaper than log2(128) passes.
     """
     size = x.shape[-1]
     return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
@@ -94,10 +91,10 @@ class PositionRope:
     """Frequencies of one kind of layer.
 
     Attributes:
-        dim: number of rotated dims, a multiple of 2.
+        dim: rotated dims, even.
         base: rotary base.
-        yarn: ``None``, or YaRN's ``(scaling factor, original maximal position, beta_fast,
-            beta_slow)``. Its concentration factor (mscale) is not used by DeepSeek-V4.
+        yarn: ``None``, or ``(scaling factor, original maximal position, beta_fast, beta_slow)``;
+            DeepSeek-V4 uses no concentration factor (mscale).
     """
 
     dim: int
@@ -106,7 +103,7 @@ class PositionRope:
 
     @classmethod
     def for_ratio(cls, config, ratio: int) -> PositionRope:
-        """Return the rope of layers with compression ratio ``ratio`` (0: window only)."""
+        """Return the rope for a compression ratio (0: window only)."""
         dim = config.qk_pos_emb_head_dim
         if ratio == 0:
             return cls(dim, config.rotary_base)
@@ -140,13 +137,11 @@ class PositionRope:
         return angles.cos().to(wide), angles.sin().to(wide)
 
     def of_tokens(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all query tokens, cached by the layout."""
         return self._cached(layout, "tokens", layout.position, dtype)
 
     def of_groups(
         self, keys: CompressedKeys, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all compressed keys, cached by the layout."""
         return self._cached(keys.layout, "groups", keys.groups.position, dtype)
 
     def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):
