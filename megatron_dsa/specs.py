@@ -1,14 +1,13 @@
-"""Layer and block specs: where this package plugs into Megatron.
+"""Layer and block specs for Megatron.
 
-* :func:`dsa_block_spec`: for ``--spec megatron_dsa.specs dsa_block_spec``,
-  ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
-  ``provider.transformer_layer_spec``; handles MoE layers and pipeline stages.
-* :func:`dsa_layer_spec`: one layer as a ``ModuleSpec`` for a given configuration.
-* :func:`dsa_hybrid_stack_spec`: the stack of a hybrid model as a ``ModuleSpec``, for ``--spec`` of
-  our entry point and ``HybridModelConfig.hybrid_stack_spec``.
+* :func:`dsa_block_spec`: MoE layers and pipeline stages, for ``--spec megatron_dsa.specs
+  dsa_block_spec``, ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
+  ``provider.transformer_layer_spec``.
+* :func:`dsa_layer_spec`: one layer.
+* :func:`dsa_hybrid_stack_spec`: hybrid models, for ``--spec`` of our entry point and
+  ``HybridModelConfig.hybrid_stack_spec``.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec``, ``dsa_local_hybrid_stack_spec``,
-  ``dsa_te_hybrid_stack_spec``: ready ``ModuleSpec`` objects of dense layers, for builders that
-  expect an object.
+  ``dsa_te_hybrid_stack_spec``: ready objects of dense layers, for builders that expect objects.
 """
 
 import dataclasses
@@ -112,7 +111,7 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
                 module=CSACoreAttention,
                 submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
-            # Its weight is read, it is never called: nothing to gain from transformer-engine.
+            # Only its weight is read: transformer-engine would not help.
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
@@ -137,7 +136,7 @@ def _attention_spec(
             linear_weights_proj=linear,
         ),
     )
-    # Norms are not fused into linears: the indexer reads the normalised query latent.
+    # No fused norms: the indexer reads the normalised query latent.
     latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=DSASelfAttention,
@@ -182,7 +181,7 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
-    # With transformer-engine the norm before a dense MLP is fused into its first linear.
+    # transformer-engine fuses the norm into a dense MLP's first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
     return ModuleSpec(
         module=layer,
@@ -200,7 +199,7 @@ def _layer_spec(
 
 
 def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer with hyper-connections in place of norms and residuals."""
+    """Replace norms and residuals of a layer by hyper-connections."""
     shared = spec.module is IndexSharingLayer
     changed = dataclasses.replace(
         spec.submodules,
@@ -222,21 +221,21 @@ def dsa_layer_spec(
 ) -> ModuleSpec:
     """Return the spec of one decoder layer with sparse attention.
 
-    V4's attention if the configuration has ``csa_compress_ratios``, else DSA.
+    With ``csa_compress_ratios`` V4's attention, else DSA.
 
     Args:
         config: a transformer configuration, or a model configuration with one inside.
-        moe: an expert layer instead of a dense MLP.
-        is_mtp: the layer belongs to a multi-token-prediction block.
-        kda: Kimi Delta Attention in place of sparse attention.
+        moe: experts instead of a dense MLP.
+        is_mtp: for a multi-token-prediction block.
+        kda: Kimi Delta Attention instead of sparse attention.
 
     Raises:
-        ConfigError: the configuration is not supported.
+        ConfigError: unsupported configuration.
     """
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
-    optional_extra("muon.patch")  # adds its patches to the table
+    optional_extra("muon.patch")  # registers its patches
     install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
@@ -276,11 +275,11 @@ def dsa_block_spec(
     """
     config = _transformer_config(config)
     if config.dsa_indexer_topk_freq > 1:
-        # Layers with and without an indexer cannot be stacked in one checkpoint tensor: in every
-        # stage, so that each can read the checkpoint of the one before.
+        # Layers with and without indexer cannot be stacked in one checkpoint tensor; set in every
+        # stage, since each may read the previous stage's checkpoint.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The stage of the last layer sends more than the stages before it: shapes are sent as well.
+        # The last layer's stage sends more than others, so shapes must be sent.
         config.mtp_standalone = True
     install_for_model(config)
 
@@ -311,7 +310,7 @@ def _final_norm(config) -> type:
 
 
 def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
-    """Return the multi-token-prediction block spec, or ``None`` where there is no such layer."""
+    """Return the multi-token-prediction block spec, or ``None`` without such layers."""
     config = _transformer_config(config)
     if config.mtp_num_layers is None:
         return None
@@ -329,15 +328,15 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
 def dsa_hybrid_stack_spec(config) -> ModuleSpec:
     """Return the spec of a hybrid stack whose layers ``D`` have sparse attention.
 
-    The other layers are Megatron's; without transformer-engine only ``-``, ``E``, ``G`` and
-    multi-token prediction exist, made of its local parts.
+    Other layers are Megatron's; without transformer-engine only ``-``, ``E``, ``G`` and multi-token
+    prediction exist.
 
     Args:
         config: a transformer configuration with a ``layer_pattern``, or a model configuration with
             one inside.
 
     Raises:
-        ConfigError: the configuration is not supported.
+        ConfigError: unsupported configuration.
     """
     config = _transformer_config(config)
     layer = dsa_layer_spec(config)
@@ -349,7 +348,7 @@ def dsa_hybrid_stack_spec(config) -> ModuleSpec:
 def _hybrid_spec(
     backend, layer: ModuleSpec, experts: ModuleSpec | None = None, *, local: bool
 ) -> ModuleSpec:
-    """Return the stack with the parts of GPT layers, with a dense MLP and with experts, apart."""
+    """Split GPT layers, with a dense MLP and with experts, into hybrid layers."""
     attention = _part(
         HybridAttentionLayer, layer, "input_layernorm", "self_attention", "self_attn_bda"
     )
@@ -415,13 +414,13 @@ _READY = {
 
 
 def __getattr__(name: str):
-    # Raises the reason why the object does not exist without transformer-engine.
+    # Raises the reason if transformer-engine is missing.
     if name in _READY:
         return _dense_spec(*_READY[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
+# Megatron resolves ``--spec`` by vars(module), which ignores __getattr__.
 for _name, (_impl, _hybrid) in _READY.items():
     if _impl == "local" or why_not_transformer_engine(torch.cuda.is_available()) is None:
         globals()[_name] = _dense_spec(_impl, _hybrid)

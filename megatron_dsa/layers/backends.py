@@ -14,15 +14,14 @@ from megatron_dsa.versions import why_not_transformer_engine
 class LocalBackend(LocalSpecProvider):
     """Layers without transformer-engine.
 
-    ``latent_linear``: down projections; ``absorbed_linear``: up projection of keys and values,
-    whose weight is also read directly.
+    ``absorbed_linear`` is the up projection of keys and values, whose weight is also read directly.
     """
 
     def linear(self) -> type:
         return ReplicatedLinear
 
     def latent_linear(self) -> type:
-        return ColumnParallelLinear  # as in Megatron's local MLA spec
+        return ColumnParallelLinear  # as in Megatron
 
     def absorbed_linear(self) -> type:
         return self.column_parallel_linear()
@@ -67,7 +66,7 @@ def get_backend(transformer_impl: str) -> Any:
 
 
 class SeparateNorms:
-    """Backend without fused norms: streams or adapters need the norm's output."""
+    """Backend without fused norms, for streams and adapters."""
 
     def __init__(self, backend):
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Compressor of DeepSeek-V4: one key per group of positions, pooled per channel."""
+"""Compressor of DeepSeek-V4: one key per group of positions."""
 
 from dataclasses import dataclass
 
@@ -20,17 +20,14 @@ from megatron_dsa.ops.rope.api import rotate
 
 @dataclass
 class CompressorSubmodules:
-    """Spec of the norm; the linears are never quantised."""
-
     norm: ModuleSpec | type = None
 
 
 class Compressor(Fp32Parameters, MegatronModule):
     """``rope(RMSNorm(pool(W_kv x, W_gate x + APE)))`` per group of ``ratio`` positions.
 
-    Groups overlap iff ``ratio`` is 4. Parameters, named as on Megatron's development branch:
-    ``linear_wkv``, ``linear_wgate`` ``[c * dim, hidden]``, ``ape`` fp32 ``[ratio, c * dim]``,
-    ``norm``. A rank pools the groups that end in its local tokens.
+    Groups overlap iff ``ratio`` is 4. Parameters, named as in Megatron: ``linear_wkv``,
+    ``linear_wgate`` ``[c * dim, hidden]``, ``ape`` fp32 ``[ratio, c * dim]``, ``norm``.
     """
 
     fp32_parameters = ("ape",)
@@ -51,16 +48,13 @@ class Compressor(Fp32Parameters, MegatronModule):
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )
         for parameter in self.parameters():
-            # Each rank has other groups: sum gradients over tensor-parallel ranks.
+            # Ranks have other groups: sum gradients over tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(
         self, x: torch.Tensor, keys: CompressedKeys, rope: PositionRope, ranks: Ranks
     ) -> torch.Tensor:
-        """Return this rank's compressed keys ``[slots of keys.groups, dim]``.
-
-        ``x [s, b, hidden]`` is local. Rope uses the position of a group's first token.
-        """
+        """Return compressed keys ``[slots of keys.groups, dim]`` of local ``x [s, b, hidden]``."""
         values, scores = (
             linear(x)[0].flatten(0, 1) for linear in (self.linear_wkv, self.linear_wgate)
         )
@@ -69,5 +63,5 @@ class Compressor(Fp32Parameters, MegatronModule):
         pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=self.policy)
         pooled = self.norm(pooled)
         tables = rope.of_groups(keys, pooled.dtype)
-        # ``squeeze``, since the backward of ``[:, 0]`` copies into zeros.
+        # The backward of ``[:, 0]`` would copy into zeros.
         return rotate(pooled[:, None], *tables, policy=self.policy).squeeze(1)

@@ -1,4 +1,4 @@
-"""Base of both core attentions: selection, training and log of the indexer."""
+"""Base of both core attentions."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ from megatron_dsa.ops.layout.pools import KeyPools
 
 
 class Indexer(MegatronModule):
-    """Common part of all indexers: linears and weights of the index heads.
+    """Linears and weights that all indexers share.
 
     Subclasses set ``linear_wq_b`` and ``linear_weights_proj``.
     """
@@ -60,7 +60,6 @@ class Indexer(MegatronModule):
         super().__init__(config=config)
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.policy = options_of(config).policy
-        # Selecting scores then use the arithmetic of inference engines.
         self.as_engine = self.policy.indexer_numerics != EXACT
 
     def linear(self, spec, input_size: int, output_size: int) -> Any:
@@ -77,7 +76,7 @@ class Indexer(MegatronModule):
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scaled weights of the query tokens, and engine weights in fp32 or ``None``."""
+        """Return the query tokens' scaled weights, and an engine's fp32 weights or ``None``."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -91,21 +90,19 @@ class Indexer(MegatronModule):
 
 
 class CoreAttention(Fp32Parameters, MegatronModule):
-    """Core attention with an optional indexer, as ``self_attention.core_attention``.
+    """Core attention with an optional indexer.
 
     Args:
         layer_number: from 1.
         softmax_scale: factor on ``q . k``; ``None`` compiles nothing beforehand.
-        is_mtp: a multi-token-prediction layer: logs after the decoder layers, never shares indices.
+        is_mtp: in a multi-token-prediction layer, which never shares indices.
         choice: how the layers attend, by default from ``config``.
 
     Attributes:
         selecting_layers: numbers of all decoder layers that select.
-        selects: this decoder layer is among them.
-        selection_source: replaces the indexer's selections, by ``given(core, layout, keys,
-            ranks)``.
-        selection_sink: receives selections, by ``put(core, indices, keys)``.
-        keeps_loss: :meth:`take_loss` returns the loss; the output's backward skips it.
+        selection_source: replaces selections: ``given(core, layout, keys, ranks)``.
+        selection_sink: receives selections: ``put(core, indices, keys)``.
+        keeps_loss: keep the loss for :meth:`take_loss` instead of attaching it.
 
     Raises:
         ConfigError: unsupported configuration.
@@ -147,13 +144,12 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self._kept_loss: torch.Tensor | None = None
         # Multi-token-prediction layers log after the decoder's.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # Measured once per iteration, but a captured graph replays every time.
+        # Health is measured once per iteration, but a graph replays in each microbatch.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
             say_how_trained(config)
 
     def selecting_numbers(self) -> list[int]:
-        """Return the numbers of the decoder layers that select keys."""
         raise NotImplementedError
 
     def build_indexer(self, spec: ModuleSpec | type) -> None:
@@ -163,7 +159,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
-        """Build ``attn_sink``: per local head, a logit in the softmax without a value."""
+        """Build ``attn_sink``: a softmax logit per local head, without value."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
@@ -171,7 +167,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.fp32_parameters = ("attn_sink",)
 
     def sinks(self, ranks: Ranks) -> torch.Tensor | None:
-        """Return the sinks of the heads that this rank attends with."""
         if self.attn_sink is None or not ranks.by_sequence:
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
@@ -193,7 +188,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
 
     def trains_indexer_now(self) -> bool:
-        """Return True in passes that train the indexer, False in a first pass of recompute."""
+        """Return False also in a first pass of recompute."""
         return (
             self.indexer is not None
             and torch.is_grad_enabled()
@@ -201,23 +196,19 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )
 
     def measures_selection_now(self) -> bool:
-        """Return True in training passes that may measure a selection, also of a frozen indexer."""
+        """Return True in training passes, also with a frozen indexer."""
         return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
-        """Raise on scores that are not finite; on a GPU by a device assert."""
         return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``indices`` and ``length`` from the source, if any; call once per forward pass.
-
-        ``keys``: layout of the keys to select.
-        """
+        """Return ``indices`` and ``length`` from the source, if any; call once per forward."""
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
@@ -228,7 +219,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         ranks: Ranks,
         compressed: CompressedKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indexer's ``indices`` and ``length`` among (compressed) keys."""
+        """Return ``indices`` and ``length`` of the indexer's selection."""
         count = selected_keys(self.config)
         if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
@@ -242,9 +233,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group over which teachers are still to be summed.
+        """Return the group over which teachers are still to be summed, if any.
 
-        Only by heads: elsewhere a rank has all heads, or attention already returns their sums.
+        Only by heads: otherwise a rank has all heads, or attention returns their sums.
         """
         if self.choice.tp_mode != "heads":
             return None
@@ -259,14 +250,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         selected_only: bool = False,
         pools: KeyPools | None = None,
     ) -> IndexerTraining:
-        """Return the sparse loss, computed by attention's backward.
+        """Return the sparse loss, for attention's backward.
 
-        ``keys``: layout of the indexer's keys; ``tokens``: layout of the query tokens.
+        ``keys``: layout of the indexer's keys; ``tokens``: of the query tokens.
         """
         coeff = self.config.dsa_indexer_loss_coeff
 
         def weight() -> Factor:
-            # Read in the backward: Megatron sets the scale after the forward.
+            # Megatron sets the scale only after the forward.
             factor = self._loss_factor(tokens)
             return replace(factor, times=self.loss_scale.on(tokens.start.device))
 
@@ -279,11 +270,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
-        """Draw the query tokens of a loss over all keys; call once per forward pass.
-
-        Under recompute the first pass also draws, to advance the generator that Megatron then
-        rewinds.
-        """
+        """Draw the query tokens of a dense loss; call once in each pass, also of recompute."""
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
         share, device = self.options.indexer_loss_queries, tokens.start.device
@@ -291,7 +278,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
-        # Megatron itself divides per-token losses by the number of tokens.
+        # Megatron divides per-token losses itself.
         coeff = self.config.dsa_indexer_loss_coeff
         if self.config.calculate_per_token_loss:
             return Factor(coeff)
@@ -323,7 +310,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self._record(EVALUATION, loss_sum.detach(), coeff, layout)
 
     def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
-        # The log averages over ranks, so record the mean over this rank's share of tokens.
+        # The log averages over ranks, so record this rank's share.
         factor = _mean_over_tokens(layout, layout.num_shards * coeff)
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
@@ -333,7 +320,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
 
 
 def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
-    """Return ``coeff`` over the number of real tokens on all ranks, at least 1."""
     tokens = layout.real_tokens()
     if isinstance(tokens, int):
         return Factor(coeff / max(tokens, 1))

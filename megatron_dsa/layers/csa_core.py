@@ -33,10 +33,7 @@ class CSACoreAttentionSubmodules:
 
 
 class CSACoreAttention(CoreAttention):
-    """Attention to the window and to compressed keys, with a learned sink per head.
-
-    Arguments as for :class:`CoreAttention`, submodules after the configuration.
-    """
+    """Attention to the window and to compressed keys, with a learned sink per head."""
 
     def __init__(
         self, config, submodules: CSACoreAttentionSubmodules, layer_number: int, *args, **kwargs
@@ -74,8 +71,7 @@ class CSACoreAttention(CoreAttention):
         Args:
             hidden_states: ``[s, b, hidden]``; q_latent: ``[s, b, q_lora_rank]``; kv: ``[s, b, D]``,
                 rotated; all local.
-            q: ``[tokens, H, D]``, rotated; tokens and heads as in
-                :class:`~megatron_dsa.layers.parallel.groups.Ranks`.
+            q: ``[tokens, H, D]``, rotated; for tokens and heads see :class:`Ranks`.
         """
         policy = self.policy
         keys = compressed = inputs = None
@@ -179,7 +175,6 @@ class CSACoreAttention(CoreAttention):
         )  # fmt: skip
 
     def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
-        """Return the KL sum of an evaluation pass."""
         if not self.loss_is_sparse:
             return self._dense_loss(inputs, q, kv, lists, sink)
         policy = self.policy

@@ -1,4 +1,4 @@
-"""Indexer of CSA layers, with its own compressor of keys."""
+"""Indexer of CSA layers, with its own compressor."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,6 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass
 class CSAIndexerSubmodules:
-    """Spec of the linears, and of the compressor, which is never quantised."""
-
     linear: ModuleSpec | type = ReplicatedLinear
     compressor: ModuleSpec | type = None
 
@@ -31,15 +29,14 @@ class CSAIndexer(Indexer):
     """Projections of the indexer over compressed keys (DeepSeek-V4).
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(compressor(x))``, ``w = W_w x * HI^-1/2 * DI^-1/2``
-    with rope on the *last* dims and ``rot`` a Hadamard transform. Parameters are named as on
-    Megatron's development branch: ``linear_wq_b``, ``linear_weights_proj``, ``compressor``.
+    with rope on the *last* dims and ``rot`` a Hadamard transform.
     """
 
     def __init__(self, config, submodules: CSAIndexerSubmodules, tp_mode: TPMode = "heads"):
         super().__init__(config)
         linear = submodules.linear
         self.linear_wq_b = self.linear(linear, config.q_lora_rank, self.heads * self.dim)
-        # With all tokens gradients are equal: averaging keeps them bitwise equal.
+        # Gradients of all tokens are equal: averaging keeps them bitwise equal.
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = tp_mode == "sequence"
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"
@@ -62,8 +59,7 @@ class CSAIndexer(Indexer):
     ) -> IndexerInputs:
         """Return queries and weights of the query tokens, one key per compressed slot of all ranks.
 
-        ``x [s, b, hidden]``, ``qr [s, b, q_lora_rank]``: detached local hidden states and
-        normalised query latent.
+        Detached local ``x [s, b, hidden]`` and normalised query latent ``qr [s, b, q_lora_rank]``.
         """
         config = self.config
         q, _ = self.linear_wq_b(self.latents(qr, ranks))

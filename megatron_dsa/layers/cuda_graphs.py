@@ -42,7 +42,6 @@ class GraphedLayer(TransformerLayer):
 
 
 def describe_graphs(config: Any) -> Iterator[str]:
-    """Yield lines about captured modules and figures missing from the log."""
     impl = config.cuda_graph_impl
     if impl == "none":
         return

@@ -57,14 +57,13 @@ class DSACoreAttentionSubmodules:
 
 
 class TopKIndices(NamedTuple):
-    """Keys per query token: selected here, by an earlier layer, or replayed."""
+    """Selected keys per query token."""
 
     indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
     length: torch.Tensor  # int32 [tokens]
     packed: torch.Tensor | None = None  # fp32 (fp64), of train_on_selection
 
     def pack(self) -> torch.Tensor:
-        """Return one tensor: ``packed``, or int32 ``[tokens, K + 1]``."""
         if self.packed is not None:
             return self.packed
         return torch.cat([self.indices, self.length[:, None]], dim=1)
@@ -86,17 +85,14 @@ class TopKIndices(NamedTuple):
 
 
 class DSACoreAttention(CoreAttention):
-    """Core attention with the indexer, as ``self_attention.core_attention``.
+    """Core attention of a layer with indexer, one method per way to attend.
 
-    Arguments as for :class:`CoreAttention`, submodules after the configuration. One method per way
-    to attend (:mod:`megatron_dsa.config.attention_choice`); common arguments:
+    Common arguments, with ``[tokens, H, v_head_dim]`` as result:
 
     * ``q``: queries ``[tokens, H, 192]`` of local heads, or of all (by sequence);
     * ``layout``: visible keys per query token;
     * ``index_inputs``: the indexer's projections, ``None`` if nothing is scored;
     * ``given``: selection of an earlier layer or replay.
-
-    All return ``[tokens, H, v_head_dim]``, with the selection where there is one.
     """
 
     def __init__(
@@ -131,10 +127,10 @@ class DSACoreAttention(CoreAttention):
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
-        """Attend to selected keys.
+        """Attend to selected keys; return also the selection.
 
-        ``kv [keys, 576]``: latent keys; ``kv_grad``: proxy of their gradient, ``None`` on one rank;
-        ``weights [local heads, 256, 512]`` expand latents to keys and values.
+        ``kv [keys, 576]``: latent keys; ``kv_grad``: their gradient proxy, ``None`` on one rank;
+        ``weights [local heads, 256, 512]``: up projection to keys and values.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         group, sink = ranks.tp if ranks.by_sequence else None, self.sinks(ranks)
@@ -171,12 +167,11 @@ class DSACoreAttention(CoreAttention):
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
-        """Attend to selected keys by plain MLA under a bit mask.
+        """Attend to selected keys by plain MLA under a bit mask; return also the selection.
 
-        ``q`` has attention's tokens; the selection has the indexer's (see :class:`Ranks`). ``kv
-        [keys, H, 256]``: key without rope, then value; ``k_pe [keys, 64]``: rope key of all heads;
-        ``k_pe_grad``:
-        proxy of its gradient, ``None`` where only this rank attends to these keys.
+        ``q`` has attention's tokens, the selection the indexer's (see :class:`Ranks`). ``kv [keys,
+        H, 256]`` joins key without rope and value; ``k_pe [keys, 64]`` is the rope key;
+        ``k_pe_grad`` its gradient proxy, ``None`` if no other rank attends to it.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
@@ -227,7 +222,7 @@ class DSACoreAttention(CoreAttention):
     def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
         """Pack the indexer's training on all layers that attend to this selection."""
         share, device = self.options.indexer_loss_queries, layout.start.device
-        # Draw in both passes of recompute, see draw_sample.
+        # Drawn in both passes of recompute, see draw_sample.
         number = draw_number(layout.num_queries, share, device, self.heads_group())
         drawn = torch.zeros(1, dtype=torch.int64, device=device) if number is None else number[None]
         shared = SharedSelection(selection.indices, selection.length, drawn)
@@ -256,7 +251,6 @@ class DSACoreAttention(CoreAttention):
         return self.sparse_training(index_inputs, keys, layout, pools=pools)
 
     def pools(self, layout: Layout) -> KeyPools | None:
-        """Return the pools to select, ``None`` if the indexer selects tokens."""
         size = self.options.indexer_pool_size
         return None if size == 1 else KeyPools.of(layout, size)
 
@@ -267,7 +261,7 @@ class DSACoreAttention(CoreAttention):
     def _trained_and_measured(
         self, result, index_inputs, layout, selection, q, kv, sink, **keys
     ) -> torch.Tensor:
-        """Return the output, with a loss over all keys attached; record figures and losses.
+        """Return the output with any dense loss attached; record figures and losses.
 
         ``keys``: other fields of :class:`Attended`.
         """
@@ -316,10 +310,7 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
-        """Attend to all visible keys, all on one rank, by plain MLA under a bit mask.
-
-        ``kv`` and ``k_pe`` as in :meth:`forward_masked`.
-        """
+        """Like :meth:`forward_masked` with all visible keys, on one rank."""
         result = masked_attention(
             q, kv, k_pe, visible_bits(layout, self.policy), softmax_scale=self.softmax_scale,
             policy=self.policy,
@@ -339,8 +330,7 @@ class DSACoreAttention(CoreAttention):
     ) -> torch.Tensor:
         """Attend to all visible keys of all context-parallel ranks.
 
-        ``latents [keys, 576]`` with the proxy of their gradient; ``w_uk``, ``w_uv [H, 128, 512]``
-        expand them.
+        ``latents [keys, 576]``; ``w_uk``, ``w_uv [H, 128, 512]`` expand them.
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
@@ -375,7 +365,6 @@ class DSACoreAttention(CoreAttention):
         )  # fmt: skip
 
     def _evaluate(self, attended: Attended, length, p_sum) -> torch.Tensor:
-        """Return the KL sum of an evaluation pass."""
         if not self.loss_is_sparse:
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         masked = attended.k_pe is not None
@@ -397,8 +386,7 @@ class DSACoreAttention(CoreAttention):
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
-        """Project ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
-        # A dense loss needs the queries in the forward; recompute must choose alike.
+        # A dense loss needs queries in the forward; recompute must choose alike.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
@@ -411,6 +399,6 @@ class DSACoreAttention(CoreAttention):
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
-    """Sort lists by key index, as masked attention's head sums are."""
+    """Sort lists like masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
     return indices if keys is None or keys.in_order else in_ascending_order(indices)

@@ -35,7 +35,7 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass
 class DSAIndexerSubmodules:
-    """Layers of the indexer, replicated over tensor-parallel ranks."""
+    """Layers replicated over tensor-parallel ranks."""
 
     linear_wq_b: ModuleSpec | type = None
     linear_wk: ModuleSpec | type = None
@@ -48,10 +48,10 @@ class DSAIndexer(Fp32Parameters, Indexer):
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and ``w = W_w x * HI^-1/2 *
     DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and ``rot`` a Hadamard
-    transform. Parameters are named as in Megatron's bundled DSA.
+    transform.
 
-    With ``--dsa-indexer-pool-size`` (GLM-5.3) there is a key per pool of tokens ``i``, without rope
-    or transform: ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel, with
+    With ``--dsa-indexer-pool-size`` (GLM-5.3): one key per pool of tokens ``i``, without rope or
+    transform, ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel;
     ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
     """
 
@@ -81,7 +81,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
             self.fp32_parameters = ("pool_ape",)
             mark_table(self.pool_ape)
         for name, parameter in self.named_parameters():
-            # Local inputs: sum gradients over tensor-parallel ranks. Otherwise they are equal, and
+            # Sum gradients of local inputs over tensor-parallel ranks; others are equal, and
             # averaging keeps them bitwise equal.
             of_queries = name.startswith("linear_wq_b")
             local = tp_mode != "heads" if of_queries else config.sequence_parallel
@@ -97,15 +97,13 @@ class DSAIndexer(Fp32Parameters, Indexer):
         remake_queries: bool = False,
         pools: CompressedKeys | None = None,
     ) -> TrainedIndexer:
-        """Return queries and weights of the query tokens, keys of the tokens of all ranks.
+        """Return queries and weights of the query tokens, keys of all ranks' tokens.
 
         Args:
             x: ``[s, b, hidden]``; qr: ``[s, b, q_lora_rank]``: detached local hidden states and
                 normalised query latent.
-            rope: of the query tokens.
-            remake_queries: return latents instead of queries if the result is the same; the sparse
-                loss's backward recomputes the queries.
-            pools: groups of tokens that share one key.
+            remake_queries: return latents, if the sparse loss's backward can recompute the queries.
+            pools: tokens that share one key.
         """
         keys = self._start_keys(x, rope, ranks, pools)
         latent = self.latents(qr, ranks)
@@ -124,7 +122,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
     def _start_keys(
         self, x: torch.Tensor, rope: TokenRope, ranks: Ranks, pools: CompressedKeys | None
     ) -> Callable[[], torch.Tensor]:
-        """Start to exchange keys; return a function that waits for all ranks' keys."""
+        """Start to exchange keys; return a function that waits for them."""
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._norm_keys(k)
         if pools is not None:

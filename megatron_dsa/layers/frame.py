@@ -1,4 +1,4 @@
-"""Common frame of self-attentions: checks, layout, recompute, output projection."""
+"""Common frame of self-attentions."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_dsa.ops.layout.layout import Layout
 class SelfAttentionFrame:
     """Forward pass around :meth:`attend`.
 
-    Attributes are named as in Megatron's MLA; ``core_attention`` may be ``None``.
+    Attributes are named as in Megatron's MLA.
     """
 
     ranks: Ranks
@@ -35,14 +35,13 @@ class SelfAttentionFrame:
         packed_seq_params=None,
         **megatron,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
+        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``, causal per sequence.
 
-        Attention is causal per sequence; ``packed_seq_params`` describe packed sequences.
-        ``attention_mask`` may be ``None`` or equivalent.
+        ``packed_seq_params`` describe packed sequences; ``attention_mask`` may be ``None`` or
+        equivalent.
 
         Raises:
-            ConfigError: another mask, inference contexts, cross attention, biases, passed
-                embeddings.
+            ConfigError: any other Megatron feature.
         """
         refused = {"inference_context": inference_context, "key_value_states": key_value_states}
         for name, value in (refused | megatron).items():
@@ -84,7 +83,7 @@ class SelfAttentionFrame:
         )
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return the input of the output projection, ``[tokens, ...]`` of the local heads."""
+        """Return ``[tokens, ...]`` of local heads, for the output projection."""
         raise NotImplementedError
 
     def maybe_recomputed(self, up, *tensors) -> Any:
@@ -104,7 +103,6 @@ class SelfAttentionFrame:
         raise NotImplementedError
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients of linears that are called."""
         for linear in self.delayed_linears():
             if linear.weight.requires_grad:
                 linear.backward_dw()

@@ -1,14 +1,11 @@
 """Frozen parameters per stage, and the skipped backward of a frozen main model.
 
-Ordinary autograd would run the backward of every layer and keep its activations to reach the
-indexers' losses. Here layers, logits and LM loss run without grad; three identities link the
-losses:
+Autograd would run every layer's backward to reach the indexers' losses. Here layers, logits and LM
+loss run without grad, and three identities link the losses:
 
 * ``_let_gradients_pass`` makes the decoder's input require a gradient;
-* ``_Follow`` starts a layer's indexer loss and continues to the layer's input;
-* ``_Start`` continues from LM loss or logits to their input, with zeros.
-
-With LoRA (``extras/lora/lora.py``) a stage trains adapters instead.
+* ``_Follow`` starts a layer's indexer loss, then continues to the layer's input;
+* ``_Start`` continues from LM loss or logits, with zeros.
 """
 
 import functools
@@ -34,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze all parameters that a stage, or LoRA, does not train; return the model.
+    """Freeze all parameters that a stage, or LoRA, does not train.
 
     Call before data-parallel wrapping (Megatron's ``pre_wrap_hooks``).
     """
@@ -82,8 +79,8 @@ def is_trained(config: Any, name: str) -> bool:
 def _let_gradients_pass(_decoder, args, kwargs):
     """Make the decoder's input require a gradient.
 
-    Otherwise, after a frozen embedding, recomputed layers skip their backward: indexers and
-    adapters silently learn nothing.
+    After a frozen embedding, recomputed layers would skip their backward: indexers and adapters
+    would silently learn nothing.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:
@@ -94,8 +91,8 @@ def _let_gradients_pass(_decoder, args, kwargs):
 class _Follow(torch.autograd.Function):
     """Identity on a frozen layer's output, whose backward also starts the layer's loss.
 
-    The input gets the output's gradient, truncated to fit (hyper-connections turn one stream into
-    several). It is wrong, but reaches no parameter.
+    The input gets the output's gradient, truncated (hyper-connections may widen the first layer): a
+    wrong one, which reaches no parameter.
     """
 
     @staticmethod
@@ -123,7 +120,7 @@ class _Start(torch.autograd.Function):
 
 
 def drop_head_gradient(model: Any) -> None:
-    """Run the logits and the LM loss of a frozen model without grad."""
+    """Run the logits and the LM loss of a frozen ``model`` without grad."""
     if hasattr(model, "output_layer"):
         logits = model.output_layer.forward
 
@@ -152,7 +149,7 @@ def _started(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def drop_backward(layer: TransformerLayer) -> None:
-    """Run a frozen layer without grad, except its indexers' losses."""
+    """Run a frozen ``layer`` without grad, except its indexers' losses."""
     cores = [module for module in layer.modules() if isinstance(module, CoreAttention)]
     for core in cores:
         core.keeps_loss = True
@@ -168,7 +165,7 @@ def drop_backward(layer: TransformerLayer) -> None:
 
 
 def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable:
-    """Wrap ``forward(hidden_states, ...) -> (hidden_states, context)`` of layers with ``cores``."""
+    """Wrap ``forward(hidden_states, ...) -> (hidden_states, context)``."""
 
     @functools.wraps(forward)
     def without_backward(hidden_states, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Layout and mask check of a Megatron microbatch on this rank."""
+"""Layout and mask check of a Megatron microbatch."""
 
 import torch
 
@@ -30,13 +30,13 @@ def layout_from_megatron(
     keys: Sharding | None = None,
     queries: Sharding | None = None,
 ) -> Layout:
-    """Build (or reuse) the layout of one Megatron microbatch.
+    """Return the (cached) layout of a Megatron microbatch.
 
     Args:
         tokens: dim 0 of the local hidden states ``[s, b, hidden]``.
         batch: micro-batch size; 1 for packed batches.
-        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
-            Lengths count whole sequences, over all ranks.
+        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"`` and lengths
+            over all ranks, or ``None``.
         keys: sharding of hidden states and keys; by default none.
         queries: sharding of query tokens, by default like the keys.
 
@@ -48,9 +48,9 @@ def layout_from_megatron(
     total = tokens * keys.ranks
     if packed_seq_params is None:
         return _unpacked(total, batch, device, keys, queries)
-    # All layers of a microbatch get the same object, so cache layouts on it.
+    # All layers of a microbatch share this object.
     cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
-    # A captured layout is recomputed per replay: never share it outside the graph.
+    # Never share a captured layout: each replay recomputes it.
     key = (total, keys, queries, capturing())
     if key not in cached:
         _check_packed(packed_seq_params, total, batch, keys)
@@ -68,7 +68,6 @@ def _unpacked(total: int, batch: int, device, keys: Sharding, queries: Sharding)
 
 
 def forget_layouts() -> None:
-    """Drop cached layouts of unpacked batches, with their tables."""
     _unpacked.cache_clear()
     bshd_layout.cache_clear()
 
@@ -79,7 +78,7 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
     layout = packed_layout(
         packed_seq_params.cu_seqlens_q,
         total,
-        # Reading a device tensor synchronises; a missing bound only costs speed.
+        # Reading a device tensor synchronises; without a bound only speed suffers.
         max_seqlen if isinstance(max_seqlen, int) else None,
         padded,
     )
@@ -175,11 +174,11 @@ def require_causal_mask(
 ) -> None:
     """Reject masks that are not causal; on a GPU by a device assert.
 
-    ``mask [..., q, k]`` is True where a key is hidden, and is read once. ``q`` counts all tokens,
-    or one context-parallel rank's; ``tokens`` counts a sequence on all ranks. In ``packed`` batches
-    ``k`` is the length of a sample, a divisor of ``tokens``.
+    ``mask [..., q, k]`` is True where a key is hidden. ``q`` counts all tokens, or one
+    context-parallel rank's; ``k`` counts a sequence (a sample if ``packed``); ``tokens`` counts a
+    sequence on all ranks.
     """
-    # Captured masks change per replay; the layer also ran before the capture.
+    # A replay may have another mask; the check ran before the capture.
     if mask is None or capturing():
         return
     version = None if mask.is_inference() else mask._version  # inference tensors have no version

@@ -15,7 +15,7 @@ from megatron_dsa.patches import install_for_model
 
 
 class DSAHybridStack(HybridStack):
-    """Megatron's stack with ``norm`` instead of transformer-engine's final norm."""
+    """Megatron's stack with another final norm."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class DSAHybridStack(HybridStack):
 
 
 class HybridAttentionLayer(IndexSharingLayer):
-    """Layer ``D`` of a hybrid stack, also in multi-token prediction."""
+    """Layer ``D`` of a hybrid stack or prediction."""
 
     def __init__(
         self,

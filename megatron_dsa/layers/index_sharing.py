@@ -15,12 +15,12 @@ from megatron_dsa.layers.v4.hyper_connections import HyperConnections
 class IndexSharingLayer(GraphedLayer):
     """Transformer layer that passes its attention's selection to the next layer.
 
-    The selection travels as ``context``, Megatron's unused argument for cross attention, so
-    recompute saves and restores it.
+    It travels as ``context``, Megatron's unused argument for cross attention, which recompute
+    saves.
 
-    Megatron drops the context in three cases: capture for ``--cuda-graph-impl transformer_engine``,
-    ``--overlap-moe-expert-parallel-comm``, and hybrid stacks without full recompute. Their layers
-    run in order, so a class attribute holds the selection; graphs of a microbatch share its memory.
+    Megatron drops the context under capture for ``--cuda-graph-impl transformer_engine``, with
+    ``--overlap-moe-expert-parallel-comm``, and in hybrid stacks without full recompute. Their
+    layers run in order, so the class can hold the selection.
     """
 
     _waiting: torch.Tensor | None = None
@@ -35,7 +35,7 @@ class IndexSharingLayer(GraphedLayer):
         if dropped and not selects:
             context = IndexSharingLayer._waiting
         if context is not None and is_graph_warmup():
-            context = torch.zeros_like(context)  # the graph with this output has not run yet
+            context = torch.zeros_like(context)  # the graph of this output has not run yet
         attention.shared_selection = None if context is None else TopKIndices.unpack(context)
         try:
             hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
@@ -45,8 +45,8 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # Avoid a copy, but not the object: CUDA graphs mark tensors as inputs or outputs. Head
-            # sums flow back through the view.
+            # A view instead of a copy, since head sums flow back through it; a new object, since
+            # CUDA graphs mark tensors as inputs or outputs.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:

@@ -1,4 +1,4 @@
-"""Linears, norms and fp32 parameters missing from Megatron's layer sets."""
+"""Linears, norms and fp32 parameters that Megatron lacks."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
-#: Parameter attribute read by Megatron's data parallelism.
+#: Parameter attribute for Megatron's data parallelism.
 _DELAYED = "skip_backward_post_hook"
 #: Modules that define transformer-engine linears.
 _ENGINE = ("megatron.core.extensions.transformer_engine", __name__)
@@ -28,10 +28,7 @@ def parameter_device(config: TransformerConfig) -> str | int:
 
 
 class LocalNorm:
-    """Builds torch's RMSNorm or LayerNorm, usable under sequence parallelism.
-
-    Megatron's wrapper rejects sequence parallelism, though its gradients only need to be marked.
-    """
+    """Builds torch's norms, also for sequence parallelism, which Megatron's wrapper rejects."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored):
         norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[
@@ -48,8 +45,7 @@ class LocalNorm:
 def replicated_draws(device: torch.device) -> AbstractContextManager:
     """Draw from Megatron's random state for replicated weights.
 
-    Transformer-engine draws from it: the same seed then gives the same weights with both layer
-    sets.
+    Transformer-engine draws there: both layer sets then start from the same weights.
     """
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
@@ -58,10 +54,7 @@ def replicated_draws(device: torch.device) -> AbstractContextManager:
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear without bias, replicated over tensor-parallel ranks.
-
-    Same interface as Megatron's linears.
-    """
+    """A replicated linear without bias, used like Megatron's linears."""
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
         device, dtype = parameter_device(config), config.params_dtype
@@ -71,7 +64,7 @@ class ReplicatedLinear(torch.nn.Linear):
                 init_method(self.weight)
 
     def reset_parameters(self) -> None:
-        """Draw nothing on a GPU, to leave the random state to other modules."""
+        """Draw nothing on a GPU, to keep the random state for other modules."""
         if self.weight.device.type != "cuda":
             super().reset_parameters()
 
@@ -83,7 +76,6 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
-    """Build a linear without bias, replicated over tensor-parallel ranks."""
     return build_module(
         spec, inputs, outputs, config=config, init_method=config.init_method, bias=False,
         skip_bias_add=False, skip_weight_param_allocation=False, parallel_mode="duplicated",
@@ -105,16 +97,13 @@ def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return a parameter of zeros in fp32 (fp64 for fp64 models)."""
+    """Return zeros in fp32 (fp64 for fp64 models)."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)
     return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=parameter_device(config)))
 
 
 class Fp32Parameters:
-    """Mixin whose ``fp32_parameters`` keep their precision.
-
-    Megatron casts whole models (``Float16Module``); everything else handles mixed dtypes.
-    """
+    """Mixin whose ``fp32_parameters`` keep their precision when Megatron casts the model."""
 
     fp32_parameters: tuple[str, ...] = ()
     _parameters: dict[str, torch.nn.Parameter | None]
@@ -134,10 +123,7 @@ class Fp32Parameters:
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a subclass of a transformer-engine linear that computes in bf16.
-
-    ``--te-precision-config-file`` can do this for single linears.
-    """
+    """Return a subclass of a transformer-engine linear that computes in bf16."""
     return _without_recipe(linear, override_quantized_autocast=True)
 
 
@@ -157,7 +143,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
         te_quant_params: Any
 
         def finish_init(self, quantization_config) -> None:
-            """Set the recipe before the weight exists; a file's recipe has priority."""
+            """Set the recipe before the weight exists, unless a file has one."""
             super().finish_init(quantization_config)
             if self.te_quant_params is None:
                 recipe = TEQuantizationRecipe(**settings)
@@ -167,10 +153,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Return True if multiplying by the weight equals calling the linear.
-
-    FP8, hooks, other classes and delayed weight gradients require a call.
-    """
+    """Return True if multiplying by the weight equals calling the linear."""
     if any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters()):
         return False
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
@@ -181,7 +164,7 @@ def can_read_weight(linear: Any, config: Any) -> bool:
 
 
 def uses_plain_weight(linear: Any, config: Any) -> bool:
-    """Return True if transformer-engine never quantises this linear's products."""
+    """Return True if transformer-engine never quantises the products."""
     quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
     if params is None:
         return not quantised
@@ -195,10 +178,9 @@ def uses_plain_weight(linear: Any, config: Any) -> bool:
 
 
 def weight_of(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the weight of a linear that is not called, as a plain tensor.
+    """Return the plain weight of a linear that is not called, adapters included.
 
-    Runs its forward pre-hooks: with ``--overlap-param-gather`` one waits for the weight. Quantised
-    weights (``--fp8-param-gather``, specs of others) are dequantised per call. Adapters are added.
+    Its forward pre-hooks run here: with ``--overlap-param-gather`` one waits for the weight.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
@@ -211,8 +193,7 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
     """Leave the weight gradient of a linear that is never called to autograd.
 
-    With ``--delay-wgrad-compute`` transformer-engine marks all its parameters: data parallelism
-    would wait for ``backward_dw`` and omit the gradient.
+    With ``--delay-wgrad-compute`` data parallelism would wait for ``backward_dw`` and omit it.
     """
     for parameter in linear.parameters():
         if getattr(parameter, _DELAYED, False):
@@ -220,7 +201,6 @@ def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
 
 
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
-    """Dequantise a weight; its gradient passes unchanged."""
     return _Dequantise.apply(weight) if is_float8tensor(weight) else weight
 
 

@@ -1,8 +1,4 @@
-"""Operations of a layer's training step, forward and backward, with their keys.
-
-Start-up compiles them, ``info`` and the planner list them, FLOP counts add them up. A test compares
-them with the calls of real steps.
-"""
+"""Operations of a layer's training step, for start-up, planner and FLOP counts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -62,7 +58,6 @@ class RequiredOp:
 
     Attributes:
         operation: name in :data:`megatron_dsa.ops.OPERATIONS`.
-        call: description of the call on a rank.
         keys: per query, one kind after the other.
         in_training: False for calls in evaluation only.
         share: of the query tokens in training.
@@ -111,7 +106,6 @@ def kda_ops(config: Any, device: str | None = None) -> list[RequiredOp]:
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield the calls that run here under ``policy``."""
     for op in ops:
         attention = op.unless_from
         asked = replace(op.call, teacher=attention is BACKWARD)
@@ -167,7 +161,7 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
 
 
 def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
-    """Yield the calls of masked dense attention to all visible keys, chosen or not."""
+    """Yield the calls of masked dense attention, chosen or not."""
     calls = LayerCalls(config, device)
     yield from _ropes(calls, calls.masked_attention().heads)
     for operation, call in calls.visible_attention():
@@ -241,7 +235,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         return
     trained, share = indexer_is_trained(config), _share(config)
     if loss_is_sparse(config) and alone:
-        # This teacher recomputes the softmax over selected keys, without window and sink.
+        # This teacher is a softmax over selected keys, without window and sink.
         call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
         again = RequiredOp("sparse_attention_forward", call, (selected,), trained, share)
         after = replace(again, operation="sparse_attention_probabilities", unless_from=FORWARD)
@@ -287,7 +281,7 @@ def _loss(
 def _teachers(
     config: Any, attention: OpCall, keys: Keys, evaluates: bool = True
 ) -> list[RequiredOp]:
-    """Return the calls that compute a sparse loss's teacher if attention does not."""
+    """Return a sparse loss's teacher, if attention does not compute it."""
     name, teachers = "sparse_attention_probabilities", []
     if indexer_is_trained(config):
         every = BACKWARD if _all_are_taught(config) else None

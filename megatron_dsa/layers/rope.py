@@ -1,10 +1,8 @@
 """Rope tables per token, for MLA and DeepSeek-V4.
 
-Megatron's packed rope reads lengths from the device at every call; indexing by the layout's
-positions needs no synchronisation.
+Indexing by the layout's positions needs no synchronisation; Megatron's packed rope does.
 
-Rotated pairs stay in place (Megatron's MLA moves even dims first): V4's are also values, rotated
-back in the output.
+Rotated pairs stay in place (Megatron's MLA moves even dims first): V4 rotates its values back.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 class TokenRope:
     """Rope tables of one microbatch, by query token.
 
-    Args:
-        embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
-        layout: positions of tokens; caches the tables.
-        owner: layers with the same owner share tables; default: the embedding.
+    ``embedding`` is Megatron's; layers with the same ``owner`` (default: the embedding) share
+    tables.
     """
 
     def __init__(self, embedding, layout: Layout, owner: object | None = None):
@@ -40,7 +36,6 @@ class TokenRope:
         self._ranks: Ranks | None = None
 
     def held(self, ranks: Ranks) -> TokenRope:
-        """Return the tables of local tokens."""
         if ranks.indexer_tp is None:
             return self
         part = copy.copy(self)
@@ -56,7 +51,6 @@ class TokenRope:
         return tables if self._ranks is None else self._ranks.held(tables)
 
     def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        # Look positions up here: context parallelism needs the whole table.
         table = _angles(self._embedding, self._layout.max_length)
         # YaRN's mscale scales cos and sin.
         table, mscale = table if isinstance(table, tuple) else (table, 1.0)
@@ -66,21 +60,18 @@ class TokenRope:
         return cos, sin
 
 
-@torch.inference_mode(False)  # evaluation tables are reused in training
+@torch.inference_mode(False)  # training reuses tables of an evaluation
 def _angles(embedding, length: int):
-    """Return Megatron's tables for ``length`` positions.
-
-    Megatron's shared cache drops tables that a CUDA graph reads, and keeps captured ones.
-    """
+    """Return Megatron's tables, cached here: its own cache drops tables that CUDA graphs read."""
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
     return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Normalised Walsh-Hadamard transform of the last dim (a power of two).
+    """Compute a normalised Walsh-Hadamard transform of the last dim (a power of two).
 
-    Multiplying by signs is exact in every dtype, and at 128 dims cheaper than log2(128) passes.
+    A matmul by signs is exact in every dtype, and at 128 dims cheaper than log2(128) passes.
     """
     size = x.shape[-1]
     return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
@@ -90,11 +81,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 class PositionRope:
     """Frequencies of one kind of layer.
 
-    Attributes:
-        dim: rotated dims, even.
-        base: rotary base.
-        yarn: ``None``, or ``(scaling factor, original maximal position, beta_fast, beta_slow)``;
-            DeepSeek-V4 uses no concentration factor (mscale).
+    ``yarn``: ``None``, or ``(scaling factor, original maximal position, beta_fast, beta_slow)``;
+    DeepSeek-V4 uses no mscale.
     """
 
     dim: int

@@ -1,7 +1,7 @@
 """Choice and compilation of kernels before training.
 
-cuDNN takes seconds to compile a kernel per head count, dims, list width and softmax scale.
-Attention modules do it when built, so that the first step is fast and errors come early.
+cuDNN takes seconds to compile a kernel per head count, dims, list width and softmax scale; here the
+first step stays fast and errors come early.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def resolving() -> bool:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Build models that never run: choose, log, reject and compile no kernel."""
+    """Build models that never run: choose and compile no kernel."""
     global _resolving
     before, _resolving = _resolving, False
     try:
@@ -70,10 +70,7 @@ def without_kernels() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
-    """Run the fused operations of a step on a few tokens; once per process and shape.
-
-    Counts nothing in the report and draws no random number.
-    """
+    """Run a step's fused operations on a few tokens, uncounted and without random draws."""
     if on_meta():
         return
     fused = {
@@ -141,7 +138,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # A copy, so that the cached layout does not keep these bits.
+    # A copy, so that the cached layout drops these bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()

@@ -1,6 +1,6 @@
 """Marks on stacked matrices and tables, for Muon (``extras/muon``).
 
-Marks describe the whole matrix, so all tensor-parallel ranks have the same.
+They describe whole matrices, so all tensor-parallel ranks have the same.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from megatron_dsa.errors import require
 
 #: Attribute: heights of consecutive blocks, repeated down the whole matrix.
 ROW_BLOCKS = "row_blocks"
-#: Attribute of matrices that are no linear maps.
 IS_TABLE = "is_table"
 
 
@@ -20,9 +19,7 @@ IS_TABLE = "is_table"
 class LocalBlocks:
     """A rank's part of a matrix in blocks.
 
-    Attributes:
-        rows: heights of its blocks, or of its part of one.
-        sharers: consecutive ranks that share one block; 1 for whole blocks.
+    ``rows``: heights of its blocks; ``sharers``: consecutive ranks that share one block.
     """
 
     rows: tuple[int, ...]
@@ -30,7 +27,7 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return the local blocks of a matrix with ``rows`` on each of ``ranks``.
+    """Return the local blocks of a matrix.
 
     Raises:
         ConfigError: pattern, matrix and ranks do not divide.
@@ -84,7 +81,6 @@ def mark_table(parameter: torch.Tensor) -> None:
 
 
 def block_rows(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the heights of a parameter's blocks, ``None`` for one matrix."""
     return getattr(parameter, ROW_BLOCKS, None)
 
 

@@ -1,4 +1,4 @@
-"""Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
+"""Rules ``(ok, message)``; messages name argument, rule and fix.
 
-They read a transformer configuration and its options, and import neither class.
+They read configurations and options without importing either class.
 """

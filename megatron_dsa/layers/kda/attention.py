@@ -28,7 +28,7 @@ from megatron_dsa.layers.warm_up import resolve_kernels
 from megatron_dsa.ops.kda.api import delta_attention, gated_norm, short_convolution
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Range of ``softplus(dt_bias)`` of new models, log-uniform.
+#: Range of ``softplus(dt_bias)`` in new models, log-uniform.
 _TIME_STEPS = 1e-3, 1e-1
 
 
@@ -47,7 +47,7 @@ class _OfHeads(Fp32Parameters, MegatronModule):
     pg_collection: Any
 
     def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return this rank's shard of a parameter drawn alike on every rank, in fp32."""
+        """Return this rank's shard of a parameter drawn alike on all ranks, in fp32."""
         group = self.pg_collection.tp
         part = whole.chunk(group.size())[group.rank()]
         parameter: Any = new_parameter(self.config, *part.shape)
@@ -87,11 +87,11 @@ class ShortConvolution(_OfHeads):
 
 
 class _GatedNorm(MegatronModule):
-    """RMSNorm per head with a sigmoid gate; ``weight [dim]`` of all heads."""
+    """RMSNorm per head with a sigmoid gate."""
 
     def __init__(self, config, dim: int):
         super().__init__(config=config)
-        # Ranks have other heads: the sequence-parallel mark sums their gradients.
+        # Ranks have other heads: this mark sums their gradients.
         self.weight = new_norm_weight(config, dim)
         self.policy = options_of(config).policy
 
@@ -103,12 +103,11 @@ class _GatedNorm(MegatronModule):
 class KDASelfAttention(SelfAttentionFrame, _OfHeads):
     """Kimi Delta Attention instead of DSA; without rope or kept keys.
 
-    Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
-    parallelism; packed batches have ``b == 1``). Ranks compute local heads for all tokens.
-    Parameters, for ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with ``H * D``
-    outputs, ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and
-    ``A_log [H]``, all sharded along dim 0; ``linear_proj``, sharded along dim 1; replicated
-    ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``.
+    Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism). Parameters, for
+    ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with ``H * D`` outputs,
+    ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and ``A_log [H]``,
+    sharded along dim 0; ``linear_proj``, sharded along dim 1; replicated ``linear_{f,g}_a_proj [D,
+    hidden]`` and ``o_norm [D]``.
     """
 
     fp32_parameters = ("A_log", "dt_bias")

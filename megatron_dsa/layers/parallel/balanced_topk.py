@@ -1,14 +1,13 @@
-"""Selection with equal work per rank: ranks score query tokens for each other.
+"""Selection with equal work per rank.
 
-Late tokens see more keys. With contiguous context-parallel parts, or by sequence, the last rank
+Late tokens see more keys: with contiguous context-parallel parts, or by sequence, the last rank
 would score up to twice the mean while all others wait.
 
-A sequence is cut into ``2 n`` halves, two per rank. Half ``k`` costs ``k + 1/2``, so halves ``k``
-and ``2 n - 1 - k`` together cost the mean. Each rank scores one local half and one of another rank;
-queries and weights travel meanwhile, then the selected keys travel back.
+A sequence is cut into ``2 n`` halves, two per rank. Half ``k`` costs ``k + 1/2``, so ``k`` and ``2
+n - 1 - k`` together cost the mean. Each rank scores one local half and another rank's; queries and
+weights travel meanwhile, selected keys travel back.
 
-Packed batches stay unbalanced: their costs depend on device lengths, and ranks must agree without a
-synchronisation.
+Packed batches stay unbalanced: ranks must agree without reading lengths from the device.
 """
 
 import dataclasses
@@ -26,11 +25,11 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Lowest ratio of longest to mean work (zigzag: 1.0; two contiguous parts: 1.5). Below it, three
-#: messages cost more than they save.
+#: Least longest over mean work (zigzag: 1.0; two contiguous parts: 1.5) that pays for three
+#: messages.
 LONGEST_TO_MEAN = 1.1
-#: Lowest mean of visible keys per selected key. A token sends 25 KB both ways (64 heads of 128,
-#: 2048 keys): 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
+#: Least mean of visible over selected keys. A token sends 25 KB both ways (64 heads of 128, 2048
+#: keys): 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
@@ -39,11 +38,9 @@ class Swap:
     """Halves that ranks score for each other; half ``k`` starts at position ``k * size``.
 
     Attributes:
-        size: positions per half.
         kept, given: local halves, scored here and by rank ``to``.
         taken: half of rank ``source``, scored here.
         kept_second: ``kept`` comes after ``given``.
-        to, source: ranks, possibly this one.
         longest_to_mean: longest over mean work without exchange.
     """
 
@@ -59,10 +56,7 @@ class Swap:
 
 @lru_cache(maxsize=64)
 def swap_of(sharding: Sharding, total: int) -> Swap | None:
-    """Return the exchange of a rank's tokens, ``None`` if halves would be unequal.
-
-    ``total``: positions of all ranks.
-    """
+    """Return the exchange of ``total`` positions, ``None`` if halves would be unequal."""
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
         return None
@@ -70,8 +64,8 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     holder = {half: rank for rank, halves in enumerate(held) for half in halves}
     last = len(holder) - 1
 
-    # Pairs add up to ``last``. Walking from a half to its partner, then to the other half of the
-    # partner's rank, closes a cycle in which each rank gives away at most one half.
+    # Pairs add up to ``last``. From a half to its partner, then to the other half of the partner's
+    # rank, is a cycle in which each rank gives away at most one half.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
         # Keep the longer half, to hide more of the exchange.
@@ -97,7 +91,6 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
 
 def _held_halves(sharding: Sharding, rank: int, total: int, size: int) -> list[int]:
     one = dataclasses.replace(sharding, cp_rank=rank // sharding.sp, sp_rank=rank % sharding.sp)
-    # Chunks begin and end between halves.
     return [
         position // size
         for first, length in one.chunks(total)
@@ -116,8 +109,7 @@ def balanced_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select exactly as :func:`~megatron_dsa.dsa_kernels.indexer_topk` does.
 
-    A collective over ``ranks.query_group``: each rank passes its query tokens and all ranks' keys,
-    or their ``compressed`` layout.
+    A collective over ``ranks.query_group``; ``inputs`` have local queries and all ranks' keys.
     """
     ratio, visible = 1, layout
     if compressed is not None:
@@ -155,12 +147,12 @@ def balanced_topk(
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[local] = selected
     back.wait()
-    # Lengths follow from visibility, so they need not travel.
+    # Lengths follow from visibility.
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
 def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
-    """Return the exchange if it pays, by a rule with one outcome on all ranks."""
+    """Return the exchange if it pays; all ranks decide alike."""
     if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None

@@ -1,7 +1,7 @@
 """Key buffer of V4's attention on several ranks.
 
-Ranks hold the compressed keys of all, and window keys of their query tokens and of the last tokens
-before each run (:mod:`megatron_dsa.ops.layout.halo`). Gradients return through fp32 proxies.
+A rank holds all compressed keys, and the window keys of its query tokens
+(:mod:`megatron_dsa.ops.layout.halo`).
 """
 
 import torch
@@ -32,7 +32,7 @@ def join_keys_of_ranks(
 
     Args:
         kv: ``[s, b, D]``, local keys.
-        compressed: ``[G, D]``, local compressed keys, or ``None``; keys: their slots.
+        compressed: ``[G, D]``, local compressed keys; keys: their slots.
         halo: of the query tokens; ``None`` if one rank has all.
     """
     batch = kv.shape[1]
@@ -64,13 +64,12 @@ def extend(
 ) -> tuple[torch.Tensor, ...]:
     """Prepend neighbours' tokens to each run of local tokens.
 
-    Takes ``[tokens * batch, width]`` each, of one dtype; returns ``[halo.length * batch, width]``.
+    Takes ``[tokens * batch, width]`` each; returns ``[halo.length * batch, width]``.
     """
     return _Extend.apply(halo, batch, ranks.group, *tensors)
 
 
 def _tokens(positions: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return token indices; negative positions stay negative."""
     if batch == 1:
         return positions
     tokens = positions[:, None] * batch + torch.arange(batch, device=positions.device)
@@ -88,8 +87,6 @@ def _unshare(grad: torch.Tensor, tokens: int, halo: Halo, batch: int, group) -> 
 
 
 class _HoldKeys(torch.autograd.Function):
-    """Keys of local query tokens and shared tokens, with their gradient proxy."""
-
     @staticmethod
     def forward(ctx, keys, grad_proxy, halo, batch, group):
         ctx.halo, ctx.batch, ctx.group, ctx.rows = halo, batch, group, keys.shape[0]
@@ -104,8 +101,6 @@ class _HoldKeys(torch.autograd.Function):
 
 
 class _InOrder(torch.autograd.Function):
-    """Compressed keys by slot; empty slots hold any key."""
-
     @staticmethod
     def forward(ctx, keys, grad_proxy, rows):
         ctx.count = keys.shape[0]
@@ -139,7 +134,7 @@ class _JoinProxies(torch.autograd.Function):
 
 
 class _Extend(torch.autograd.Function):
-    """Each channel of a token is in one group, so gradients are exact in any dtype."""
+    """Each channel of a token is in one group, so gradients are exact."""
 
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):

@@ -1,15 +1,12 @@
 """Asynchronous gather of keys, and the sum of their gradients over ranks.
 
-Each rank computes keys of its tokens and attends to the keys of all ranks::
+Other work may run between start and finish, in both directions::
 
     forward    keys --> start_gather ~~ all-gather ~~~~~~> finish_* --> keys of all ranks
     backward   sum <-- start_gather <~~ reduce-scatter ~~~ finish_* <-- gradient in fp32
 
-Calls between the two overlap with the transfer, in both directions.
-
-* :func:`finish_with_proxy` returns keys without gradient, and a *grad_proxy*: an fp32 tensor
-  without memory. Attention sends its fp32 accumulator there, so rounding follows the sum.
-* :func:`finish_with_gradient` returns keys with a gradient, rounded by autograd before the sum.
+A *grad_proxy* is an fp32 tensor without memory that receives attention's fp32 accumulator, so that
+gradients are rounded after the sum over ranks.
 """
 
 from typing import NamedTuple
@@ -44,25 +41,17 @@ def start_gather(keys: torch.Tensor, group) -> Gathering:
 
 
 def finish_with_proxy(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wait for the keys.
-
-    Returns:
-        ``keys [tokens * ranks, D]`` by rank, without gradient, leading dims flattened;
-        ``grad_proxy``,
-        alike, in fp32 (fp64 for fp64).
-    """
+    """Return ``keys [tokens * ranks, D]`` by rank, and ``grad_proxy`` in fp32 (fp64 for fp64)."""
     if not several(gathering.group):
         gathering = gathering._replace(link=_Start.apply(gathering.link, gathering.gradient))
     return _FinishWithProxy.apply(gathering.link, gathering)
 
 
 def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.Tensor:
-    """Wait for keys with a gradient in their dtype.
+    """Wait for keys whose gradient is rounded before the sum.
 
-    Args:
-        gathering: from :func:`start_gather`.
-        pick: slices the gradient ``[tokens * ranks, D]`` to the tokens to sum over ``group``, by
-            rank. ``None``: all, over the gathering's group.
+    ``pick`` slices the gradient ``[tokens * ranks, D]`` to the tokens to sum over ``group``, by
+    rank; ``None`` sums all over the gathering's group.
     """
     if pick is not None:
         gathering = gathering._replace(group=group)
@@ -72,7 +61,6 @@ def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.T
 
 
 def grad_proxy_for(keys: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 gradient proxy of ``keys [tokens, D]``, without memory."""
     return _without_memory(keys.shape, accumulation_dtype(keys.dtype), keys.device)
 
 
@@ -139,17 +127,10 @@ class _FinishWithGradient(torch.autograd.Function):
 def gathered_product(
     x: torch.Tensor, grad_proxy: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``x @ weight.t()`` for gathered ``x``, whose gradient reaches its proxy unrounded.
+    """Return ``x @ weight.t()``; the gradient of ``x`` goes to its proxy unrounded.
 
-    The gradient of ``weight`` covers this rank's queries.
-
-    Args:
-        x: ``[keys, A]`` of all ranks, without gradient; grad_proxy: fp32 (fp64 for fp64) ``[keys,
-            A]``; both are columns from :func:`finish_with_proxy`.
-        weight: ``[B, A]``.
-
-    Returns:
-        ``[keys, B]`` in the dtype of ``x``.
+    ``x``, ``grad_proxy``: columns of :func:`finish_with_proxy`'s results, ``[keys, A]``; ``weight
+    [B, A]``, whose gradient covers local queries.
     """
     return _GatheredProduct.apply(x, grad_proxy, weight)
 

@@ -25,8 +25,8 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 class Ranks:
     """Tensor-parallel (``tp``) times context-parallel ranks that share a microbatch.
 
-    A rank holds its local tokens and computes their keys; all ranks get all keys. Its query tokens
-    depend on ``tp_mode`` ("tp": the tokens that ``tp`` holds together):
+    Each rank computes the keys of its local tokens; all ranks get all keys. *Query tokens* are the
+    indexer's, and depend on ``tp_mode`` ("tp": all tokens of ``tp``):
 
     ============  ================  ==================  =====  ===========  ============
     tp_mode       indexer's tokens  attention's tokens  heads  indexer_tp   attention_tp
@@ -36,18 +36,13 @@ class Ranks:
     ``select``    local             tp                  local  ``None``     ``tp``
     ============  ================  ==================  =====  ===========  ============
 
-    *Query tokens*, also in layouts, are the indexer's.
-
-    Attributes:
-        sharding: which tokens this rank holds.
-        group: all ranks with different tokens, or ``None``.
-        tp: ranks of ``group`` with one context-parallel index (sequence parallelism), or ``None``.
-        cp: ranks of ``group`` with one tensor-parallel index, or ``None``.
-        by_sequence: attention runs on local tokens and all heads.
-        indexer_tp: ranks that gather tokens before the indexer, or ``None``.
-        attention_tp: ranks that gather tokens between indexer and attention, or ``None``.
-        query_sharding: which query tokens this rank has.
-        query_group: ranks with different query tokens, or ``None``.
+    Attributes (groups are ``None`` for one rank):
+        group: ranks with different tokens.
+        tp: ranks of ``group`` with one context-parallel index (sequence parallelism).
+        cp: ranks of ``group`` with one tensor-parallel index.
+        indexer_tp: ranks that gather tokens before the indexer.
+        attention_tp: ranks that gather tokens between indexer and attention.
+        query_group: ranks with different query tokens.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -84,7 +79,7 @@ class Ranks:
         return tuple(self._part(table, self.indexer_tp) for table in tables)
 
     def queries_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slice attention's tokens to this rank's query tokens."""
+        """Slice attention's tokens to query tokens."""
         return self._part(x, self.attention_tp)
 
     def _part(self, x: torch.Tensor, gathered_by) -> torch.Tensor:
@@ -126,12 +121,11 @@ def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
 
 
 def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather along dim 0, outside of autograd."""
     return all_gather_async(x, group).wait()
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather tokens; the backward slices, since all ranks compute the same gradient."""
+    """All-gather tokens; the backward slices: all ranks have the same gradient."""
     if not several(group):
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
@@ -149,7 +143,7 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
     """Wait for the indexer's keys of all ranks; local keys get their gradient.
 
-    By heads, ``ranks.tp`` have the same queries and gradient: only ``ranks.cp`` sum.
+    By heads, ``ranks.tp`` have the same gradient: only ``ranks.cp`` sum.
     """
     if ranks.indexer_tp is None:
         return finish_with_gradient(gathering)
@@ -163,15 +157,7 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """All-to-all from "all tokens, local heads" to "local tokens, all heads".
-
-    Args:
-        x: ``[tokens * ranks, H / ranks, D]``, both dims by rank.
-        group: the tensor-parallel group.
-
-    Returns:
-        ``[tokens, H, D]``.
-    """
+    """Exchange ``[tokens * ranks, H / ranks, D]`` for ``[tokens, H, D]``, by rank."""
     return _Exchange.apply(x, group, True)
 
 

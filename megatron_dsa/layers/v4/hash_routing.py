@@ -1,7 +1,7 @@
-"""Hash routing: experts by token id in the first layers (DeepSeek-V4).
+"""Hash routing: experts by token id (DeepSeek-V4).
 
 Token ids arrive as ``context`` (``patches/token_ids.py``), Megatron's unused argument for cross
-attention, so recompute saves and restores them.
+attention, which recompute saves.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from megatron_dsa.layers.v4.hash_table import balanced_table, check_table
 class HashRouter(TopKRouter):
     """Router with a table of experts per token id.
 
-    The gate is trained: its normalised, scaled scores weight these experts. Expert bias and
-    load-balancing loss could not change the table, so only the z-loss remains.
+    The gate's scores weight the experts. Expert bias and load-balancing loss could not change the
+    table, so only the z-loss remains.
 
     Attributes:
-        tid2eid: buffer int32 ``[vocabulary, topk]``, saved with the model; initially from
-            ``moe_hash_seed`` and the layer number.
+        tid2eid: saved buffer, int32 ``[vocabulary, topk]``, drawn from ``moe_hash_seed`` and the
+            layer.
         token_ids: int64 ``[s, b]`` of the next call.
     """
 
@@ -56,7 +56,6 @@ class HashRouter(TopKRouter):
         self._checked: Any = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer number, from 1, and fill the table."""
         if layer_number != self.layer_number and self.tid2eid.device.type != "meta":
             config, (rows, topk) = self.config, self.tid2eid.shape
             seed = config.moe_hash_seed * config.num_layers + layer_number - 1
@@ -116,7 +115,6 @@ class HashRouter(TopKRouter):
         return probs, routing_map
 
     def _check(self) -> None:
-        """Check the table after each change."""
         table = self.tid2eid
         if table.device.type == "meta":
             return
@@ -169,9 +167,9 @@ class HashMoELayer(MoELayer):
 
 
 class HashRoutedLayer:
-    """Mixin for a transformer layer whose MLP is a :class:`HashMoELayer`.
+    """Mixin for a transformer layer with a :class:`HashMoELayer`.
 
-    ``context`` holds token ids, int64 ``[s, b]``, passed on until the last hash layer.
+    ``context`` holds token ids, int64 ``[s, b]``, until the last hash layer.
     """
 
     takes_token_ids = True
@@ -211,7 +209,6 @@ def _hash_routed(layer: type) -> type:
 
 
 def with_hash_routing(spec: ModuleSpec) -> ModuleSpec:
-    """Return a MoE layer's spec with hash routing."""
     mlp = spec.submodules.mlp
     parts = dataclasses.replace(mlp.keywords["submodules"], router=HashRouter)
     hashed = functools.partial(HashMoELayer, *mlp.args, **mlp.keywords | {"submodules": parts})

@@ -8,14 +8,11 @@ from megatron_dsa.errors import ConfigError, require
 def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
     """Return a random table with equally frequent experts, up to rounding.
 
-    Concatenated random orders of the experts, cut every ``topk``; swaps within an order remove
-    repetitions.
+    Random orders of the experts, cut every ``topk``; swaps within an order remove repetitions.
 
     Args:
-        vocabulary: number of tokens.
         topk: experts per token, all different.
         experts: number of experts, at least ``topk``.
-        seed: equal seeds give equal tables.
 
     Returns:
         int32 ``[vocabulary, topk]`` on the CPU.
@@ -49,13 +46,7 @@ def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
 
 
 def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None:
-    """Check the values of a table, on the host.
-
-    Args:
-        table: integers ``[vocabulary, topk]``.
-        topk: experts per token (``--moe-router-topk``).
-        experts: number of experts (``--num-experts``).
-        name: for messages.
+    """Check integers ``[vocabulary, topk]`` on the host.
 
     Raises:
         ConfigError: wrong width or dtype, unknown or repeated experts.

@@ -1,7 +1,7 @@
 """Hyper-connections around Megatron's transformer layer.
 
 Hidden states are ``n`` concatenated streams, ``[s, b, n * C]``. Norms return (read, streams) as
-Megatron's (output, residual); the write-back, weighted by the read, replaces its addition.
+Megatron's (output, residual); the write-back replaces its addition.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -
     width = config.hc_mult * config.hidden_size
     values = (new_parameter(config, *s) for s in ((outputs, width), (outputs,), (scales,)))
     for part, parameter in zip(_PARTS, values, strict=True):
-        # Ranks have other tokens: sum gradients over tensor-parallel ranks.
+        # Ranks have other tokens: sum their gradients.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         setattr(module, f"hc_{kind}_{part}", parameter)
     if config.perform_initialization:
@@ -60,10 +60,7 @@ def _by_token(streams: torch.Tensor, config) -> torch.Tensor:
 
 
 class StreamsNorm(MegatronModule):
-    """Read and norm before a sublayer; ``weight [C]``.
-
-    The layer sets ``connection`` and ``write``.
-    """
+    """Read and norm before a sublayer; the layer sets ``connection`` and ``write``."""
 
     connection: Callable[[], Connection]
     write: StreamsWrite
@@ -90,10 +87,7 @@ class StreamsNorm(MegatronModule):
 
 
 class StreamsWrite:
-    """Write-back after a sublayer, instead of bias, dropout and addition.
-
-    ``read``: the norm's last read, ``None`` once written back.
-    """
+    """Write-back after a sublayer, instead of bias, dropout and addition."""
 
     def __init__(self) -> None:
         self.read: StreamsRead | None = None
@@ -111,7 +105,7 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Megatron's residual keeps its changes in the graph.
+        # Use Megatron's residual: its changes belong to the graph.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
@@ -120,8 +114,8 @@ class StreamsWrite:
 class HyperConnections(Fp32Parameters):
     """Mixin for a transformer layer whose residual is ``n`` streams.
 
-    Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``. The spec has
-    :class:`StreamsNorm` and :class:`StreamsWrite` as norms and additions.
+    Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``. Needs
+    :class:`StreamsNorm` and :class:`StreamsWrite` in the spec.
     """
 
     fp32_parameters = tuple(f"hc_{kind}_{part}" for kind, *_ in _SUBLAYERS for part in _PARTS)
@@ -151,8 +145,6 @@ class HyperConnectionLayer(HyperConnections, TransformerLayer):
 
 
 class StreamsHead(Fp32Parameters, MegatronModule):
-    """Read and norm after the last layer."""
-
     fp32_parameters = tuple(f"hc_head_{part}" for part in _PARTS)
 
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
@@ -170,8 +162,6 @@ class StreamsHead(Fp32Parameters, MegatronModule):
 
 
 class StreamsMean(MegatronModule):
-    """Mean of the streams after the last layer, and norm."""
-
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
         super().__init__(config=config)
         self.weight, self.eps = new_norm_weight(config, hidden_size), eps

@@ -1,7 +1,7 @@
 """Multi-token prediction on residual streams (DeepSeek-V4).
 
-Megatron predicts from the final norm's output, V4 from the previous layer's streams: the main head
-appends them to its output, and the prediction block splits both.
+V4 predicts from the previous layer's streams, Megatron from the final norm's output: so the main
+head appends the streams to its output.
 """
 
 import dataclasses
@@ -24,10 +24,7 @@ from megatron_dsa.layers.v4.hyper_connections import StreamsHead
 
 
 class HeadBeforePrediction(StreamsHead):
-    """Head that appends the streams to its output for multi-token prediction.
-
-    Along dim 0, as Megatron concatenates predictions: one tensor also crosses pipeline stages.
-    """
+    """Head that appends the streams along dim 0, since one tensor crosses pipeline stages."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Return ``[(1 + n) * s, b, C]`` for streams ``[s, b, n * C]``."""
@@ -37,8 +34,6 @@ class HeadBeforePrediction(StreamsHead):
 
 @dataclasses.dataclass
 class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
-    """Parts of a :class:`StreamPredictionLayer`, with its replicated linears."""
-
     e_proj: Any = None
     h_proj: Any = None
 
@@ -46,8 +41,7 @@ class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
 class StreamPredictionLayer(MultiTokenPredictionLayer):
     """Multi-token-prediction layer on streams.
 
-    Adds ``e_proj(enorm(embedding))`` to ``h_proj(hnorm(stream))``. Sharded projections would gather
-    all streams under sequence parallelism, so both are replicated.
+    Projections are replicated: sharded, they would gather all streams under sequence parallelism.
     """
 
     submodules: StreamPredictionLayerSubmodules
@@ -75,7 +69,7 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
 
 
 class StreamPredictionBlock(MultiTokenPredictionBlock):
-    def forward(  # Megatron's has single arguments
+    def forward(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -111,7 +105,7 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
 
 
 def on_streams(block: MultiTokenPredictionBlockSubmodules, linear: type) -> ModuleSpec:
-    """Return the spec of a ``block`` on streams; ``linear``: class of projections."""
+    """Return the spec of a ``block`` on streams, with projections by ``linear``."""
 
     def converted(layer: ModuleSpec) -> ModuleSpec:
         parts = layer.submodules
