@@ -1,8 +1,7 @@
 """Sparse attention of DeepSeek and GLM models for released Megatron-Core wheels.
 
-The import needs only torch: no GPU, Megatron or kernel package. ``megatron_dsa.specs`` and
-``megatron_dsa.pretrain`` check megatron-core (:mod:`megatron_dsa.versions`). Start reading at
-``docs/design/architecture.md``.
+The import needs only torch. ``megatron_dsa.specs`` and ``megatron_dsa.pretrain`` check
+megatron-core (:mod:`megatron_dsa.versions`). Start reading at ``docs/design/architecture.md``.
 """
 
 __version__ = "0.2.0.dev0"

@@ -8,15 +8,15 @@ from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.quiet_output import silence_host_warnings
 
-#: Required modules -> distribution; others may also hold parts of ``megatron``.
+#: Required modules -> distribution.
 _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}
 
 
 def main() -> int:
-    """Run the command line; name the package to install if torch or megatron-core is missing."""
+    """Run the command line; name a missing torch or megatron-core."""
     silence_host_warnings()
     try:
-        # This import already needs torch.
+        # The import already needs torch.
         from megatron_dsa.extras import cli
 
         with report_errors():
@@ -33,7 +33,7 @@ def main() -> int:
             _drop_output()
         raise
     except BrokenPipeError:
-        _drop_output()  # a reader like ``head`` has ended
+        _drop_output()  # ``head`` has ended
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _drop_output() -> None:
-    """Discard the rest of the output, which the interpreter flushes at exit."""
+    """Discard the rest, which the interpreter flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

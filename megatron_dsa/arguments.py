@@ -1,7 +1,4 @@
-"""Command line flags, added to Megatron's parser.
-
-Megatron is imported late, so that :func:`check_own_flags` rejects wrong flags at once.
-"""
+"""Command line flags, added to Megatron's parser."""
 
 import argparse
 import contextlib
@@ -22,10 +19,10 @@ from megatron_dsa.ops.dispatch.policy import FLAG, check_operations
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
-#: Prefixes of this package's flags, and of Megatron's for its bundled DSA.
+#: Prefixes of our flags, and of Megatron's for its DSA.
 OWN_PREFIX, MEGATRON_PREFIXES = "--dsa-", ("--dsa-indexer-", "--dsa-kernel-backend")
 USAGE = "%(prog)s [flags of Megatron and of megatron_dsa]"
-#: Module allowed in ``--spec`` together with ``--dsa-model``.
+#: Module allowed in ``--spec`` with ``--dsa-model``.
 SPECS = "megatron_dsa.specs"
 _FORMER_OPERATIONS = {
     "compressor": "compressor", "norm-rope": "norm_rope", "rotate": "rotate", "lists": "key_lists",
@@ -35,7 +32,7 @@ _FORMER_OPERATIONS = {
     "dense-loss": "dense_indexer_loss", "indexer-backward": "sparse_indexer_loss",
 }  # fmt: skip
 _GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
-#: Former flags -> reason of the error.
+#: Former flag -> reason.
 FORMER = {
     **{
         f"--dsa-{old}-impl": f"it is {FLAG} {new}=NAME now"
@@ -51,7 +48,7 @@ FORMER = {
 
 
 class _BackendAction(argparse.Action):
-    """``--attention-backend`` with our values, stored as ``dsa_attention_backend``.
+    """``--attention-backend`` with our values.
 
     Megatron's setting stays ``auto``: checkpoints pickle it, and other values break its enum.
     """
@@ -93,7 +90,7 @@ def _replace_attention_backend(parser: argparse.ArgumentParser, ours) -> None:
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:
-    """Escape bare percent signs, which break Megatron's ``--help``."""
+    """Escape bare percent signs, which break ``--help``."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:
@@ -106,18 +103,17 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
 
-    ``--dsa-indexer-*`` are Megatron's own. Parsing raises a :class:`ConfigError` for numbers out of
-    range (:mod:`.config.rules.ranges`).
+    ``--dsa-indexer-*`` are Megatron's. Parsing raises :class:`ConfigError` for numbers out of
+    range.
     """
     _repair_help(parser)
-    # Otherwise errors begin with all of Megatron's flags.
+    # Otherwise errors print all of Megatron's flags.
     parser.usage = USAGE
     group = parser.add_argument_group("megatron_dsa")
-    # Print ours first.
     parser._action_groups.insert(0, parser._action_groups.pop())
     _replace_attention_backend(parser, group)
     parser.set_defaults(dsa_attention_backend=None)
-    # Under Megatron's name, evaluation would average over microbatches and ranks, not tokens.
+    # Megatron's ``sft`` evaluates means of microbatches and ranks, not tokens.
     parser._option_string_actions["--sft"].dest = "dsa_sft"
     parser.set_defaults(sft=False, dsa_sft=False)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
@@ -143,9 +139,7 @@ def _add_own_flags(group) -> None:
 
 
 def check_own_flags(words: list[str]) -> None:
-    """Reject wrong values, unknown flags of this package, and wrong numbers.
-
-    Megatron's parser does so only after seconds of imports.
+    """Reject wrong values, numbers and own flags before Megatron's seconds of imports.
 
     Raises:
         ConfigError: a number is out of range.
@@ -205,7 +199,6 @@ def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[s
 
 
 def _refuse_other_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Reject flags that would silently override ``--dsa-model``."""
     others = {
         "--use-checkpoint-args": args.use_checkpoint_args,
         "--yaml-cfg": args.yaml_cfg,
@@ -232,7 +225,7 @@ def _changes(parser, flags: list[str], model, parsed) -> list[str]:
 
 
 class _HelpAction(argparse.Action):
-    """Print the first group of flags, ours, and exit."""
+    """Print the first group of flags and exit."""
 
     def __init__(self, option_strings, dest, **settings):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **settings)
@@ -273,7 +266,7 @@ def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]
 
 
 def field_values(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a configuration class from parsed flags."""
+    """Return a configuration class's fields from parsed flags."""
     return {
         each.name: _field_value(each, about, getattr(args, about.dest))
         for each, about in option_fields(config_class)
@@ -339,7 +332,6 @@ def _add_run_arguments(group) -> None:
 
 
 def add_dry_run_arguments(group) -> None:
-    """Add the planning flags to a parser or group."""
     group.add_argument(
         "--dsa-dry-run",
         action="store_true",
@@ -369,10 +361,7 @@ class _RefuseFormer(argparse.Action):
 
 
 def megatron_argv(argv: list[str]) -> list[str]:
-    """Return the command line with ``auto`` instead of our backends.
-
-    Megatron parses ``sys.argv`` again (fault tolerance) without our flags.
-    """
+    """Return ``argv`` with ``auto`` for our backends: Megatron parses it again on its own."""
     from megatron.core.transformer.enums import AttnBackend
 
     out = []

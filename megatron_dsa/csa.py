@@ -1,7 +1,4 @@
-"""Self-attention of DeepSeek-V4 around :mod:`megatron_dsa.layers.csa_core`.
-
-One head, both key and value, serves all query heads; the output projection is low-rank, in groups.
-"""
+"""Self-attention of DeepSeek-V4 around :mod:`megatron_dsa.layers.csa_core`."""
 
 from dataclasses import dataclass
 
@@ -26,8 +23,6 @@ from megatron_dsa.ops.rope.api import norm_rope, rotate
 
 @dataclass
 class CSASelfAttentionSubmodules:
-    """Layers of V4's attention."""
-
     linear_q_down_proj: ModuleSpec | type = None
     q_layernorm: ModuleSpec | type = None
     linear_q_up_proj: ModuleSpec | type = None
@@ -42,8 +37,8 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
     """Self-attention of one layer; its compression ratio comes from the configuration.
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
-    parallelism; packed batches have ``b == 1``). Heads and output groups are sharded over
-    tensor-parallel ranks; key/value head, compressors and indexer are replicated, on local tokens.
+    parallelism; packed batches have ``b == 1``). One key/value head serves all query heads.
+    Tensor-parallel ranks shard heads and output groups, and replicate the rest, on local tokens.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             is_mtp=is_mtp,
             choice=choice,
         )
-        # Stacked matrices of the local groups.
+        # Stacked matrices of local groups.
         self.linear_o_group_proj = columns(
             submodules.linear_o_group_proj,
             query // config.o_groups,
@@ -148,7 +143,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # In place: nothing else reads the projection.
+            # Nothing else reads the projection.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
         q = self.maybe_recomputed(queries, q_latent)
@@ -175,7 +170,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         ]  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Avoid a saved quantised copy of a recomputed input (FP8)."""
+        """Avoid a saved quantised copy of recomputed input (FP8)."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.linear_q_down_proj)

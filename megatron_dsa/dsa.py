@@ -1,7 +1,7 @@
 """Multi-latent attention around the DSA core.
 
-Layers and parameter names are Megatron's ``MLASelfAttention``. Stage sparse attends to latents
-(weight absorption), where heads share one 576-dim key, or to all keys under a bit mask.
+Layers and parameter names are Megatron's; stage sparse may attend to latents (weight absorption),
+where heads share one 576-dim key.
 """
 
 import dataclasses
@@ -45,8 +45,7 @@ from megatron_dsa.ops.rope.api import rotate
 class _Latents(NamedTuple):
     """Normalised local latents, ``[s, b, q_lora_rank | kv_lora_rank | 64]``.
 
-    If ranks share latents, ``shared`` joins ``kv`` and rotated ``k_pe``; ``gathering`` overlaps
-    with the indexer and the queries.
+    ``shared`` joins ``kv`` and rotated ``k_pe``; ``gathering`` overlaps with the indexer.
     """
 
     q: torch.Tensor
@@ -75,11 +74,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``).
-
-    Attributes:
-        choice: how this layer attends.
-        hands_on_selection, shared_selection, used_selection: see
-            :mod:`megatron_dsa.layers.index_sharing`.
     """
 
     def __init__(
@@ -93,7 +87,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         validate(config)
         super().__init__(
             config=config,
-            # Build the core only once, below.
+            # Built once, below.
             submodules=dataclasses.replace(submodules, core_attention=IdentityOp),
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
@@ -172,8 +166,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
-            # A column-parallel down projection gives all tokens of some columns. Scatter also the
-            # rope key: its gradient is summed over ranks.
+            # Column-parallel: all tokens of some columns. Scatter also the rope key, to sum its
+            # gradient over ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
                 kv = scatter_to_sequence_parallel_region(kv)
@@ -192,11 +186,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return _Latents(q_latent, kv_latent, k_pe, shared, gathering)
 
     def _rotated(self, x: torch.Tensor, tables) -> torch.Tensor:
-        """Rotate the last dims of ``x [tokens, H, D]``; pairs stay in place, unlike Megatron's."""
+        """Rotate the last dims of ``x [tokens, H, D]``; pairs stay in place."""
         return rotate(x, *tables, policy=self.core_attention.policy)
 
     def _queries(self, q_latent: torch.Tensor, rope: TokenRope) -> torch.Tensor:
-        """Return the queries ``[tokens, H, 192]``, their last 64 dims rotated."""
+        """Return ``[tokens, H, 192]``, the last 64 dims rotated."""
         q, _ = self._query_linear()(q_latent)
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
         if self.ranks.by_sequence:
@@ -207,8 +201,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
 
     def _plain(self, latents: _Latents, rope: TokenRope, finish) -> tuple[torch.Tensor, ...]:
-        """Run ``finish(q [tokens, H, 192], kv [tokens, H, 256], k_pe [tokens, 1, 64])`` under
-        recompute.
+        """Run ``finish(q [tokens, H, 192], kv [tokens, H, 256], k_pe [tokens, 1, 64])``.
 
         ``kv`` joins key without rope and value.
         """
@@ -226,11 +219,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(up, latents.q, latents.kv, k_pe)
 
     def _up_weights(self) -> torch.Tensor:
-        """Return ``W_uk``, then ``W_uv``, of the local heads, ``[H, 128 + 128, latent]``."""
+        """Return ``W_uk``, then ``W_uv``, of local heads, ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
         return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
 
-    # One method per way to attend; each returns a method of the core and its tensors.
+    # Each returns a method of the core and its tensors.
 
     def _sparse(self, latents: _Latents, rope: TokenRope):
         weights = self._up_weights()
@@ -239,12 +232,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.core_attention.forward_sparse, (q, kv, kv_grad, weights)
 
     def _masked(self, latents: _Latents, rope: TokenRope):
-        """Plain MLA under a mask of selected keys."""
         q, kv, k_pe = self._plain(latents, rope, _flat_rope_key)
         return self.core_attention.forward_masked, (q, kv, k_pe, None)
 
     def _masked_latents(self, latents: _Latents, rope: TokenRope):
-        """Like :meth:`_masked`, with keys computed from the latents of all ranks."""
         q = self._recomputed_queries(latents.q, rope)
         dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         (kv_latent, k_pe), (kv_grad, k_pe_grad) = (
@@ -260,7 +251,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.core_attention.forward_masked, (q, kv, k_pe.contiguous(), k_pe_grad)
 
     def _visible(self, latents: _Latents, rope: TokenRope):
-        """Like :meth:`_dense`, under a mask and without copies."""
         return self.core_attention.forward_visible, self._plain(latents, rope, _flat_rope_key)
 
     def _dense(self, latents: _Latents, rope: TokenRope):
@@ -271,17 +261,16 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.core_attention.forward_dense, self._plain(latents, rope, q_k_v)
 
     def _dense_latents(self, latents: _Latents, rope: TokenRope):
-        """Like :meth:`_dense`, with the latents of all ranks."""
         dims = [self.config.qk_head_dim, self.config.v_head_dim]
         w_uk, w_uv = self._up_weights().split(dims, dim=1)
         q = self._recomputed_queries(latents.q, rope)
         return self.core_attention.forward_latents, (q, *latents.of_all_ranks(), w_uk, w_uv)
 
     def _run(self, core_forward, tensors, layout, index_inputs) -> torch.Tensor:
-        """Run a method of the core on tensors that recompute may save."""
+        """Run a method of the core, saving ``tensors`` for recompute."""
         count, selects = len(tensors), self.options.stage == "sparse"
         of_indexer = () if index_inputs is None else index_inputs.tensors()
-        # Read now, since recompute may run after the next microbatch.
+        # Recompute may run after the next microbatch.
         given = self._given_selection(layout) if selects else None
         shared = () if given is None or given.packed is None else (given.packed,)
         hands_on = self.hands_on_selection and self.core_attention.computes_topk
@@ -303,7 +292,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return out
 
     def _given_selection(self, layout) -> TopKIndices | None:
-        """Return the selection of an earlier layer or replay, if any."""
+        """Return the selection of an earlier layer or replay."""
         if not self.core_attention.computes_topk:
             return self.shared_selection
         replayed = self.core_attention.given_selection(layout, layout, self.ranks)

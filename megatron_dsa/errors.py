@@ -14,11 +14,11 @@ class DSAError(Exception):
 
 
 class ConfigError(DSAError, ValueError):
-    """Unsupported configuration value, combination of values or input shape."""
+    """Unsupported value, combination of values or input shape."""
 
 
 class FileError(DSAError, OSError):
-    """Unreadable or unwritable file, for a reason that the user can fix."""
+    """Unreadable or unwritable file."""
 
 
 class VersionError(DSAError, ImportError):
@@ -40,10 +40,7 @@ def require(condition: object, message: str) -> None:
 
 
 def did_you_mean(given: str, known: Iterable[str], others: bool = True) -> str:
-    """Return the end of an error message: the closest known name.
-
-    ``others``: without a close name, list all.
-    """
+    """Return the end of a message: the closest known name, else (``others``) all."""
     known = list(known)
     if near := get_close_matches(given, known, n=1):
         return f"; did you mean {near[0]}?"

@@ -1,7 +1,6 @@
 """Training entry point: ``python -m megatron_dsa.pretrain <any Megatron flags>``.
 
-Runs Megatron's ``pretrain()``, whose wheel lacks ``pretrain_gpt.py``. Other scripts import the
-parts.
+Megatron's wheel has ``pretrain()``, but no ``pretrain_gpt.py``.
 """
 
 import importlib
@@ -37,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import parts that need Megatron on first use, after :func:`prepare_host`."""
+    """Import parts that need Megatron only after :func:`prepare_host`."""
     if name not in ("embedding_ranks", "forward_step", "loss_function", "model_config_from_args"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "model" if name == "embedding_ranks" else "setup"
@@ -53,7 +52,7 @@ def prepare_host(argv: list[str]) -> None:
     """
     require_supported_megatron()
     silence_host_warnings()
-    # Help and fake process groups have no other processes.
+    # These have no other processes.
     if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
         check_launch()
     if cpu_host.needed():
@@ -76,7 +75,7 @@ def prepare_host(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and train, or plan; errors print one sentence."""
+    """Train or plan; errors print one sentence."""
     silence_host_warnings()
     with report_errors():
         _main()
@@ -114,7 +113,7 @@ def _main() -> None:
 
 
 def finish() -> None:
-    """End a training script: print calls per implementation, destroy the process group.
+    """Print calls per implementation, and destroy the process group.
 
     Call once on every rank, after Megatron's ``pretrain()``.
     """
@@ -128,11 +127,11 @@ def finish() -> None:
         runs = ", ".join(f"{name} {count}" for name, count in counts.items())
         print_rank_0(f">   {operation}: {runs}")
     if torch.distributed.is_initialized():
-        # A rank must not leave while others wait for it.
+        # No rank may leave while others wait for it.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
-# Processes that save checkpoints import this module again.
+# Processes that save checkpoints import this again.
 if __name__ == "__main__":
     main()

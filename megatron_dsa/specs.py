@@ -1,13 +1,12 @@
 """Layer and block specs for Megatron.
 
-* :func:`dsa_block_spec`: MoE layers and pipeline stages, for ``--spec megatron_dsa.specs
-  dsa_block_spec``, ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
+* :func:`dsa_block_spec`: for ``--spec megatron_dsa.specs dsa_block_spec``,
+  ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
   ``provider.transformer_layer_spec``.
 * :func:`dsa_layer_spec`: one layer.
-* :func:`dsa_hybrid_stack_spec`: hybrid models, for ``--spec`` of our entry point and
-  ``HybridModelConfig.hybrid_stack_spec``.
+* :func:`dsa_hybrid_stack_spec`: for ``--spec`` and ``HybridModelConfig.hybrid_stack_spec``.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec``, ``dsa_local_hybrid_stack_spec``,
-  ``dsa_te_hybrid_stack_spec``: ready objects of dense layers, for builders that expect objects.
+  ``dsa_te_hybrid_stack_spec``: ready objects of dense layers.
 """
 
 import dataclasses
@@ -111,7 +110,7 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
                 module=CSACoreAttention,
                 submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
-            # Only its weight is read: transformer-engine would not help.
+            # Only its weight is read.
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
@@ -136,7 +135,7 @@ def _attention_spec(
             linear_weights_proj=linear,
         ),
     )
-    # No fused norms: the indexer reads the normalised query latent.
+    # Unfused: the indexer reads the normalised query latent.
     latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=DSASelfAttention,
@@ -181,7 +180,7 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
-    # transformer-engine fuses the norm into a dense MLP's first linear.
+    # transformer-engine fuses the norm into a dense MLP.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
     return ModuleSpec(
         module=layer,
@@ -199,7 +198,6 @@ def _layer_spec(
 
 
 def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
-    """Replace norms and residuals of a layer by hyper-connections."""
     shared = spec.module is IndexSharingLayer
     changed = dataclasses.replace(
         spec.submodules,
@@ -219,14 +217,12 @@ def _transformer_config(config):
 def dsa_layer_spec(
     config, *, moe: bool = False, is_mtp: bool = False, kda: bool = False
 ) -> ModuleSpec:
-    """Return the spec of one decoder layer with sparse attention.
-
-    With ``csa_compress_ratios`` V4's attention, else DSA.
+    """Return the spec of one decoder layer, with V4's attention for ``csa_compress_ratios``.
 
     Args:
         config: a transformer configuration, or a model configuration with one inside.
         moe: experts instead of a dense MLP.
-        is_mtp: for a multi-token-prediction block.
+        is_mtp: for multi-token prediction.
         kda: Kimi Delta Attention instead of sparse attention.
 
     Raises:
@@ -267,19 +263,18 @@ def dsa_layer_spec(
 def dsa_block_spec(
     config, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return ``TransformerBlockSubmodules`` for the layers of this pipeline stage.
+    """Return the specs of this pipeline stage's layers.
 
-    Args:
-        config: a transformer configuration, or a model configuration with one inside.
-        vp_stage, pp_rank: virtual stage and pipeline rank, as Megatron passes them.
+    ``config`` as for :func:`dsa_layer_spec`; ``vp_stage``, ``pp_rank``: virtual stage and pipeline
+    rank.
     """
     config = _transformer_config(config)
     if config.dsa_indexer_topk_freq > 1:
-        # Layers with and without indexer cannot be stacked in one checkpoint tensor; set in every
-        # stage, since each may read the previous stage's checkpoint.
+        # Checkpoint tensors cannot stack layers with and without indexer; also in stage dense,
+        # whose checkpoint the next stage loads.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The last layer's stage sends more than others, so shapes must be sent.
+        # The last layer's stage sends more: send shapes.
         config.mtp_standalone = True
     install_for_model(config)
 
@@ -310,7 +305,7 @@ def _final_norm(config) -> type:
 
 
 def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
-    """Return the multi-token-prediction block spec, or ``None`` without such layers."""
+    """Return the multi-token-prediction block spec, or ``None``."""
     config = _transformer_config(config)
     if config.mtp_num_layers is None:
         return None
@@ -328,12 +323,8 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
 def dsa_hybrid_stack_spec(config) -> ModuleSpec:
     """Return the spec of a hybrid stack whose layers ``D`` have sparse attention.
 
-    Other layers are Megatron's; without transformer-engine only ``-``, ``E``, ``G`` and multi-token
-    prediction exist.
-
-    Args:
-        config: a transformer configuration with a ``layer_pattern``, or a model configuration with
-            one inside.
+    Without transformer-engine other layers may be ``-``, ``E``, ``G`` and multi-token prediction.
+    ``config`` as for :func:`dsa_layer_spec`, with a ``layer_pattern``.
 
     Raises:
         ConfigError: unsupported configuration.
@@ -348,7 +339,6 @@ def dsa_hybrid_stack_spec(config) -> ModuleSpec:
 def _hybrid_spec(
     backend, layer: ModuleSpec, experts: ModuleSpec | None = None, *, local: bool
 ) -> ModuleSpec:
-    """Split GPT layers, with a dense MLP and with experts, into hybrid layers."""
     attention = _part(
         HybridAttentionLayer, layer, "input_layernorm", "self_attention", "self_attn_bda"
     )
@@ -404,7 +394,6 @@ def _dense_spec(transformer_impl: str, hybrid: bool) -> ModuleSpec:
     return _hybrid_spec(backend, layer, local=transformer_impl == "local") if hybrid else layer
 
 
-#: Ready objects -> arguments of :func:`_dense_spec`.
 _READY = {
     "dsa_local_layer_spec": ("local", False),
     "dsa_local_hybrid_stack_spec": ("local", True),
@@ -420,7 +409,7 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Megatron resolves ``--spec`` by vars(module), which ignores __getattr__.
+# ``--spec`` uses vars(module), which ignores __getattr__.
 for _name, (_impl, _hybrid) in _READY.items():
     if _impl == "local" or why_not_transformer_engine(torch.cuda.is_available()) is None:
         globals()[_name] = _dense_spec(_impl, _hybrid)

@@ -22,14 +22,14 @@ MEGATRON_BELOW = "0.21"
 #: Tested releases of megatron-core.
 MEGATRON_RUN_WITH = "0.19.2"
 MEGATRON_MAIN = "0.20.0 (main of 2026-08-22)"
-#: Variable that, set to 1, allows versions from ``MEGATRON_BELOW``.
+#: Set to 1, it allows later versions.
 ANY_HOST = "MEGATRON_DSA_ANY_HOST"
-#: Module of the entry point that 0.18.2 and 0.17.1 lack.
+#: Missing from 0.18.2 and 0.17.1.
 _MODEL_CONFIG = "megatron.training.models.gpt"
-#: First and last tested release of torch: training, saving, resuming, exporting.
+#: First and last tested release of torch.
 TORCH_RUN_WITH = ((2, 11), (2, 15))
 
-#: Optional packages: distribution -> (module, purpose).
+#: Distribution -> (module, purpose).
 OPTIONAL_PACKAGES = {
     "transformer-engine": ("transformer_engine", "Megatron's fused linears and norms (extra: te)"),
     "flash-mla": (
@@ -58,7 +58,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_before(found: str, floor: str) -> bool:
-    """Compare versions; by release unless ``floor`` is a pre-release."""
+    """Compare versions, by release unless ``floor`` is a pre-release."""
     wanted = Version(floor)
     if wanted.is_prerelease:
         try:
@@ -93,12 +93,9 @@ def installed_version(distribution: str) -> str | None:
 
 @functools.cache
 def host_version() -> str | None:
-    """Return the version of the importable ``megatron.core``.
-
-    A source tree on ``PYTHONPATH`` hides a wheel, but not its metadata.
-    """
+    """Return the version of ``megatron.core``: a source tree may hide a wheel."""
     if (package_info := _package_info()) is not None:
-        # Read instead of imported, since it runs git.
+        # Importing it runs git.
         text = package_info.read_text()
         found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", text, re.M))
         if {"MAJOR", "MINOR", "PATCH", "PRE_RELEASE"} <= set(found):
@@ -107,7 +104,7 @@ def host_version() -> str | None:
 
 
 def host_described() -> str:
-    """Return megatron-core's version, with the folder unless it is an installed wheel."""
+    """Return megatron-core's version, with its folder unless a wheel."""
     found, package_info = host_version(), _package_info()
     if package_info is None:
         return str(found)
@@ -135,7 +132,7 @@ def optional_version(distribution: str) -> str | None:
 
 
 def why_not_transformer_engine(has_gpu: bool) -> str | None:
-    """Return why Megatron cannot use transformer-engine here, if so; may import it."""
+    """Return why Megatron cannot use transformer-engine, if so; may import it."""
     if sys.modules.get("transformer_engine.pytorch") is not None:
         return None  # its importer succeeded
     if installed_version("transformer-engine") is None:
@@ -147,7 +144,7 @@ def why_not_transformer_engine(has_gpu: bool) -> str | None:
 
 @functools.cache
 def _failed_import_of_transformer_engine() -> str | None:
-    """Return the error, cached since the extension is hidden afterwards."""
+    """Cached: the extension is hidden afterwards."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # wrong versions raise any error
@@ -159,7 +156,6 @@ def _failed_import_of_transformer_engine() -> str | None:
 
 
 def untested_versions() -> list[str]:
-    """Warn about untested versions of torch and megatron-core."""
     warnings = []
     torch_version, (first, last) = installed_version("torch"), TORCH_RUN_WITH
     if torch_version and not first <= parse_version(torch_version)[:2] <= last:

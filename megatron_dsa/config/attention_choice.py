@@ -42,8 +42,7 @@ class AttentionChoice:
         reason: for or against a bit mask, in one clause.
         masked_up_to: longest masked sequence (selected keys) or microbatch (visible keys), if any.
         tp_mode: sharding over tensor-parallel ranks. ``heads``: local heads, repeated indexer;
-            ``sequence``: local tokens; ``select``: local tokens for the indexer, local heads for
-            attention.
+            ``sequence``: local tokens; ``select``: local tokens to select, local heads to attend.
     """
 
     way: Way
@@ -57,11 +56,10 @@ class AttentionChoice:
 
     @property
     def shares_latents(self) -> bool:
-        """Return True if ranks read keys as latents, through a plain weight."""
+        """Return True if a rank's keys are latents of all ranks."""
         return self.way in ("sparse", "masked_latents", "dense_latents")
 
     def describe(self) -> str:
-        """Return one line for the log."""
         limit = self.masked_up_to
         if self.way in ("sparse", "masked", "masked_latents"):
             name = "masked dense attention" if self.masked else "sparse attention"
@@ -78,9 +76,7 @@ class AttentionChoice:
 def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
     """Return the attention of all layers in this stage.
 
-    Args:
-        config: a validated configuration of this package.
-        device: ``cuda`` or ``cpu``, by default this machine's.
+    ``config`` is validated; ``device``: ``cuda`` or ``cpu``, by default this machine's.
     """
     sparse_mode: TPMode = "sequence" if by_sequence(config) else "heads"
     if uses_csa(config):
@@ -99,7 +95,7 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
 
 
 class LayerCalls:
-    """Calls of a configuration's layers on a device."""
+    """Calls of all layers on a device."""
 
     def __init__(self, config: Any, device: str | None = None):
         self.config = config
@@ -120,7 +116,6 @@ class LayerCalls:
         )  # fmt: skip
 
     def masked_attention(self, topk: int | None = None) -> OpCall:
-        """Return masked attention's call; ``topk``: number of selected keys, if any."""
         config = self.config
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
         heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -129,7 +124,6 @@ class LayerCalls:
         )
 
     def visible_attention(self) -> Iterator[tuple[Operation, OpCall]]:
-        """Yield the calls of masked attention to all visible keys."""
         yield masked.VISIBLE_BITS, describe_visible_call(self.device)
         for operation in (masked.FORWARD, masked.BACKWARD):
             yield operation, self.masked_attention()
@@ -176,14 +170,14 @@ def _mask_of_selected(calls: LayerCalls) -> Iterator[_Rule]:
 
 
 def _mask_of_visible(calls: LayerCalls) -> Iterator[_Rule]:
-    """Yield the rules for visible keys; masked kernels are faster and copy no keys or values."""
+    """Yield the rules for visible keys; masked kernels are faster and copy no keys."""
     config, options = calls.config, options_of(calls.config)
     several = config.context_parallel_size > 1
     yield _Rule(several, False, "context-parallel ranks exchange keys or latents")
     name = options.policy.named_for("dense_attention")
     yield _Rule(name is not None, False, f"dense_attention={name} was asked for")
     yield from _rules_of_fusion(calls.visible_attention(), options.policy)
-    # A tile would hold tokens of all sequences and compute all for one.
+    # A tile would hold tokens of all sequences.
     alternate = options.interleaved_sequences > 1
     yield _Rule(alternate, False, "sequences of a microbatch alternate", MOST_KEPT)
     length = options.sequence_length
@@ -212,13 +206,13 @@ def by_sequence(config: Any) -> bool:
 
 
 def query_heads(config: Any) -> int:
-    """Return the heads of unmasked attention on a rank."""
+    """Return the local heads of unmasked attention."""
     ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
     return config.num_attention_heads // ranks
 
 
 def _select_mode(config: Any) -> TPMode:
-    """Return masked attention's mode; a dense loss needs all queries' heads."""
+    """Return masked attention's mode; a dense loss needs all heads."""
     mode, several = options_of(config).tp_mode, config.tensor_model_parallel_size > 1
     if not (several and config.sequence_parallel) or has_dense_loss(config):
         return "heads"
@@ -228,7 +222,7 @@ def _select_mode(config: Any) -> TPMode:
 def _exchanges_latents(config: Any) -> bool:
     """Return True if dense stages exchange latents, whenever those are narrower.
 
-    In DeepSeek's shapes that begins at two local heads.
+    In DeepSeek's shapes: from two local heads.
     """
     options = options_of(config)
     if options.cp_exchange != "auto":

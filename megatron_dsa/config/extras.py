@@ -7,11 +7,7 @@ from megatron_dsa.errors import ConfigError
 
 
 def load_extra(module: str, flag: str) -> ModuleType:
-    """Import ``megatron_dsa.extras.<module>`` for a flag.
-
-    Raises:
-        ConfigError: this installation lacks the extra.
-    """
+    """Import ``megatron_dsa.extras.<module>`` for a flag, or raise :class:`ConfigError`."""
     found = optional_extra(module)
     if found is None:
         folder = module.partition(".")[0]
@@ -23,7 +19,7 @@ def load_extra(module: str, flag: str) -> ModuleType:
 
 
 def optional_extra(module: str) -> ModuleType | None:
-    """Import ``megatron_dsa.extras.<module>``, or return ``None`` if it is not installed."""
+    """Import ``megatron_dsa.extras.<module>``, or return ``None``."""
     name = f"megatron_dsa.extras.{module}"
     try:
         return importlib.import_module(name)

@@ -14,7 +14,6 @@ class Option:
     Attributes:
         flag: a boolean field's flag reverses the default.
         help: text of ``--help-dsa``, which appends the default.
-        metavar: name of the value in help texts.
         unit: factor from the flag to the field, for example bytes per MiB.
         parse: converts the words after the flag; also gets the flag, for messages.
     """
@@ -27,7 +26,6 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Attribute of parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -56,7 +54,7 @@ def given_values(words: list[str], flag: str) -> list[str]:
     return values
 
 
-#: Flags that differ from the field's name in Megatron.
+#: Megatron's flags with other names than their fields.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
     "fp8": "--fp8-format",
@@ -77,7 +75,6 @@ _NAMES = {
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
 #: Lists per layer, which Megatron reads as expressions.
 _PATTERNS = {"moe_layer_freq", "linear_attention_freq"}
-#: Flags for ``False``.
 _NEGATIVE = {
     "add_bias_linear": "--disable-bias-linear",
     "bias_activation_fusion": "--no-bias-swiglu-fusion",
@@ -90,12 +87,11 @@ def flag_of(name: str) -> str:
 
 
 def said(value: Any) -> str:
-    """Return a value in command line form."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the command line words for a field; none for ``None``."""
+    """Return a field's words of the command line; none for ``None``."""
     if value is None or name in _LEFT_OUT:
         return []
     flag = flag_of(name)

@@ -8,14 +8,12 @@ from megatron_dsa.ops.dispatch.gpus import ADA, AMPERE, BLACKWELL, HOPPER
 
 
 class GPU(NamedTuple):
-    """GPU: torch's name, compute capability, GiB for an allocator."""
-
     name: str
     capability: tuple[int, int]
     memory_gib: float
 
 
-#: torch's ``total_memory``, minus about half a GiB of CUDA context.
+#: torch's ``total_memory`` minus half a GiB of CUDA context.
 GPUS = {
     "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 78.7),
     "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 78.7),
@@ -24,7 +22,7 @@ GPUS = {
     "gb200": GPU("NVIDIA GB200", (10, 0), 183.8),
 }
 
-#: Streaming multiprocessors, of the server GPU per capability.
+#: Streaming multiprocessors of the server GPU per capability.
 _PROCESSORS = {AMPERE: 108, ADA: 142, HOPPER: 132, BLACKWELL: 148}
 
 

@@ -1,6 +1,6 @@
 """Kinds of layers: hybrid patterns, pipeline stages, prediction, KDA.
 
-Hybrid layers are attention or MLP, GPT layers both. Printing commands need this without Megatron.
+Printing commands import this without Megatron.
 """
 
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
-#: Megatron's letters; layers with other letters are Megatron's.
+#: Megatron's letters; it builds layers with other letters.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
-#: KDA in GPT layers (``linear_attention_freq``); no Megatron letter.
+#: KDA in GPT layers; no Megatron letter.
 KDA = "K"
 
 
@@ -33,7 +33,7 @@ def predictions_of(pattern: str) -> list[str]:
 
 
 def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
-    """Return the parts of decoder layer ``number`` (from 1), or of a prediction depth."""
+    """Return the parts of a decoder layer (from 1) or a prediction depth."""
     if has_pattern(config):
         pattern = config.layer_pattern
         return predictions_of(pattern)[number - 1] if is_mtp else decoder_of(pattern)[number - 1]
@@ -66,7 +66,7 @@ def logged_layers(config: Any) -> int:
 
 
 def count_pairs(pattern: str) -> int | None:
-    """Return the layers of an equivalent GPT, if every attention has its MLP: ``D-D-|DEDE/DE``."""
+    """Return the layers of an equivalent GPT, such as ``D-D-|DEDE/DE``."""
     letters = decoder_of(pattern)
     pairs = [letters[i : i + 2] for i in range(0, len(letters), 2)]
     pairs += predictions_of(pattern)

@@ -1,6 +1,6 @@
 """Model fields of this package, and properties of any transformer configuration.
 
-Printing commands need this without Megatron.
+Printing commands import this without Megatron.
 """
 
 # No ``from __future__ import annotations``: flags come from field types.
@@ -103,7 +103,6 @@ class CSAFields(StreamFields):
 
     @property
     def head_dim(self: Any) -> int:
-        """Dims of a query head and of the key/value head."""
         return self.v_head_dim
 
     def ratio(self: Any, layer_number: int, is_mtp: bool = False) -> int:
@@ -121,17 +120,15 @@ def uses_streams(config: Any) -> bool:
 
 
 def has_learned_head(config: Any) -> bool:
-    """Return True if a learned head ends the streams; multi-token prediction then reads them."""
     return uses_streams(config) and config.hc_collapse == "learned"
 
 
 def uses_sinks(config: Any) -> bool:
-    """Return True if V3.2's attention has a learned sink per head (Hy4)."""
+    """Return True if V3.2's attention has learned sinks (Hy4)."""
     return getattr(config, "softmax_type", None) == "learnable"
 
 
 def hash_layers(config: Any) -> int:
-    """Return the number of leading layers with hash routing."""
     return getattr(config, "moe_hash_layers", 0)
 
 
@@ -177,7 +174,7 @@ def selected_keys(config: Any) -> int:
 
 
 def selected_tokens(config: Any) -> int:
-    """Return the most keys that a query attends to, in V3.2's attention."""
+    """Return the most keys of a query, in V3.2's attention."""
     return config.dsa_indexer_topk + options_of(config).indexer_pool_size - 1
 
 
@@ -215,7 +212,7 @@ def shares_teacher(config: Any, layer_number: int, is_mtp: bool = False) -> bool
 
 
 def validate(config: Any) -> None:
-    """Raise :class:`ConfigError` for an unsupported configuration, before any layer is built."""
+    """Raise :class:`ConfigError` for an unsupported configuration."""
     options = options_of(config)
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):

@@ -20,8 +20,8 @@ TPMode = Literal["heads", "sequence", "select"]
 class DSAOptions:
     """Settings without a field in Megatron's configuration.
 
-    Stored as ``dsa`` of the transformer configuration, which may lack it: then defaults apply.
-    ``--help-dsa`` prints their help texts.
+    Stored as ``dsa`` of the transformer configuration; without it, defaults apply. ``--help-dsa``
+    prints their help texts.
     """
 
     stage: Literal["dense", "warmup", "sparse"] = option(
@@ -220,7 +220,6 @@ class DSAOptions:
 
     @property
     def head_parts(self) -> int:
-        """Groups of heads; one of them teaches a query token."""
         return round(1 / self.indexer_loss_heads)
 
     def describe_loss(self) -> str:

@@ -1,6 +1,6 @@
 """Released models, as configurations and as flags.
 
-Torch is imported late: the command ``flags`` saves seconds.
+Torch is imported late, which saves the command ``flags`` seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
         "mtp_num_layers": 1,
         "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
         "csa_window_size": 128,
-        "kv_lora_rank": 448,  # unused; as in Megatron
+        "kv_lora_rank": 448,  # unused
         "qk_head_dim": 448, "v_head_dim": 512, "o_groups": groups, "o_lora_rank": 1024,
         "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
         "rotary_base": 10000, "csa_compress_rotary_base": 160000, **_yarn(16, 65536),
@@ -46,7 +46,7 @@ _OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size
 
 
 def _glm_5_3(*, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Return GLM-5.3's further fields: no rope, pools, KDA in three of four layers."""
+    """Return GLM-5.3's further fields."""
     return {
         "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False, POOL_SIZE: 4,
         "linear_attention_freq": [int(layer % 4 != 3) for layer in range(layers)],
@@ -147,7 +147,7 @@ VOCABULARY = {
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return a configuration with a released model's attention, and ``changes``.
 
-    MLPs, experts and residual are Megatron's defaults, except for V4 also norms and rope.
+    The rest has Megatron's defaults, except V4's norms and rope.
 
     Raises:
         ConfigError: unknown name or field.
@@ -158,8 +158,8 @@ def preset(name: str, **changes: Any) -> DSATransformerConfig:
 def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a whole released model, with ``changes``.
 
-    It has the fields of ``config.json``, but no training settings (balancing, weights of losses).
-    :data:`VOCABULARY` has the embedding's size.
+    It has the fields of ``config.json``, not of training; :data:`VOCABULARY` has the embedding's
+    size.
 
     Raises:
         ConfigError: unknown name or field.
@@ -223,7 +223,6 @@ _TINY: dict[str, Any] = {
     "init_method_std": 0.05, "rope_type": "rope",
     "dsa_indexer_n_heads": 8, "dsa_indexer_head_dim": 32, "max_position_embeddings": 256,
 }  # fmt: skip
-#: Small models, as fields and other flags.
 TINY: dict[str, dict[str, Any]] = {
     "v3.2-tiny": _TINY
     | {
@@ -256,7 +255,6 @@ TINY: dict[str, dict[str, Any]] = {
         "layernorm_epsilon": 1e-6, **_CLAMPED, **_STREAMS,
     },
 }  # fmt: skip
-#: Values of ``--dsa-model``.
 MODELS = (
     *("v3.2-tiny", "v3.2", "glm-5", "glm-5.3-tiny", "glm-5.3-flash"),
     *("v4-tiny", "v4-flash", "v4-pro"),
@@ -264,11 +262,10 @@ MODELS = (
 
 
 def model_flags(name: str) -> list[str]:
-    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, with training settings of its
-    parts.
+    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, with training settings.
 
-    Other flags set sequence length, data, tokenizer (with the small models' vocabulary), schedule,
-    precision and parallel layout.
+    Data, tokenizer (with the small models' vocabulary), sequence length, schedule, precision and
+    parallel layout have other flags.
 
     Raises:
         ConfigError: unknown name.
@@ -287,7 +284,6 @@ def model_flags(name: str) -> list[str]:
 
 
 def _released_fields(name: str) -> dict[str, Any]:
-    """Return a released model's fields, options keyed by flag names."""
     fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
     said = ("attention_dropout", "hidden_dropout")  # in ALWAYS
     return {field: value for field, value in fields.items() if field not in said} | {

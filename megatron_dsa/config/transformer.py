@@ -15,7 +15,7 @@ require_supported_megatron()
 
 @dataclass
 class DSATransformerConfig(StreamFields, MLATransformerConfig):
-    """Megatron's MLA configuration with :class:`DSAOptions`, validated for sparse attention.
+    """Megatron's MLA configuration with :class:`DSAOptions`, validated.
 
     ``layer_pattern`` is a hybrid model's ``hybrid_layer_pattern``.
     """
@@ -51,8 +51,8 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 class CSATransformerConfig(CSAFields, DSATransformerConfig):
     """Configuration of DeepSeek-V4's window, CSA and HCA attention.
 
-    The one key/value head has ``v_head_dim`` dims, of which ``qk_pos_emb_head_dim`` at the end
-    rotate; ``kv_lora_rank`` is unused.
+    The one key/value head has ``v_head_dim`` dims; the last ``qk_pos_emb_head_dim`` rotate.
+    ``kv_lora_rank`` is unused.
     """
 
     def _derive(self) -> None:

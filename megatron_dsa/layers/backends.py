@@ -12,10 +12,7 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
-    """Layers without transformer-engine.
-
-    ``absorbed_linear`` is the up projection of keys and values, whose weight is also read directly.
-    """
+    """Layers without transformer-engine; ``absorbed_linear``'s weight is also read directly."""
 
     def linear(self) -> type:
         return ReplicatedLinear

@@ -51,7 +51,7 @@ from megatron_dsa.ops.layout.pools import KeyPools
 
 
 class Indexer(MegatronModule):
-    """Linears and weights that all indexers share.
+    """Linears and weights of all indexers.
 
     Subclasses set ``linear_wq_b`` and ``linear_weights_proj``.
     """
@@ -76,7 +76,7 @@ class Indexer(MegatronModule):
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the query tokens' scaled weights, and an engine's fp32 weights or ``None``."""
+        """Return scaled weights, and an engine's in fp32 or ``None``."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -95,8 +95,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     Args:
         layer_number: from 1.
         softmax_scale: factor on ``q . k``; ``None`` compiles nothing beforehand.
-        is_mtp: in a multi-token-prediction layer, which never shares indices.
-        choice: how the layers attend, by default from ``config``.
+        is_mtp: in multi-token prediction, which never shares indices.
 
     Attributes:
         selecting_layers: numbers of all decoder layers that select.
@@ -142,9 +141,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.loss_scale = install_loss_scale(config)
         self.keeps_loss = False
         self._kept_loss: torch.Tensor | None = None
-        # Multi-token-prediction layers log after the decoder's.
+        # Prediction logs after the decoder.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # Health is measured once per iteration, but a graph replays in each microbatch.
+        # A graph would measure in each microbatch instead of once per iteration.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
             say_how_trained(config)
@@ -155,7 +154,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def build_indexer(self, spec: ModuleSpec | type) -> None:
         self.indexer = build_module(spec, config=self.config, tp_mode=self.choice.tp_mode)
         if not self.indexer_is_trained:
-            # A trainable parameter without gradient stalls the overlapped reduction.
+            # Trainable parameters without gradient stall the overlapped reduction.
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
@@ -188,7 +187,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
 
     def trains_indexer_now(self) -> bool:
-        """Return False also in a first pass of recompute."""
         return (
             self.indexer is not None
             and torch.is_grad_enabled()
@@ -196,7 +194,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )
 
     def measures_selection_now(self) -> bool:
-        """Return True in training passes, also with a frozen indexer."""
         return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
@@ -208,7 +205,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``indices`` and ``length`` from the source, if any; call once per forward."""
+        """Return the source's ``indices`` and ``length``, if any; call once per forward."""
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
@@ -219,7 +216,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         ranks: Ranks,
         compressed: CompressedKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` of the indexer's selection."""
         count = selected_keys(self.config)
         if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
@@ -233,10 +229,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group over which teachers are still to be summed, if any.
-
-        Only by heads: otherwise a rank has all heads, or attention returns their sums.
-        """
+        """Return the group that has yet to sum teachers, if any: only by heads."""
         if self.choice.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
@@ -278,7 +271,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
-        # Megatron divides per-token losses itself.
+        # Megatron divides per-token losses.
         coeff = self.config.dsa_indexer_loss_coeff
         if self.config.calculate_per_token_loss:
             return Factor(coeff)
@@ -295,7 +288,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return attach_loss(out, loss, self.loss_scale)
 
     def take_loss(self) -> torch.Tensor | None:
-        """Return the kept loss: a 0 with the loss's backward."""
         loss, self._kept_loss = self._kept_loss, None
         return loss
 
@@ -310,7 +302,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self._record(EVALUATION, loss_sum.detach(), coeff, layout)
 
     def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
-        # The log averages over ranks, so record this rank's share.
+        # The log averages over ranks: record this rank's share.
         factor = _mean_over_tokens(layout, layout.num_shards * coeff)
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 

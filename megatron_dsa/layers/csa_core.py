@@ -69,8 +69,8 @@ class CSACoreAttention(CoreAttention):
         """Return ``[tokens, H, D]``, not yet rotated back.
 
         Args:
-            hidden_states: ``[s, b, hidden]``; q_latent: ``[s, b, q_lora_rank]``; kv: ``[s, b, D]``,
-                rotated; all local.
+            hidden_states, q_latent, kv: local, ``[s, b, hidden | q_lora_rank | D]``; ``kv`` is
+                rotated.
             q: ``[tokens, H, D]``, rotated; for tokens and heads see :class:`Ranks`.
         """
         policy = self.policy

@@ -14,7 +14,7 @@ from megatron_dsa.patches import install
 class GraphedLayer(TransformerLayer):
     """Transformer layer whose attention ``--cuda-graph-impl local`` may capture without the MLP.
 
-    Megatron captures whole layers, which fails with experts. Evaluation runs uncaptured: a training
+    Megatron captures whole layers, which fails with experts. Evaluation runs uncaptured, since a
     graph would record its loss as a training loss.
     """
 

@@ -1,8 +1,4 @@
-"""Core attention of DeepSeek-V3.2.
-
-Stage ``sparse`` attends to the indexer's top-k; ``warmup`` to all keys, and trains the indexer;
-``dense`` to all keys, without an indexer.
-"""
+"""Core attention of DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -76,7 +72,6 @@ class TopKIndices(NamedTuple):
         return cls(indices.int(), length.int(), packed)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors to save for recompute."""
         return self[:2] if self.packed is None else (self.packed,)
 
     @classmethod
@@ -85,11 +80,11 @@ class TopKIndices(NamedTuple):
 
 
 class DSACoreAttention(CoreAttention):
-    """Core attention of a layer with indexer, one method per way to attend.
+    """Core attention with indexer, one method per way to attend.
 
     Common arguments, with ``[tokens, H, v_head_dim]`` as result:
 
-    * ``q``: queries ``[tokens, H, 192]`` of local heads, or of all (by sequence);
+    * ``q``: ``[tokens, H, 192]``, of local heads, or of all (by sequence);
     * ``layout``: visible keys per query token;
     * ``index_inputs``: the indexer's projections, ``None`` if nothing is scored;
     * ``given``: selection of an earlier layer or replay.
@@ -111,7 +106,7 @@ class DSACoreAttention(CoreAttention):
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """Return the selecting layers; outside of a model, up to this layer's number."""
+        """Return the selecting layers, including a layer outside of a model."""
         numbers = attention_layers(self.config)
         numbers += range(self.config.num_layers + 1, self.layer_number + 1)
         return [number for number in numbers if selects_keys(self.config, number)]
@@ -129,8 +124,8 @@ class DSACoreAttention(CoreAttention):
     ) -> tuple[torch.Tensor, TopKIndices]:
         """Attend to selected keys; return also the selection.
 
-        ``kv [keys, 576]``: latent keys; ``kv_grad``: their gradient proxy, ``None`` on one rank;
-        ``weights [local heads, 256, 512]``: up projection to keys and values.
+        ``kv [keys, 576]``: latents; ``kv_grad``: their gradient proxy, ``None`` on one rank;
+        ``weights [local heads, 256, 512]``: up projection.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         group, sink = ranks.tp if ranks.by_sequence else None, self.sinks(ranks)
@@ -170,8 +165,8 @@ class DSACoreAttention(CoreAttention):
         """Attend to selected keys by plain MLA under a bit mask; return also the selection.
 
         ``q`` has attention's tokens, the selection the indexer's (see :class:`Ranks`). ``kv [keys,
-        H, 256]`` joins key without rope and value; ``k_pe [keys, 64]`` is the rope key;
-        ``k_pe_grad`` its gradient proxy, ``None`` if no other rank attends to it.
+        H, 256]`` joins key without rope and value; ``k_pe [keys, 64]``: rope key; ``k_pe_grad``:
+        its gradient proxy, ``None`` if no other rank attends to it.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
@@ -220,9 +215,9 @@ class DSACoreAttention(CoreAttention):
         return selection
 
     def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
-        """Pack the indexer's training on all layers that attend to this selection."""
+        """Pack the indexer's training on all layers with this selection."""
         share, device = self.options.indexer_loss_queries, layout.start.device
-        # Drawn in both passes of recompute, see draw_sample.
+        # Draw also under recompute, see draw_sample.
         number = draw_number(layout.num_queries, share, device, self.heads_group())
         drawn = torch.zeros(1, dtype=torch.int64, device=device) if number is None else number[None]
         shared = SharedSelection(selection.indices, selection.length, drawn)
@@ -261,10 +256,7 @@ class DSACoreAttention(CoreAttention):
     def _trained_and_measured(
         self, result, index_inputs, layout, selection, q, kv, sink, **keys
     ) -> torch.Tensor:
-        """Return the output with any dense loss attached; record figures and losses.
-
-        ``keys``: other fields of :class:`Attended`.
-        """
+        """Return the output with any dense loss; record figures and losses."""
         sample = self.draw_sample(layout)
         if index_inputs is None:
             return result.out
@@ -393,7 +385,7 @@ class DSACoreAttention(CoreAttention):
             inputs = self.indexer(
                 x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
             )
-        # Latents are checked with their queries, before the selection.
+        # Check latents with their queries, before the selection.
         layout = self.key_layout(layout)
         return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 

@@ -35,8 +35,6 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass
 class DSAIndexerSubmodules:
-    """Layers replicated over tensor-parallel ranks."""
-
     linear_wq_b: ModuleSpec | type = None
     linear_wk: ModuleSpec | type = None
     k_norm: ModuleSpec | type = None
@@ -81,8 +79,8 @@ class DSAIndexer(Fp32Parameters, Indexer):
             self.fp32_parameters = ("pool_ape",)
             mark_table(self.pool_ape)
         for name, parameter in self.named_parameters():
-            # Sum gradients of local inputs over tensor-parallel ranks; others are equal, and
-            # averaging keeps them bitwise equal.
+            # Sum gradients of local inputs over tensor-parallel ranks; average others, to keep them
+            # bitwise equal.
             of_queries = name.startswith("linear_wq_b")
             local = tp_mode != "heads" if of_queries else config.sequence_parallel
             parameter.sequence_parallel = local
@@ -100,9 +98,9 @@ class DSAIndexer(Fp32Parameters, Indexer):
         """Return queries and weights of the query tokens, keys of all ranks' tokens.
 
         Args:
-            x: ``[s, b, hidden]``; qr: ``[s, b, q_lora_rank]``: detached local hidden states and
-                normalised query latent.
-            remake_queries: return latents, if the sparse loss's backward can recompute the queries.
+            x, qr: detached local hidden states ``[s, b, hidden]`` and normalised query latent ``[s,
+                b, q_lora_rank]``.
+            remake_queries: return latents, if the sparse loss can recompute the queries.
             pools: tokens that share one key.
         """
         keys = self._start_keys(x, rope, ranks, pools)
@@ -122,7 +120,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
     def _start_keys(
         self, x: torch.Tensor, rope: TokenRope, ranks: Ranks, pools: CompressedKeys | None
     ) -> Callable[[], torch.Tensor]:
-        """Start to exchange keys; return a function that waits for them."""
+        """Start to exchange keys; return a function that waits."""
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._norm_keys(k)
         if pools is not None:
@@ -166,7 +164,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
             return self.k_norm(k)
         if not isinstance(self.k_norm, torch.nn.LayerNorm):
             return self.k_norm(k.float()).to(k.dtype)
-        norm = self.k_norm  # torch's module rejects fp32 input with bf16 weights
+        norm = self.k_norm  # torch rejects fp32 input with bf16 weights
         out = torch.nn.functional.layer_norm(
             k.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
         )

@@ -13,10 +13,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class SelfAttentionFrame:
-    """Forward pass around :meth:`attend`.
-
-    Attributes are named as in Megatron's MLA.
-    """
+    """Forward pass around :meth:`attend`, with the attributes of Megatron's MLA."""
 
     ranks: Ranks
     config: Any
@@ -37,11 +34,11 @@ class SelfAttentionFrame:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``, causal per sequence.
 
-        ``packed_seq_params`` describe packed sequences; ``attention_mask`` may be ``None`` or
-        equivalent.
+        ``attention_mask`` may be ``None`` or equivalent; ``packed_seq_params`` describe packed
+        sequences.
 
         Raises:
-            ConfigError: any other Megatron feature.
+            ConfigError: another mask, or an unsupported argument.
         """
         refused = {"inference_context": inference_context, "key_value_states": key_value_states}
         for name, value in (refused | megatron).items():

@@ -1,11 +1,7 @@
 """Frozen parameters per stage, and the skipped backward of a frozen main model.
 
-Autograd would run every layer's backward to reach the indexers' losses. Here layers, logits and LM
-loss run without grad, and three identities link the losses:
-
-* ``_let_gradients_pass`` makes the decoder's input require a gradient;
-* ``_Follow`` starts a layer's indexer loss, then continues to the layer's input;
-* ``_Start`` continues from LM loss or logits, with zeros.
+A whole backward only for the indexers' losses would be wasted: layers, logits and LM loss run
+without grad, and three identities link the losses.
 """
 
 import functools
@@ -57,7 +53,7 @@ def _freeze_parameters(chunk: Any) -> None:
 def _skip_backward(chunk: Any) -> None:
     drop_head_gradient(chunk)
     if chunk.config.recompute_granularity == "selective":
-        # Recomputed parts of a layer are tied to its backward.
+        # Recomputed parts need the layer's backward.
         log_single_rank(
             logger,
             logging.WARNING,
@@ -79,8 +75,7 @@ def is_trained(config: Any, name: str) -> bool:
 def _let_gradients_pass(_decoder, args, kwargs):
     """Make the decoder's input require a gradient.
 
-    After a frozen embedding, recomputed layers would skip their backward: indexers and adapters
-    would silently learn nothing.
+    Otherwise recomputed layers skip their backward: indexers and adapters silently learn nothing.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:
@@ -91,8 +86,8 @@ def _let_gradients_pass(_decoder, args, kwargs):
 class _Follow(torch.autograd.Function):
     """Identity on a frozen layer's output, whose backward also starts the layer's loss.
 
-    The input gets the output's gradient, truncated (hyper-connections may widen the first layer): a
-    wrong one, which reaches no parameter.
+    The input gets the output's gradient, truncated (hyper-connections may widen the first layer):
+    wrong, but no parameter receives it.
     """
 
     @staticmethod
@@ -107,6 +102,8 @@ class _Follow(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
+    """Result whose backward continues to its source, with zeros."""
+
     @staticmethod
     def forward(ctx, result, source):
         ctx.like = source.shape, source.dtype
@@ -174,7 +171,7 @@ def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable
         out, context = forward(hidden_states.detach(), *args, **kwargs)
         losses = [loss for core in cores if (loss := core.take_loss()) is not None]
         out = _Follow.apply(out, hidden_states, sum(losses) if losses else None)
-        # Megatron frees tensors after sending them, which fails for views.
+        # Megatron frees sent tensors, which fails for views.
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True), context
 
     return without_backward

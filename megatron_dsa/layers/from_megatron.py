@@ -35,8 +35,7 @@ def layout_from_megatron(
     Args:
         tokens: dim 0 of the local hidden states ``[s, b, hidden]``.
         batch: micro-batch size; 1 for packed batches.
-        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"`` and lengths
-            over all ranks, or ``None``.
+        packed_seq_params: Megatron's, with ``qkv_format == "thd"`` and lengths over all ranks.
         keys: sharding of hidden states and keys; by default none.
         queries: sharding of query tokens, by default like the keys.
 
@@ -174,9 +173,8 @@ def require_causal_mask(
 ) -> None:
     """Reject masks that are not causal; on a GPU by a device assert.
 
-    ``mask [..., q, k]`` is True where a key is hidden. ``q`` counts all tokens, or one
-    context-parallel rank's; ``k`` counts a sequence (a sample if ``packed``); ``tokens`` counts a
-    sequence on all ranks.
+    ``mask [..., q, k]`` is True where a key is hidden. ``q``: all tokens, or one context-parallel
+    rank's; ``k``: a sequence (a sample if ``packed``); ``tokens``: a sequence on all ranks.
     """
     # A replay may have another mask; the check ran before the capture.
     if mask is None or capturing():

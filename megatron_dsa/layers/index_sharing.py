@@ -13,14 +13,12 @@ from megatron_dsa.layers.v4.hyper_connections import HyperConnections
 
 
 class IndexSharingLayer(GraphedLayer):
-    """Transformer layer that passes its attention's selection to the next layer.
+    """Transformer layer that passes its attention's selection on, as ``context``.
 
-    It travels as ``context``, Megatron's unused argument for cross attention, which recompute
-    saves.
-
-    Megatron drops the context under capture for ``--cuda-graph-impl transformer_engine``, with
-    ``--overlap-moe-expert-parallel-comm``, and in hybrid stacks without full recompute. Their
-    layers run in order, so the class can hold the selection.
+    Recompute saves that unused argument for cross attention. Megatron drops it under capture for
+    ``--cuda-graph-impl transformer_engine``, with ``--overlap-moe-expert-parallel-comm``, and in
+    hybrid stacks without full recompute: their layers run in order, so the class can hold the
+    selection.
     """
 
     _waiting: torch.Tensor | None = None
@@ -45,8 +43,8 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # A view instead of a copy, since head sums flow back through it; a new object, since
-            # CUDA graphs mark tensors as inputs or outputs.
+            # A view, since head sums flow back through it; a new object, since CUDA graphs mark
+            # tensors as inputs or outputs.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:

@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
-#: Parameter attribute for Megatron's data parallelism.
+#: Attribute for Megatron's data parallelism.
 _DELAYED = "skip_backward_post_hook"
-#: Modules that define transformer-engine linears.
 _ENGINE = ("megatron.core.extensions.transformer_engine", __name__)
 
 
@@ -43,10 +42,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw from Megatron's random state for replicated weights.
-
-    Transformer-engine draws there: both layer sets then start from the same weights.
-    """
+    """Draw as transformer-engine: both layer sets then start from the same weights."""
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()
@@ -54,7 +50,7 @@ def replicated_draws(device: torch.device) -> AbstractContextManager:
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A replicated linear without bias, used like Megatron's linears."""
+    """Replicated linear without bias, used like Megatron's."""
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
         device, dtype = parameter_device(config), config.params_dtype
@@ -103,7 +99,7 @@ def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 
 class Fp32Parameters:
-    """Mixin whose ``fp32_parameters`` keep their precision when Megatron casts the model."""
+    """Mixin whose ``fp32_parameters`` stay so when Megatron casts the model."""
 
     fp32_parameters: tuple[str, ...] = ()
     _parameters: dict[str, torch.nn.Parameter | None]
@@ -123,13 +119,13 @@ class Fp32Parameters:
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a subclass of a transformer-engine linear that computes in bf16."""
+    """Return a transformer-engine linear that computes in bf16."""
     return _without_recipe(linear, override_quantized_autocast=True)
 
 
 @functools.cache
 def bf16_weight_linear(linear: Any) -> Any:
-    """Return a subclass whose weight (not products) stays in bf16 under ``--fp8-param-gather``."""
+    """Return a linear whose weight (not products) stays in bf16 under ``--fp8-param-gather``."""
     return _without_recipe(linear, override_quantized_autocast=False)
 
 
@@ -153,7 +149,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Return True if multiplying by the weight equals calling the linear."""
+    """Return True if multiplying by the weight equals a call."""
     if any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters()):
         return False
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
@@ -178,9 +174,9 @@ def uses_plain_weight(linear: Any, config: Any) -> bool:
 
 
 def weight_of(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the plain weight of a linear that is not called, adapters included.
+    """Return the plain weight of a linear that is not called, with adapters.
 
-    Its forward pre-hooks run here: with ``--overlap-param-gather`` one waits for the weight.
+    Runs its forward pre-hooks: with ``--overlap-param-gather`` one waits for the weight.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
@@ -191,7 +187,7 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
 
 
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
-    """Leave the weight gradient of a linear that is never called to autograd.
+    """Leave an uncalled linear's weight gradient to autograd.
 
     With ``--delay-wgrad-compute`` data parallelism would wait for ``backward_dw`` and omit it.
     """
@@ -205,7 +201,7 @@ def dequantised(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Dequantise(torch.autograd.Function):
-    """Identity backward, missing in some releases for blockwise weights."""
+    """Identity backward, missing in some releases."""
 
     @staticmethod
     def forward(ctx, weight):

@@ -42,7 +42,7 @@ class Keys:
 
     def pairs(self, length) -> Any:
         """Return the query-key pairs of sequences; ``length``: int or tensor."""
-        free = length  # queries below the limit
+        free = length
         if self.limit:
             most = self.ratio * self.limit - 1
             free = (length + most - abs(length - most)) // 2  # minimum, also of tensors
@@ -57,7 +57,6 @@ class RequiredOp:
     """An operation of a layer.
 
     Attributes:
-        operation: name in :data:`megatron_dsa.ops.OPERATIONS`.
         keys: per query, one kind after the other.
         in_training: False for calls in evaluation only.
         share: of the query tokens in training.
@@ -75,9 +74,9 @@ class RequiredOp:
 def required_ops(
     config: Any, layer_number: int, is_mtp: bool = False, device: str | None = None
 ) -> list[RequiredOp]:
-    """Return the operations of a layer, forward and backward.
+    """Return the operations of a layer (from 1), forward and backward.
 
-    ``layer_number``: from 1; ``device``: ``cuda`` or ``cpu``, by default this machine's.
+    ``device``: ``cuda`` or ``cpu``, by default this machine's.
     """
     if not is_mtp and is_kda_layer(config, layer_number - 1):
         return kda_ops(config, device)
@@ -161,7 +160,6 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
 
 
 def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
-    """Yield the calls of masked dense attention, chosen or not."""
     calls = LayerCalls(config, device)
     yield from _ropes(calls, calls.masked_attention().heads)
     for operation, call in calls.visible_attention():
@@ -261,7 +259,7 @@ def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
 def _loss(
     calls: LayerCalls, visible: Keys, selected: Keys, teachers: list[RequiredOp], teacher_dim: int
 ) -> Iterator[RequiredOp]:
-    """Yield the indexer's loss and its teacher; ``teacher_dim``: dims of attention's queries."""
+    """Yield the indexer's loss and teacher; ``teacher_dim``: dims of attention's queries."""
     config = calls.config
     if not (indexer_is_trained(config) or options_of(config).evaluate_indexer):
         return

@@ -1,8 +1,7 @@
 """Rope tables per token, for MLA and DeepSeek-V4.
 
-Indexing by the layout's positions needs no synchronisation; Megatron's packed rope does.
-
-Rotated pairs stay in place (Megatron's MLA moves even dims first): V4 rotates its values back.
+Megatron's packed rope synchronises; indexing by positions does not. Pairs stay in place, unlike
+Megatron's: V4 rotates its values back.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 class TokenRope:
     """Rope tables of one microbatch, by query token.
 
-    ``embedding`` is Megatron's; layers with the same ``owner`` (default: the embedding) share
-    tables.
+    ``embedding`` is Megatron's; ``owner`` shares tables among layers.
     """
 
     def __init__(self, embedding, layout: Layout, owner: object | None = None):
@@ -45,7 +43,7 @@ class TokenRope:
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), concentration included."""
         wide = accumulation_dtype(dtype)
-        # Keep the owner alive, so that its id stays unique.
+        # The owner stays alive, so that its id stays unique.
         key = "rope", id(self._owner), wide
         _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
         return tables if self._ranks is None else self._ranks.held(tables)
@@ -62,7 +60,7 @@ class TokenRope:
 
 @torch.inference_mode(False)  # training reuses tables of an evaluation
 def _angles(embedding, length: int):
-    """Return Megatron's tables, cached here: its own cache drops tables that CUDA graphs read."""
+    """Return Megatron's tables, cached: its own cache drops tables that CUDA graphs read."""
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
     return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
@@ -71,7 +69,7 @@ def _angles(embedding, length: int):
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Compute a normalised Walsh-Hadamard transform of the last dim (a power of two).
 
-    A matmul by signs is exact in every dtype, and at 128 dims cheaper than log2(128) passes.
+    A matmul is exact in every dtype, and at 128 dims cheaper than log2(128) passes.
     """
     size = x.shape[-1]
     return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
@@ -81,8 +79,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 class PositionRope:
     """Frequencies of one kind of layer.
 
-    ``yarn``: ``None``, or ``(scaling factor, original maximal position, beta_fast, beta_slow)``;
-    DeepSeek-V4 uses no mscale.
+    ``yarn``: ``(scaling factor, original maximal position, beta_fast, beta_slow)``; V4 uses no
+    mscale.
     """
 
     dim: int
@@ -91,7 +89,6 @@ class PositionRope:
 
     @classmethod
     def for_ratio(cls, config, ratio: int) -> PositionRope:
-        """Return the rope for a compression ratio (0: window only)."""
         dim = config.qk_pos_emb_head_dim
         if ratio == 0:
             return cls(dim, config.rotary_base)

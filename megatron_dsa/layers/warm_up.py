@@ -1,7 +1,6 @@
 """Choice and compilation of kernels before training.
 
-cuDNN takes seconds to compile a kernel per head count, dims, list width and softmax scale; here the
-first step stays fast and errors come early.
+cuDNN takes seconds to compile a kernel per head count, dims, list width and softmax scale.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ def resolving() -> bool:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Build models that never run: choose and compile no kernel."""
+    """Build models that never run."""
     global _resolving
     before, _resolving = _resolving, False
     try:
@@ -138,7 +137,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # A copy, so that the cached layout drops these bits.
+    # The cached layout would keep these bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()

@@ -1,7 +1,4 @@
-"""Marks on stacked matrices and tables, for Muon (``extras/muon``).
-
-They describe whole matrices, so all tensor-parallel ranks have the same.
-"""
+"""Marks on stacked matrices and tables, for Muon (``extras/muon``); the same on all ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +16,7 @@ IS_TABLE = "is_table"
 class LocalBlocks:
     """A rank's part of a matrix in blocks.
 
-    ``rows``: heights of its blocks; ``sharers``: consecutive ranks that share one block.
+    Heights of its blocks, and the number of consecutive ranks that share one block.
     """
 
     rows: tuple[int, ...]
@@ -27,7 +24,7 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return the local blocks of a matrix.
+    """Return this rank's blocks of a matrix that ``ranks`` share.
 
     Raises:
         ConfigError: pattern, matrix and ranks do not divide.
@@ -60,7 +57,7 @@ def _words(pattern: tuple[int, ...]) -> str:
 def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -> None:
     """Mark ``weight``, or its local part, as stacked matrices.
 
-    ``pattern``: heights of consecutive blocks, repeated; ``ranks``: tensor-parallel size.
+    ``pattern``: heights of consecutive blocks, repeated.
 
     Raises:
         ConfigError: the pattern does not fit, or columns are sharded.

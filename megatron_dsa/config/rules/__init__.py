@@ -1,4 +1,1 @@
-"""Rules ``(ok, message)``; messages name argument, rule and fix.
-
-They read configurations and options without importing either class.
-"""
+"""Rules ``(ok, message)`` for configurations and options."""

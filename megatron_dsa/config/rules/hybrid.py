@@ -25,14 +25,14 @@ _ROWS = (
     Must("overlap_moe_expert_parallel_comm", False, "Megatron has no schedule of hybrid layers"),
     Must("fine_grained_activation_offloading", False, _APART),
 )
-#: Layers that Megatron builds only with transformer-engine -> missing part.
+#: Layers that need transformer-engine -> missing part.
 _OF_ENGINE = {"M": "Mamba", "*": "attention", "+": "dense MLA"}
 #: Layers that shard sequences in zigzag order.
 _RECURRENT = "MG"
 
 
 def hybrid_rules(config: Any, options: Any, selects: Callable[[int], bool]) -> Iterator:
-    """Yield all rules; ``selects``: does a layer (from 1) compute a selection."""
+    """Yield all rules; ``selects(layer)`` is True for selecting layers (from 1)."""
     if not has_pattern(config):
         yield (
             not config.is_hybrid_model,

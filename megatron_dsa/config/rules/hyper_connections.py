@@ -59,7 +59,7 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
 
 
 def predicts_apart(config: Any) -> bool:
-    """Return True if multi-token prediction is not on the last decoder layer's stage."""
+    """Return True if prediction is not on the last decoder layer's stage."""
     if not config.mtp_num_layers or config.pipeline_model_parallel_size == 1:
         return False
     layout = getattr(config.pipeline_model_parallel_layout, "layout", None)

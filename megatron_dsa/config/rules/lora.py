@@ -9,8 +9,8 @@ from megatron_dsa.config.rules.table import Must, check_rows, uses_csa
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
-#: Linears of DeepSeek-V3.2 and GLM-5, named as in checkpoints -> module, or module of the linear
-#: after the previous entry.
+#: Linears of DeepSeek-V3.2 and GLM-5 in checkpoints -> Megatron's module, which may hold it after
+#: the previous linear.
 V3_LINEARS = {
     "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
     "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
@@ -79,7 +79,6 @@ def _names(target: str, linear: str) -> bool:
 
 
 def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
-    """Return the linears that a model has and trains."""
     linears = modules_of_linears(config)
     ratios = getattr(config, "csa_compress_ratios", None)
     indexer = options.stage != "dense" and bool(config.dsa_indexer_loss_coeff)
@@ -113,7 +112,6 @@ def adapts_indexer(config: Any, options: Any) -> bool:
 
 
 def rank_and_alpha(options: Any) -> tuple[int, float]:
-    """Return rank and alpha of adapters; alpha defaults to the rank."""
     rank, alpha = options.lora_rank, options.lora_alpha
     return rank, float(rank if alpha is None else alpha)
 

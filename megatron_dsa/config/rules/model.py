@@ -1,4 +1,4 @@
-"""Rules of models: attention, indexer, layouts and layer sets."""
+"""Rules of attention, indexer, layouts and layer sets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -188,7 +188,6 @@ def _mla_rules(config: Any, options: Any):
 
 
 def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield rules for unsupported features."""
     yield from check_rows(ATTENTION, config)
     if config.rope_type == "yarn":
         yield Must("rotary_percent", 1, "YaRN rotates all of --qk-pos-emb-head-dim; drop it").check(
@@ -260,7 +259,6 @@ def _overlap_rules(config: Any, options: Any):
 
 
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the rules of all attention: layouts, layer sets, features."""
     several = config.context_parallel_size > 1
     yield (
         # A string, or one per layer.
@@ -286,7 +284,6 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the rules of forced masked attention."""
     if options.selected_attention == "masked" and options.stage == "sparse":
         case = "with --dsa-selected-attention masked"
         yield from check_rows(_MASKED, config, options, case)
@@ -295,7 +292,6 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def sink_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
-    """Yield the rules of sinks and output gates in V3.2's attention."""
     if config.softmax_type == "learnable":
         case = "with --softmax-type learnable"
         yield from check_rows(_SINKS, config, options, case)
@@ -306,7 +302,6 @@ def sink_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[An
 
 
 def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
-    """Yield the rules of selecting by sequence and attending by heads."""
     if options.tp_mode != "select" or config.tensor_model_parallel_size == 1:
         return
     case = "with --dsa-tp-mode select"
@@ -380,7 +375,6 @@ def _pool_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the rules of the indexer's settings."""
     numbers = {}
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         numbers[name] = value = getattr(config, name)

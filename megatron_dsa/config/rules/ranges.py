@@ -13,7 +13,7 @@ from megatron_dsa.config.fields import choices_of, flag_of, option_fields
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` (excluded if ``open``) to ``high``; ``why`` is a clause."""
+    """Numbers from ``low`` (excluded if ``open``) to ``high``."""
 
     low: float
     high: float
@@ -21,7 +21,6 @@ class Range:
     open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return True if ``value`` is finite and within the range."""
         above = value > self.low if self.open else value >= self.low
         return above and value <= self.high and value < math.inf
 
@@ -160,7 +159,7 @@ _NEGATIVE = {
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range] = FLAGS
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for numbers, and those in lists, by flag, argument or field."""
+    """Yield ``(ok, message)`` for numbers, also in lists, by flag, argument or field."""
     for name, value in values.items():
         flag = name if name.startswith("--") else flag_of(name)
         limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
@@ -176,7 +175,6 @@ def range_rules(
 
 
 def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
-    """Yield ``(ok, message)`` for the options of a class."""
     for each, about in option_fields(config_class):
         value, choices = getattr(values, each.name), choices_of(each)
         if choices is not None:

@@ -1,4 +1,4 @@
-"""Rules for sizes: ranges, parts per rank, recompute, experts."""
+"""Rules for sizes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -56,7 +56,6 @@ def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
 
 
 def share_rules(values: Any, shared: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
-    """Yield a rule per divided size: name -> ranks."""
     for name, ranks in shared.items():
         size, count = getattr(values, name), getattr(values, ranks)
         yield (
@@ -75,7 +74,6 @@ def is_moe_layer(config: Any, index: int) -> bool:
 
 
 def expert_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield rules for the pattern of layers, and for counts of experts and groups."""
     experts, topk = config.num_moe_experts, config.moe_router_topk
     if experts is None:
         return

@@ -54,6 +54,5 @@ def uses_csa(config: Any) -> bool:
 def check_rows(
     rows: Iterable[Must], config: Any, options: Any = None, case: str = ""
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` per rule, see :meth:`Must.check`."""
     for row in rows:
         yield row.check(config, options, case)

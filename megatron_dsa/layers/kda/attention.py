@@ -34,20 +34,16 @@ _TIME_STEPS = 1e-3, 1e-1
 
 @dataclass
 class KDASelfAttentionSubmodules:
-    """Linears sharded by heads (two), and replicated for local tokens."""
-
     by_heads: ModuleSpec | type = None
     of_tokens: ModuleSpec | type = None
     linear_proj: ModuleSpec | type = None
 
 
 class _OfHeads(Fp32Parameters, MegatronModule):
-    """Module whose ``fp32_parameters`` are sharded along dim 0."""
-
     pg_collection: Any
 
     def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return this rank's shard of a parameter drawn alike on all ranks, in fp32."""
+        """Return a shard of a parameter drawn alike on all ranks, in fp32."""
         group = self.pg_collection.tp
         part = whole.chunk(group.size())[group.rank()]
         parameter: Any = new_parameter(self.config, *part.shape)
@@ -87,8 +83,6 @@ class ShortConvolution(_OfHeads):
 
 
 class _GatedNorm(MegatronModule):
-    """RMSNorm per head with a sigmoid gate."""
-
     def __init__(self, config, dim: int):
         super().__init__(config=config)
         # Ranks have other heads: this mark sums their gradients.
@@ -101,13 +95,13 @@ class _GatedNorm(MegatronModule):
 
 
 class KDASelfAttention(SelfAttentionFrame, _OfHeads):
-    """Kimi Delta Attention instead of DSA; without rope or kept keys.
+    """Kimi Delta Attention instead of DSA.
 
-    Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism). Parameters, for
-    ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with ``H * D`` outputs,
-    ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and ``A_log [H]``,
-    sharded along dim 0; ``linear_proj``, sharded along dim 1; replicated ``linear_{f,g}_a_proj [D,
-    hidden]`` and ``o_norm [D]``.
+    Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism; packed: ``b ==
+    1``). Parameters, for ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with ``H * D``
+    outputs, ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and
+    ``A_log [H]``, sharded along dim 0; ``linear_proj``, along dim 1; replicated
+    ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``.
     """
 
     fp32_parameters = ("A_log", "dt_bias")

@@ -1,11 +1,10 @@
 """Selection with equal work per rank.
 
-Late tokens see more keys: with contiguous context-parallel parts, or by sequence, the last rank
-would score up to twice the mean while all others wait.
+Late tokens see more keys: with contiguous parts of a sequence the last rank would score up to twice
+the mean while all others wait.
 
-A sequence is cut into ``2 n`` halves, two per rank. Half ``k`` costs ``k + 1/2``, so ``k`` and ``2
-n - 1 - k`` together cost the mean. Each rank scores one local half and another rank's; queries and
-weights travel meanwhile, selected keys travel back.
+Of ``2 n`` halves, two per rank, half ``k`` costs ``k + 1/2``: ``k`` and ``2 n - 1 - k`` cost the
+mean. Each rank scores one local half and another rank's, while queries and weights travel.
 
 Packed batches stay unbalanced: ranks must agree without reading lengths from the device.
 """
@@ -25,11 +24,10 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Least longest over mean work (zigzag: 1.0; two contiguous parts: 1.5) that pays for three
-#: messages.
+#: Longest over mean work that pays for three messages (zigzag: 1.0; two contiguous parts: 1.5).
 LONGEST_TO_MEAN = 1.1
-#: Least mean of visible over selected keys. A token sends 25 KB both ways (64 heads of 128, 2048
-#: keys): 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
+#: Visible over selected keys that pay for them. A token sends 25 KB both ways (64 heads of 128,
+#: 2048 keys): 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
@@ -56,7 +54,7 @@ class Swap:
 
 @lru_cache(maxsize=64)
 def swap_of(sharding: Sharding, total: int) -> Swap | None:
-    """Return the exchange of ``total`` positions, ``None`` if halves would be unequal."""
+    """Return the exchange of ``total`` positions, ``None`` for unequal halves."""
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
         return None
@@ -64,8 +62,8 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     holder = {half: rank for rank, halves in enumerate(held) for half in halves}
     last = len(holder) - 1
 
-    # Pairs add up to ``last``. From a half to its partner, then to the other half of the partner's
-    # rank, is a cycle in which each rank gives away at most one half.
+    # Pairs add up to ``last``. Going from a half to its partner, then to that rank's other half, is
+    # a cycle in which each rank gives away at most one half.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
         # Keep the longer half, to hide more of the exchange.
@@ -107,9 +105,9 @@ def balanced_topk(
     compressed: CompressedKeys | None = None,
     policy: Policy = Policy(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select exactly as :func:`~megatron_dsa.dsa_kernels.indexer_topk` does.
+    """Select exactly as :func:`~megatron_dsa.dsa_kernels.indexer_topk`, over ``ranks.query_group``.
 
-    A collective over ``ranks.query_group``; ``inputs`` have local queries and all ranks' keys.
+    ``inputs`` have local queries and all ranks' keys.
     """
     ratio, visible = 1, layout
     if compressed is not None:
@@ -172,10 +170,8 @@ def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
 
 
 class _Message:
-    """Exchange of tokens with two ranks."""
-
     def __init__(self, tokens: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
-        # Kept until arrival: NCCL reads them on another stream.
+        # NCCL reads them on another stream.
         sent = tokens.contiguous()
         self._sent: torch.Tensor | None = sent
         self._received = received

@@ -1,8 +1,4 @@
-"""Key buffer of V4's attention on several ranks.
-
-A rank holds all compressed keys, and the window keys of its query tokens
-(:mod:`megatron_dsa.ops.layout.halo`).
-"""
+"""Key buffer of V4's attention on several ranks."""
 
 import torch
 
@@ -55,7 +51,7 @@ def index_keys_of_ranks(
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
-    # Slots without a group are never visible: any key will do.
+    # Slots without a group are never visible.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 
 
@@ -77,7 +73,6 @@ def _tokens(positions: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _share(x: torch.Tensor, halo: Halo, batch: int, group) -> torch.Tensor:
-    """Return ``[local tokens, shared tokens of all ranks]``."""
     return torch.cat([x, gather_detached(x.index_select(0, _tokens(halo.shared, batch)), group)])
 
 
@@ -119,8 +114,6 @@ class _InOrder(torch.autograd.Function):
 
 
 class _JoinProxies(torch.autograd.Function):
-    """Concatenation of gradient proxies without memory."""
-
     @staticmethod
     def forward(ctx, first, second):
         ctx.rows = first.shape[0]

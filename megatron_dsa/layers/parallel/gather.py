@@ -5,8 +5,8 @@ Other work may run between start and finish, in both directions::
     forward    keys --> start_gather ~~ all-gather ~~~~~~> finish_* --> keys of all ranks
     backward   sum <-- start_gather <~~ reduce-scatter ~~~ finish_* <-- gradient in fp32
 
-A *grad_proxy* is an fp32 tensor without memory that receives attention's fp32 accumulator, so that
-gradients are rounded after the sum over ranks.
+A *grad_proxy*, an fp32 tensor without memory, receives attention's fp32 accumulator: rounding
+follows the sum over ranks.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Gathering(NamedTuple):
     #: Autograd link of both halves; on one rank the keys themselves.
     link: torch.Tensor
     keys: Transfer
-    #: Empty until the backward of finish starts the reduce-scatter.
+    #: Empty until the backward of finish.
     gradient: Transfer
     group: object
 
@@ -51,7 +51,7 @@ def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.T
     """Wait for keys whose gradient is rounded before the sum.
 
     ``pick`` slices the gradient ``[tokens * ranks, D]`` to the tokens to sum over ``group``, by
-    rank; ``None`` sums all over the gathering's group.
+    rank.
     """
     if pick is not None:
         gathering = gathering._replace(group=group)
@@ -86,7 +86,7 @@ class _Start(torch.autograd.Function):
 
 
 def _send_back(gathering: Gathering, grad: torch.Tensor) -> torch.Tensor:
-    """Start to sum ``grad`` over ranks; return an empty gradient for the link."""
+    """Start to sum ``grad``; return an empty gradient for the link."""
     shape = gathering.gradient.take_over(reduce_scatter_async(grad, gathering.group))
     return _without_memory(shape, grad.dtype, grad.device)
 
@@ -129,8 +129,7 @@ def gathered_product(
 ) -> torch.Tensor:
     """Return ``x @ weight.t()``; the gradient of ``x`` goes to its proxy unrounded.
 
-    ``x``, ``grad_proxy``: columns of :func:`finish_with_proxy`'s results, ``[keys, A]``; ``weight
-    [B, A]``, whose gradient covers local queries.
+    ``x``, ``grad_proxy``: ``[keys, A]`` from :func:`finish_with_proxy`; ``weight [B, A]``.
     """
     return _GatheredProduct.apply(x, grad_proxy, weight)
 

@@ -25,8 +25,8 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 class Ranks:
     """Tensor-parallel (``tp``) times context-parallel ranks that share a microbatch.
 
-    Each rank computes the keys of its local tokens; all ranks get all keys. *Query tokens* are the
-    indexer's, and depend on ``tp_mode`` ("tp": all tokens of ``tp``):
+    Ranks compute keys of local tokens and get all keys. *Query tokens* are the indexer's, and
+    depend on ``tp_mode`` ("tp": all tokens of ``tp``):
 
     ============  ================  ==================  =====  ===========  ============
     tp_mode       indexer's tokens  attention's tokens  heads  indexer_tp   attention_tp
@@ -38,8 +38,8 @@ class Ranks:
 
     Attributes (groups are ``None`` for one rank):
         group: ranks with different tokens.
-        tp: ranks of ``group`` with one context-parallel index (sequence parallelism).
-        cp: ranks of ``group`` with one tensor-parallel index.
+        tp: its ranks with one context-parallel index (sequence parallelism).
+        cp: its ranks with one tensor-parallel index.
         indexer_tp: ranks that gather tokens before the indexer.
         attention_tp: ranks that gather tokens between indexer and attention.
         query_group: ranks with different query tokens.
@@ -75,7 +75,6 @@ class Ranks:
             count("context_parallel_attention", self.sharding.cp_layout)
 
     def held(self, tables) -> Any:
-        """Slice tables of query tokens to local tokens."""
         return tuple(self._part(table, self.indexer_tp) for table in tables)
 
     def queries_of(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +131,7 @@ def gather_same(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum ``x`` over ``group``; return this rank's part along dim 0."""
+    """Sum over ``group``; return this rank's part along dim 0."""
     return reduce_scatter_async(x, group).wait()
 
 

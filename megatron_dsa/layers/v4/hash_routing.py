@@ -1,7 +1,7 @@
 """Hash routing: experts by token id (DeepSeek-V4).
 
-Token ids arrive as ``context`` (``patches/token_ids.py``), Megatron's unused argument for cross
-attention, which recompute saves.
+Token ids travel as ``context``, Megatron's unused argument for cross attention, which recompute
+saves.
 """
 
 import dataclasses
@@ -26,12 +26,11 @@ from megatron_dsa.layers.v4.hash_table import balanced_table, check_table
 class HashRouter(TopKRouter):
     """Router with a table of experts per token id.
 
-    The gate's scores weight the experts. Expert bias and load-balancing loss could not change the
-    table, so only the z-loss remains.
+    The gate's scores weight the experts. Bias and load-balancing loss could not change the table,
+    so only the z-loss remains.
 
     Attributes:
-        tid2eid: saved buffer, int32 ``[vocabulary, topk]``, drawn from ``moe_hash_seed`` and the
-            layer.
+        tid2eid: saved buffer, int32 ``[vocabulary, topk]``, from ``moe_hash_seed`` and the layer.
         token_ids: int64 ``[s, b]`` of the next call.
     """
 
@@ -167,10 +166,7 @@ class HashMoELayer(MoELayer):
 
 
 class HashRoutedLayer:
-    """Mixin for a transformer layer with a :class:`HashMoELayer`.
-
-    ``context`` holds token ids, int64 ``[s, b]``, until the last hash layer.
-    """
+    """Mixin for a transformer layer with a :class:`HashMoELayer`; ``context``: token ids."""
 
     takes_token_ids = True
     config: Any

@@ -6,16 +6,9 @@ from megatron_dsa.errors import ConfigError, require
 
 
 def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
-    """Return a random table with equally frequent experts, up to rounding.
+    """Return a random table ``[vocabulary, topk]`` with equally frequent experts, int32 on the CPU.
 
     Random orders of the experts, cut every ``topk``; swaps within an order remove repetitions.
-
-    Args:
-        topk: experts per token, all different.
-        experts: number of experts, at least ``topk``.
-
-    Returns:
-        int32 ``[vocabulary, topk]`` on the CPU.
     """
     require(
         experts >= topk,

@@ -1,7 +1,7 @@
 """Hyper-connections around Megatron's transformer layer.
 
-Hidden states are ``n`` concatenated streams, ``[s, b, n * C]``. Norms return (read, streams) as
-Megatron's (output, residual); the write-back replaces its addition.
+Hidden states are ``n`` concatenated streams. Norms return (read, streams) as Megatron's (output,
+residual); the write-back replaces its addition.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Use Megatron's residual: its changes belong to the graph.
+        # Megatron's residual keeps its changes in the graph.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
@@ -114,8 +114,7 @@ class StreamsWrite:
 class HyperConnections(Fp32Parameters):
     """Mixin for a transformer layer whose residual is ``n`` streams.
 
-    Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``. Needs
-    :class:`StreamsNorm` and :class:`StreamsWrite` in the spec.
+    Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``.
     """
 
     fp32_parameters = tuple(f"hc_{kind}_{part}" for kind, *_ in _SUBLAYERS for part in _PARTS)
