@@ -23,6 +23,8 @@ from megatron_dsa.ops.rope.api import norm_rope, rotate
 
 @dataclass
 class CSASelfAttentionSubmodules:
+    """Layers of V4's attention."""
+
     linear_q_down_proj: ModuleSpec | type = None
     q_layernorm: ModuleSpec | type = None
     linear_q_up_proj: ModuleSpec | type = None

@@ -220,9 +220,9 @@ def _select_mode(config: Any) -> TPMode:
 
 
 def _exchanges_latents(config: Any) -> bool:
-    """Return True if dense stages exchange latents, whenever those are narrower.
+    """Return True if dense stages exchange latents, by default whenever those are narrower.
 
-    In DeepSeek's shapes: from two local heads.
+    In DeepSeek's shapes: from two local heads on.
     """
     options = options_of(config)
     if options.cp_exchange != "auto":

@@ -1,6 +1,6 @@
 """Kinds of layers: hybrid patterns, pipeline stages, prediction, KDA.
 
-Printing commands import this without Megatron.
+Commands that only print import this without Megatron.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
-#: Megatron's letters; it builds layers with other letters.
+#: Megatron's letters; layers with other letters are Megatron's.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
 #: KDA in GPT layers; no Megatron letter.
 KDA = "K"

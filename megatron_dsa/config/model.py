@@ -1,6 +1,6 @@
 """Model fields of this package, and properties of any transformer configuration.
 
-Printing commands import this without Megatron.
+Commands that only print import this without Megatron.
 """
 
 # No ``from __future__ import annotations``: flags come from field types.

@@ -158,8 +158,7 @@ def preset(name: str, **changes: Any) -> DSATransformerConfig:
 def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a whole released model, with ``changes``.
 
-    It has the fields of ``config.json``, not of training; :data:`VOCABULARY` has the embedding's
-    size.
+    Training settings keep Megatron's defaults; :data:`VOCABULARY` has the embedding's size.
 
     Raises:
         ConfigError: unknown name or field.
@@ -194,7 +193,7 @@ def _configuration(
     return kind(**fields | {"dsa": options})
 
 
-#: Flags of every model, since Megatron's embedding and dropout differ.
+#: Flags of every model, since Megatron's defaults of embedding and dropout differ.
 ALWAYS = (
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),

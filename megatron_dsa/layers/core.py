@@ -76,7 +76,7 @@ class Indexer(MegatronModule):
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return scaled weights, and an engine's in fp32 or ``None``."""
+        """Return the scaled weights, also in fp32 if scores imitate an inference engine."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -102,9 +102,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         selection_source: replaces selections: ``given(core, layout, keys, ranks)``.
         selection_sink: receives selections: ``put(core, indices, keys)``.
         keeps_loss: keep the loss for :meth:`take_loss` instead of attaching it.
-
-    Raises:
-        ConfigError: unsupported configuration.
     """
 
     def __init__(
@@ -143,7 +140,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self._kept_loss: torch.Tensor | None = None
         # Prediction logs after the decoder.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # A graph would measure in each microbatch instead of once per iteration.
+        # A CUDA graph would measure in each microbatch instead of once per iteration.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
             say_how_trained(config)
@@ -229,7 +226,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group that has yet to sum teachers, if any: only by heads."""
+        """Return the group over which to sum teachers, ``None`` if they are complete."""
         if self.choice.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
@@ -263,7 +260,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
-        """Draw the query tokens of a dense loss; call once in each pass, also of recompute."""
+        """Draw the query tokens of a dense loss; call once per forward, recompute included."""
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
         share, device = self.options.indexer_loss_queries, tokens.start.device
@@ -271,14 +268,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
-        # Megatron divides per-token losses.
+        # Megatron itself divides per-token losses by the tokens.
         coeff = self.config.dsa_indexer_loss_coeff
         if self.config.calculate_per_token_loss:
             return Factor(coeff)
         return _mean_over_tokens(layout, coeff)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Scale and record a loss; return ``out``, whose backward starts the loss's."""
+        """Attach a scaled loss to ``out``'s backward, and record it."""
         loss = self._loss_factor(layout).apply(loss_sum)
         coeff = self.config.dsa_indexer_loss_coeff
         self._record("indexer loss", loss_sum.detach(), coeff, layout)

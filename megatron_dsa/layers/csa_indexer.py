@@ -36,7 +36,7 @@ class CSAIndexer(Indexer):
         super().__init__(config)
         linear = submodules.linear
         self.linear_wq_b = self.linear(linear, config.q_lora_rank, self.heads * self.dim)
-        # Gradients of all tokens are equal: averaging keeps them bitwise equal.
+        # With all tokens, ranks have equal gradients; averaging keeps them bitwise equal.
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = tp_mode == "sequence"
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"

@@ -57,7 +57,7 @@ class TopKIndices(NamedTuple):
 
     indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
     length: torch.Tensor  # int32 [tokens]
-    packed: torch.Tensor | None = None  # fp32 (fp64), of train_on_selection
+    packed: torch.Tensor | None = None  # fp32 (fp64), from train_on_selection
 
     def pack(self) -> torch.Tensor:
         if self.packed is not None:
@@ -122,7 +122,7 @@ class DSACoreAttention(CoreAttention):
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
-        """Attend to selected keys; return also the selection.
+        """Attend to selected keys; also return the selection.
 
         ``kv [keys, 576]``: latents; ``kv_grad``: their gradient proxy, ``None`` on one rank;
         ``weights [local heads, 256, 512]``: up projection.
@@ -162,11 +162,11 @@ class DSACoreAttention(CoreAttention):
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
-        """Attend to selected keys by plain MLA under a bit mask; return also the selection.
+        """Attend to selected keys by plain MLA under a bit mask; also return the selection.
 
-        ``q`` has attention's tokens, the selection the indexer's (see :class:`Ranks`). ``kv [keys,
-        H, 256]`` joins key without rope and value; ``k_pe [keys, 64]``: rope key; ``k_pe_grad``:
-        its gradient proxy, ``None`` if no other rank attends to it.
+        ``q`` has attention's tokens, the selection the indexer's (see :class:`Ranks`).
+        ``kv [keys, H, 256]`` joins key without rope and value; ``k_pe [keys, 64]``: rope key;
+        ``k_pe_grad``: its gradient proxy, ``None`` if no other rank attends to it.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
@@ -215,7 +215,7 @@ class DSACoreAttention(CoreAttention):
         return selection
 
     def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
-        """Pack the indexer's training on all layers with this selection."""
+        """Prepare the indexer's training on all layers that use this selection."""
         share, device = self.options.indexer_loss_queries, layout.start.device
         # Draw also under recompute, see draw_sample.
         number = draw_number(layout.num_queries, share, device, self.heads_group())
@@ -256,7 +256,6 @@ class DSACoreAttention(CoreAttention):
     def _trained_and_measured(
         self, result, index_inputs, layout, selection, q, kv, sink, **keys
     ) -> torch.Tensor:
-        """Return the output with any dense loss; record figures and losses."""
         sample = self.draw_sample(layout)
         if index_inputs is None:
             return result.out
@@ -378,7 +377,7 @@ class DSACoreAttention(CoreAttention):
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
-        # A dense loss needs queries in the forward; recompute must choose alike.
+        # A dense loss needs the queries in the forward; recompute must decide the same.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
@@ -391,6 +390,6 @@ class DSACoreAttention(CoreAttention):
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
-    """Sort lists like masked attention's head sums."""
+    """Sort lists by key index, the order of masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
     return indices if keys is None or keys.in_order else in_ascending_order(indices)

@@ -44,9 +44,9 @@ class DSAIndexerSubmodules:
 class DSAIndexer(Fp32Parameters, Indexer):
     """Projections of the indexer (``docs/design/maths.md``; DeepSeek-V3.2, eq. 1).
 
-    ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and ``w = W_w x * HI^-1/2 *
-    DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and ``rot`` a Hadamard
-    transform.
+    ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and
+    ``w = W_w x * HI^-1/2 * DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and
+    ``rot`` a Hadamard transform.
 
     With ``--dsa-indexer-pool-size`` (GLM-5.3): one key per pool of tokens ``i``, without rope or
     transform, ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel;
@@ -98,8 +98,8 @@ class DSAIndexer(Fp32Parameters, Indexer):
         """Return queries and weights of the query tokens, keys of all ranks' tokens.
 
         Args:
-            x, qr: detached local hidden states ``[s, b, hidden]`` and normalised query latent ``[s,
-                b, q_lora_rank]``.
+            x, qr: detached local hidden states ``[s, b, hidden]`` and normalised query latent
+                ``[s, b, q_lora_rank]``.
             remake_queries: return latents, if the sparse loss can recompute the queries.
             pools: tokens that share one key.
         """
@@ -120,7 +120,6 @@ class DSAIndexer(Fp32Parameters, Indexer):
     def _start_keys(
         self, x: torch.Tensor, rope: TokenRope, ranks: Ranks, pools: CompressedKeys | None
     ) -> Callable[[], torch.Tensor]:
-        """Start to exchange keys; return a function that waits."""
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._norm_keys(k)
         if pools is not None:

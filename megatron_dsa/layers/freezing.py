@@ -1,7 +1,7 @@
 """Frozen parameters per stage, and the skipped backward of a frozen main model.
 
 A whole backward only for the indexers' losses would be wasted: layers, logits and LM loss run
-without grad, and three identities link the losses.
+without grad, and three identity functions connect the losses.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze all parameters that a stage, or LoRA, does not train.
+    """Freeze all parameters that a stage, or LoRA, does not train; return the model.
 
     Call before data-parallel wrapping (Megatron's ``pre_wrap_hooks``).
     """

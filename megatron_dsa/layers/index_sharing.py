@@ -15,10 +15,9 @@ from megatron_dsa.layers.v4.hyper_connections import HyperConnections
 class IndexSharingLayer(GraphedLayer):
     """Transformer layer that passes its attention's selection on, as ``context``.
 
-    Recompute saves that unused argument for cross attention. Megatron drops it under capture for
-    ``--cuda-graph-impl transformer_engine``, with ``--overlap-moe-expert-parallel-comm``, and in
-    hybrid stacks without full recompute: their layers run in order, so the class can hold the
-    selection.
+    This argument, meant for cross attention, is saved by recompute. Megatron drops it under capture
+    for ``--cuda-graph-impl transformer_engine``, with ``--overlap-moe-expert-parallel-comm``, and
+    in hybrid stacks without full recompute; there layers run in order, so the class can hold it.
     """
 
     _waiting: torch.Tensor | None = None
@@ -43,8 +42,8 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # A view, since head sums flow back through it; a new object, since CUDA graphs mark
-            # tensors as inputs or outputs.
+            # A view, since gradients flow back; a new object, since CUDA graphs mark tensors as
+            # inputs or outputs.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:

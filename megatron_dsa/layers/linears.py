@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
-#: Attribute for Megatron's data parallelism.
+#: Parameter attribute that Megatron's data parallelism reads.
 _DELAYED = "skip_backward_post_hook"
 _ENGINE = ("megatron.core.extensions.transformer_engine", __name__)
 
@@ -42,7 +42,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw as transformer-engine: both layer sets then start from the same weights."""
+    """Draw like transformer-engine, so that both layer sets start from the same weights."""
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()
@@ -99,7 +99,7 @@ def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 
 class Fp32Parameters:
-    """Mixin whose ``fp32_parameters`` stay so when Megatron casts the model."""
+    """Mixin whose ``fp32_parameters`` stay fp32 when Megatron casts the model."""
 
     fp32_parameters: tuple[str, ...] = ()
     _parameters: dict[str, torch.nn.Parameter | None]
@@ -149,7 +149,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Return True if multiplying by the weight equals a call."""
+    """Return True if a product with the weight equals calling the linear."""
     if any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters()):
         return False
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
@@ -189,7 +189,7 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
     """Leave an uncalled linear's weight gradient to autograd.
 
-    With ``--delay-wgrad-compute`` data parallelism would wait for ``backward_dw`` and omit it.
+    With ``--delay-wgrad-compute`` data parallelism would wait for ``backward_dw``.
     """
     for parameter in linear.parameters():
         if getattr(parameter, _DELAYED, False):
@@ -201,7 +201,7 @@ def dequantised(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Dequantise(torch.autograd.Function):
-    """Identity backward, missing in some releases."""
+    """Dequantisation with an identity backward, which some releases lack."""
 
     @staticmethod
     def forward(ctx, weight):

@@ -42,7 +42,7 @@ class Keys:
 
     def pairs(self, length) -> Any:
         """Return the query-key pairs of sequences; ``length``: int or tensor."""
-        free = length
+        free = length  # queries below the limit
         if self.limit:
             most = self.ratio * self.limit - 1
             free = (length + most - abs(length - most)) // 2  # minimum, also of tensors

@@ -1,7 +1,7 @@
 """Rope tables per token, for MLA and DeepSeek-V4.
 
-Megatron's packed rope synchronises; indexing by positions does not. Pairs stay in place, unlike
-Megatron's: V4 rotates its values back.
+Megatron's packed rope synchronises with the host; indexing by positions does not. Rotated pairs
+stay in place, unlike Megatron's, since V4 rotates its values back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 class TokenRope:
     """Rope tables of one microbatch, by query token.
 
-    ``embedding`` is Megatron's; ``owner`` shares tables among layers.
+    ``embedding`` is Megatron's; layers with the same ``owner`` share tables.
     """
 
     def __init__(self, embedding, layout: Layout, owner: object | None = None):

@@ -137,7 +137,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # The cached layout would keep these bits.
+    # A copy: the cached layout would keep these bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
@@ -162,7 +162,6 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
 
 
 def _first_keys(topk: int) -> torch.Tensor:
-    """Return lists ``[_TOKENS, topk]`` of the first keys."""
     index = torch.arange(topk, dtype=torch.int32, device=_DEVICE)
     return torch.where(index < _KEYS, index, -1).expand(_TOKENS, -1).contiguous()
 

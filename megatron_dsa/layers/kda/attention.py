@@ -97,11 +97,11 @@ class _GatedNorm(MegatronModule):
 class KDASelfAttention(SelfAttentionFrame, _OfHeads):
     """Kimi Delta Attention instead of DSA.
 
-    Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism; packed: ``b ==
-    1``). Parameters, for ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with ``H * D``
-    outputs, ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and
-    ``A_log [H]``, sharded along dim 0; ``linear_proj``, along dim 1; replicated
-    ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``.
+    Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism; packed:
+    ``b == 1``). Parameters, for ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with
+    ``H * D`` outputs, ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``,
+    ``dt_bias [H * D]`` and ``A_log [H]``, sharded along dim 0; ``linear_proj``, along dim 1;
+    replicated ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``.
     """
 
     fp32_parameters = ("A_log", "dt_bias")

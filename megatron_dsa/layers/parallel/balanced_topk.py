@@ -24,10 +24,10 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Longest over mean work that pays for three messages (zigzag: 1.0; two contiguous parts: 1.5).
+#: Least ratio of longest to mean work for an exchange (zigzag: 1.0; two contiguous parts: 1.5).
 LONGEST_TO_MEAN = 1.1
-#: Visible over selected keys that pay for them. A token sends 25 KB both ways (64 heads of 128,
-#: 2048 keys): 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
+#: Least ratio of visible to selected keys: a token sends 25 KB both ways (64 heads of 128, 2048
+#: keys), 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
@@ -62,8 +62,8 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     holder = {half: rank for rank, halves in enumerate(held) for half in halves}
     last = len(holder) - 1
 
-    # Pairs add up to ``last``. Going from a half to its partner, then to that rank's other half, is
-    # a cycle in which each rank gives away at most one half.
+    # Halves that add up to ``last`` are partners. Going to the partner, then to its rank's other
+    # half, closes a cycle, so each rank gives away at most one half.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
         # Keep the longer half, to hide more of the exchange.

@@ -24,7 +24,7 @@ def join_keys_of_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the key buffer and its gradient proxy.
 
-    Order: compressed keys by slot, query tokens, shared tokens of all ranks.
+    Buffer order: compressed keys by slot, query tokens, shared tokens of all ranks.
 
     Args:
         kv: ``[s, b, D]``, local keys.

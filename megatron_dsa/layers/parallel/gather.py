@@ -5,8 +5,8 @@ Other work may run between start and finish, in both directions::
     forward    keys --> start_gather ~~ all-gather ~~~~~~> finish_* --> keys of all ranks
     backward   sum <-- start_gather <~~ reduce-scatter ~~~ finish_* <-- gradient in fp32
 
-A *grad_proxy*, an fp32 tensor without memory, receives attention's fp32 accumulator: rounding
-follows the sum over ranks.
+A *grad_proxy*, an fp32 tensor without memory, receives attention's fp32 accumulator, so gradients
+are rounded only after the sum over ranks.
 """
 
 from typing import NamedTuple
@@ -25,10 +25,10 @@ from megatron_dsa.ops.common.collectives import (
 
 
 class Gathering(NamedTuple):
-    #: Autograd link of both halves; on one rank the keys themselves.
+    #: Connects start and finish in autograd; on one rank the keys.
     link: torch.Tensor
     keys: Transfer
-    #: Empty until the backward of finish.
+    #: Filled by the backward of finish.
     gradient: Transfer
     group: object
 

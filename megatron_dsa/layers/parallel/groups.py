@@ -38,8 +38,8 @@ class Ranks:
 
     Attributes (groups are ``None`` for one rank):
         group: ranks with different tokens.
-        tp: its ranks with one context-parallel index (sequence parallelism).
-        cp: its ranks with one tensor-parallel index.
+        tp: ranks of ``group`` with the same context-parallel index (sequence parallelism).
+        cp: ranks of ``group`` with the same tensor-parallel index.
         indexer_tp: ranks that gather tokens before the indexer.
         attention_tp: ranks that gather tokens between indexer and attention.
         query_group: ranks with different query tokens.
@@ -156,7 +156,7 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """Exchange ``[tokens * ranks, H / ranks, D]`` for ``[tokens, H, D]``, by rank."""
+    """All-to-all ``[tokens * ranks, H / ranks, D]`` to ``[tokens, H, D]``, by rank."""
     return _Exchange.apply(x, group, True)
 
 

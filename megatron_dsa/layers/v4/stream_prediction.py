@@ -1,7 +1,7 @@
 """Multi-token prediction on residual streams (DeepSeek-V4).
 
-V4 predicts from the previous layer's streams, Megatron from the final norm's output: the main head
-appends the streams.
+V4 predicts from the previous layer's streams, Megatron from the final norm's output: so the main
+head appends the streams.
 """
 
 import dataclasses
