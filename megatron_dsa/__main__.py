@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa``: see :mod:`megatron_dsa.extras.cli`."""
+"""Command line ``python -m megatron_dsa``."""
 
 import io
 import os
@@ -8,20 +8,15 @@ from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.quiet_output import silence_host_warnings
 
-#: What commands cannot do without: module -> distribution. Other distributions may hold a part of
-#: ``megatron``.
+#: Required modules -> distribution.
 _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}
 
 
 def main() -> int:
-    """Run the command line; name the package to install if torch or megatron-core is missing.
-
-    Raises:
-        ModuleNotFoundError: of any other module, or of a part of one of these.
-    """
+    """Run the command line; name a missing torch or megatron-core."""
     silence_host_warnings()
     try:
-        # Commands import torch where they are made known, before any of them is run.
+        # The import already needs torch.
         from megatron_dsa.extras import cli
 
         with report_errors():
@@ -38,7 +33,7 @@ def main() -> int:
             _drop_output()
         raise
     except BrokenPipeError:
-        _drop_output()  # ``head`` has read enough
+        _drop_output()  # ``head`` has ended
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
@@ -53,7 +48,7 @@ def main() -> int:
 
 
 def _drop_output() -> None:
-    """Send the rest of the output nowhere: the interpreter flushes once more when it ends."""
+    """Discard the rest, which the interpreter flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

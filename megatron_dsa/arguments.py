@@ -1,8 +1,4 @@
-"""Command line flags, added to Megatron's own parser.
-
-Those of the model are made from the fields of the configurations; those of a run stand here.
-Megatron is imported late: :func:`check_own_flags` refuses wrong flags before.
-"""
+"""Command line flags, added to Megatron's parser."""
 
 import argparse
 import contextlib
@@ -23,10 +19,10 @@ from megatron_dsa.ops.dispatch.policy import FLAG, check_operations
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
-#: Flags of this package begin like this, and Megatron's for its bundled DSA.
+#: Prefixes of our flags, and of Megatron's for its DSA.
 OWN_PREFIX, MEGATRON_PREFIXES = "--dsa-", ("--dsa-indexer-", "--dsa-kernel-backend")
 USAGE = "%(prog)s [flags of Megatron and of megatron_dsa]"
-#: Layer specs that ``--spec`` may name beside it.
+#: Module allowed in ``--spec`` with ``--dsa-model``.
 SPECS = "megatron_dsa.specs"
 _FORMER_OPERATIONS = {
     "compressor": "compressor", "norm-rope": "norm_rope", "rotate": "rotate", "lists": "key_lists",
@@ -36,7 +32,7 @@ _FORMER_OPERATIONS = {
     "dense-loss": "dense_indexer_loss", "indexer-backward": "sparse_indexer_loss",
 }  # fmt: skip
 _GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
-#: Flags of earlier versions -> why they are refused.
+#: Former flag -> reason.
 FORMER = {
     **{
         f"--dsa-{old}-impl": f"it is {FLAG} {new}=NAME now"
@@ -52,10 +48,9 @@ FORMER = {
 
 
 class _BackendAction(argparse.Action):
-    """``--attention-backend`` that also takes our values, stored as ``dsa_attention_backend``.
+    """``--attention-backend`` with our values.
 
-    They leave Megatron's own setting at ``auto``: a value that is not in its enum would travel into
-    its configuration and into the arguments pickled in checkpoints.
+    Megatron's setting stays ``auto``: checkpoints pickle it, and other values break its enum.
     """
 
     def __call__(self, parser, namespace, value, option_string=None):
@@ -68,7 +63,7 @@ class _BackendAction(argparse.Action):
         if value not in AttnBackend.__members__:
             choices = ", ".join([*BACKENDS, *AttnBackend.__members__])
             parser.error(f"argument --attention-backend: invalid choice {value!r} (from {choices})")
-        # The last occurrence on the command line wins.
+        # The last occurrence wins.
         namespace.dsa_attention_backend = None
         setattr(namespace, self.dest, AttnBackend[value])
 
@@ -95,7 +90,7 @@ def _replace_attention_backend(parser: argparse.ArgumentParser, ours) -> None:
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:
-    """Let ``--help`` print help texts of Megatron that hold a bare percent sign."""
+    """Escape bare percent signs, which break ``--help``."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:
@@ -108,18 +103,17 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
 
-    ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning. Parsing raises a
-    :class:`ConfigError` for numbers out of range (:mod:`.config.rules.ranges`).
+    ``--dsa-indexer-*`` are Megatron's. Parsing raises :class:`ConfigError` for numbers out of
+    range.
     """
     _repair_help(parser)
-    # Without it, argparse prints the names of all of Megatron's flags before an error.
+    # Otherwise errors print all of Megatron's flags.
     parser.usage = USAGE
     group = parser.add_argument_group("megatron_dsa")
-    # Ours are printed first.
     parser._action_groups.insert(0, parser._action_groups.pop())
     _replace_attention_backend(parser, group)
     parser.set_defaults(dsa_attention_backend=None)
-    # Under Megatron's name its evaluation would log a mean over microbatches and ranks, not tokens.
+    # Megatron's ``sft`` evaluates means of microbatches and ranks, not tokens.
     parser._option_string_actions["--sft"].dest = "dsa_sft"
     parser.set_defaults(sft=False, dsa_sft=False)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
@@ -145,9 +139,7 @@ def _add_own_flags(group) -> None:
 
 
 def check_own_flags(words: list[str]) -> None:
-    """Refuse wrong values of this package's flags, unknown flags by its names, and wrong numbers.
-
-    Megatron's own parser would refuse them after seconds of imports.
+    """Reject wrong values, numbers and own flags before Megatron's seconds of imports.
 
     Raises:
         ConfigError: a number is out of range.
@@ -171,7 +163,7 @@ def check_own_flags(words: list[str]) -> None:
 def _numbers(words: list[str]) -> list[float]:
     found = []
     for word in words:
-        with contextlib.suppress(ValueError):  # Megatron's parser refuses it
+        with contextlib.suppress(ValueError):  # Megatron's parser rejects it
             found.append(float(word))
     return found
 
@@ -196,7 +188,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
             require(ok, message)
         return parsed, unknown
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]  # of parse_args, too
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
@@ -207,7 +199,6 @@ def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[s
 
 
 def _refuse_other_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Reject flags that would silently override ``--dsa-model``."""
     others = {
         "--use-checkpoint-args": args.use_checkpoint_args,
         "--yaml-cfg": args.yaml_cfg,
@@ -234,7 +225,7 @@ def _changes(parser, flags: list[str], model, parsed) -> list[str]:
 
 
 class _HelpAction(argparse.Action):
-    """Print the first group of flags, which is ours, and exit."""
+    """Print the first group of flags and exit."""
 
     def __init__(self, option_strings, dest, **settings):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **settings)
@@ -275,7 +266,7 @@ def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]
 
 
 def field_values(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a configuration class that the parsed flags give."""
+    """Return a configuration class's fields from parsed flags."""
     return {
         each.name: _field_value(each, about, getattr(args, about.dest))
         for each, about in option_fields(config_class)
@@ -341,7 +332,6 @@ def _add_run_arguments(group) -> None:
 
 
 def add_dry_run_arguments(group) -> None:
-    """Add the flags of plans to a parser or to a group of one."""
     group.add_argument(
         "--dsa-dry-run",
         action="store_true",
@@ -371,11 +361,7 @@ class _RefuseFormer(argparse.Action):
 
 
 def megatron_argv(argv: list[str]) -> list[str]:
-    """Return the command line with our backend names replaced by Megatron's ``auto``.
-
-    Megatron parses ``sys.argv`` a second time (fault-tolerance set-up), without our flags: unknown
-    flags do not disturb it, but a value that is not in its enum does.
-    """
+    """Return ``argv`` with ``auto`` for our backends: Megatron parses it again on its own."""
     from megatron.core.transformer.enums import AttnBackend
 
     out = []
@@ -390,7 +376,7 @@ def megatron_argv(argv: list[str]) -> list[str]:
 
 
 def options_from_args(args: argparse.Namespace) -> DSAOptions:
-    """Return the :class:`DSAOptions` that the parsed flags ask for.
+    """Return :class:`DSAOptions` from parsed flags.
 
     Raises:
         ConfigError: ``--dsa-impl`` names an unknown operation or implementation.

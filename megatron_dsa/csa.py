@@ -1,8 +1,4 @@
-"""Self-attention of DeepSeek-V4: window, compressed keys, and a low-rank output in groups.
-
-One key/value head serves all query heads, and the key is the value. This file holds projections,
-norms, rope and its inverse, and the output; :mod:`megatron_dsa.layers.csa_core` attends.
-"""
+"""Self-attention of DeepSeek-V4 around :mod:`megatron_dsa.layers.csa_core`."""
 
 from dataclasses import dataclass
 
@@ -43,10 +39,8 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
     """Self-attention of one layer; its compression ratio comes from the configuration.
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
-    parallelism; packed batches have ``b == 1``). Heads and output groups are sharded over
-    tensor-parallel ranks; the key/value head, the compressors and the indexer are replicated, but
-    every rank projects only its own tokens for them. Attention runs by heads or by sequence
-    (``--dsa-tp-mode``).
+    parallelism; packed batches have ``b == 1``). One key/value head serves all query heads.
+    Tensor-parallel ranks shard heads and output groups, and replicate the rest, on local tokens.
     """
 
     def __init__(
@@ -116,7 +110,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             is_mtp=is_mtp,
             choice=choice,
         )
-        # One matrix per group, one under the other: a rank holds its local groups.
+        # Stacked matrices of local groups.
         self.linear_o_group_proj = columns(
             submodules.linear_o_group_proj,
             query // config.o_groups,
@@ -135,7 +129,6 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             mark_row_blocks(stack.weight, (size,), config.tensor_model_parallel_size)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """See :class:`SelfAttentionFrame`."""
         ranks, policy = self.ranks, self.policy
         tables = self.rope.of_tokens(layout, hidden_states.dtype)
         local_tables = tables if ranks.group is None else ranks.held(tables)
@@ -152,7 +145,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # Nothing else reads the projection: the queries take its memory.
+            # Nothing else reads the projection.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
         q = self.maybe_recomputed(queries, q_latent)
@@ -167,20 +160,19 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         return self._project_groups(out)
 
     def _project_groups(self, out: torch.Tensor) -> torch.Tensor:
-        """Return ``[tokens, groups * o_lora_rank]`` of this rank's groups of heads."""
         weight = weight_of(self.linear_o_group_proj)
         weight = weight.view(self.groups, self.config.o_lora_rank, -1)
         out = out.reshape(out.shape[0], self.groups, -1)
         return head_products(out, weight.transpose(1, 2)).flatten(1)
 
     def delayed_linears(self) -> list:
-        """See :class:`SelfAttentionFrame`; the output groups' weight is only read."""
+        """Return the called linears; the output groups' weight is only read."""
         return [
             self.linear_q_down_proj, self.linear_q_up_proj, self.linear_kv_proj, self.linear_proj,
         ]  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Keep the linears from saving a quantised copy of an input that is recomputed (FP8)."""
+        """Avoid a saved quantised copy of recomputed input (FP8)."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.linear_q_down_proj)

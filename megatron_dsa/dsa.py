@@ -1,8 +1,7 @@
-"""Multi-latent attention around the DSA core: projections, rope, absorption, output.
+"""Multi-latent attention around the DSA core.
 
-The layers are Megatron's ``MLASelfAttention``, with its parameter names. The forward pass differs:
-the sparse stage attends in the space of the latents (weight absorption), where all heads share one
-576-dim key, or to all keys under a bit mask.
+Layers and parameter names are Megatron's; stage sparse may attend to latents (weight absorption),
+where heads share one 576-dim key.
 """
 
 import dataclasses
@@ -44,10 +43,9 @@ from megatron_dsa.ops.rope.api import rotate
 
 
 class _Latents(NamedTuple):
-    """Normalised latents of this rank's tokens, ``[s, b, q_lora_rank | kv_lora_rank | 64]``.
+    """Normalised local latents, ``[s, b, q_lora_rank | kv_lora_rank | 64]``.
 
-    Where ranks share latents, ``k_pe`` is rotated, ``shared`` is both, and ``gathering`` gathers it
-    while the indexer and the queries are computed.
+    ``shared`` joins ``kv`` and rotated ``k_pe``; ``gathering`` overlaps with the indexer.
     """
 
     q: torch.Tensor
@@ -57,7 +55,7 @@ class _Latents(NamedTuple):
     gathering: Gathering | None = None
 
     def of_all_ranks(self) -> tuple[torch.Tensor, Any]:
-        """Return ``kv`` and ``k_pe`` ``[keys, 576]``, and their gradient's proxy if sharded."""
+        """Return ``kv`` and ``k_pe`` ``[keys, 576]``, and their gradient proxy if sharded."""
         assert self.shared is not None
         if self.gathering is None:
             return self.shared.flatten(0, 1), None
@@ -76,11 +74,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``).
-
-    Attributes:
-        choice: how this layer attends; ``choice.way`` picks a method in ``_WAYS``.
-        hands_on_selection, shared_selection, used_selection: selections that layers hand on during
-            one forward call, see :mod:`megatron_dsa.layers.index_sharing`.
     """
 
     def __init__(
@@ -94,7 +87,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         validate(config)
         super().__init__(
             config=config,
-            # The parent would build the core twice; it is built once, below.
+            # Built once, below.
             submodules=dataclasses.replace(submodules, core_attention=IdentityOp),
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
@@ -131,7 +124,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
                 tp_group=self.pg_collection.tp,
             )  # fmt: skip
         if self.options.muon_per_head != "none":
-            # A matrix of queries, of keys and of values per head.
+            # One matrix of queries, keys and values per head.
             ranks = config.tensor_model_parallel_size
             mark_row_blocks(self._query_linear().weight, (self.q_head_dim,), ranks)
             dims = config.qk_head_dim, config.v_head_dim
@@ -146,7 +139,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """See :class:`SelfAttentionFrame`."""
         ranks, way = self.ranks, self.choice.way
         rope = TokenRope(self.rotary_pos_emb, layout, self.config)
         latents = self._latents(hidden_states, rope)
@@ -166,7 +158,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return out if self.linear_gate is None else self._gated(out, hidden_states)
 
     def _gated(self, out: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Multiply ``out [tokens, H, V]`` by the gate of each channel."""
         gate = self.maybe_recomputed(lambda x: self.linear_gate(x)[0], hidden_states)
         return out * torch.sigmoid(gate).view_as(out)
 
@@ -175,8 +166,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
-            # A column-parallel down projection leaves every rank all tokens of some columns.
-            # Tokens are scattered again, rope key included: its gradient is summed over ranks.
+            # Column-parallel: all tokens of some columns. Scatter also the rope key, to sum its
+            # gradient over ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
                 kv = scatter_to_sequence_parallel_region(kv)
@@ -195,14 +186,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return _Latents(q_latent, kv_latent, k_pe, shared, gathering)
 
     def _rotated(self, x: torch.Tensor, tables) -> torch.Tensor:
-        """Rotate the last dims of ``x [tokens, H, D]``.
-
-        Pairs of dims stay in place in queries and keys: products equal Megatron's.
-        """
+        """Rotate the last dims of ``x [tokens, H, D]``; pairs stay in place."""
         return rotate(x, *tables, policy=self.core_attention.policy)
 
     def _queries(self, q_latent: torch.Tensor, rope: TokenRope) -> torch.Tensor:
-        """Return the queries ``[tokens, H, 192]``, their last 64 dims rotated."""
+        """Return ``[tokens, H, 192]``, the last 64 dims rotated."""
         q, _ = self._query_linear()(q_latent)
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
         if self.ranks.by_sequence:
@@ -213,10 +201,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
 
     def _plain(self, latents: _Latents, rope: TokenRope, finish) -> tuple[torch.Tensor, ...]:
-        """Run ``finish`` on plain MLA's ``q [tokens, H, 192]``, ``kv [tokens, H, 256]``, rope key.
+        """Run ``finish(q [tokens, H, 192], kv [tokens, H, 256], k_pe [tokens, 1, 64])``.
 
-        ``kv`` holds per head the key without rope, then the value; the rope key is ``[tokens, 1,
-        64]``. All are computed under recompute.
+        ``kv`` joins key without rope and value.
         """
         k_pe = latents.k_pe
         if self.ranks.tp is not None:
@@ -232,26 +219,23 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(up, latents.q, latents.kv, k_pe)
 
     def _up_weights(self) -> torch.Tensor:
-        """Return ``W_uk``, then ``W_uv``, of the local heads, ``[H, 128 + 128, latent]``."""
+        """Return ``W_uk``, then ``W_uv``, of local heads, ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
         return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
 
-    # A method per way to attend: it returns a method of the core and its tensors.
+    # Each returns a method of the core and its tensors.
 
     def _sparse(self, latents: _Latents, rope: TokenRope):
-        """Weight-absorbed attention over selected keys."""
         weights = self._up_weights()
         q = self._recomputed_queries(latents.q, rope)
         kv, kv_grad = latents.of_all_ranks()
         return self.core_attention.forward_sparse, (q, kv, kv_grad, weights)
 
     def _masked(self, latents: _Latents, rope: TokenRope):
-        """Plain MLA over all keys under a mask of those selected."""
         q, kv, k_pe = self._plain(latents, rope, _flat_rope_key)
         return self.core_attention.forward_masked, (q, kv, k_pe, None)
 
     def _masked_latents(self, latents: _Latents, rope: TokenRope):
-        """Like :meth:`_masked`, with keys and values made of the latents of all ranks."""
         q = self._recomputed_queries(latents.q, rope)
         dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         (kv_latent, k_pe), (kv_grad, k_pe_grad) = (
@@ -267,12 +251,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.core_attention.forward_masked, (q, kv, k_pe.contiguous(), k_pe_grad)
 
     def _visible(self, latents: _Latents, rope: TokenRope):
-        """Like :meth:`_dense`, under a mask of the visible keys and without copies."""
         return self.core_attention.forward_visible, self._plain(latents, rope, _flat_rope_key)
 
     def _dense(self, latents: _Latents, rope: TokenRope):
-        """Plain MLA over all visible keys."""
-
         def q_k_v(q, kv, k_pe):
             k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
             return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
@@ -280,20 +261,16 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.core_attention.forward_dense, self._plain(latents, rope, q_k_v)
 
     def _dense_latents(self, latents: _Latents, rope: TokenRope):
-        """Like :meth:`_dense`, with the latents of all ranks instead of keys and values."""
         dims = [self.config.qk_head_dim, self.config.v_head_dim]
         w_uk, w_uv = self._up_weights().split(dims, dim=1)
         q = self._recomputed_queries(latents.q, rope)
         return self.core_attention.forward_latents, (q, *latents.of_all_ranks(), w_uk, w_uv)
 
     def _run(self, core_forward, tensors, layout, index_inputs) -> torch.Tensor:
-        """Run a method of the core on tensors, as arguments that recompute may save.
-
-        In stage sparse it also gets a selection, and returns its own if that is handed on.
-        """
+        """Run a method of the core, saving ``tensors`` for recompute."""
         count, selects = len(tensors), self.options.stage == "sparse"
         of_indexer = () if index_inputs is None else index_inputs.tensors()
-        # Read now: a later recompute of the core is of this microbatch as well.
+        # Recompute may run after the next microbatch.
         given = self._given_selection(layout) if selects else None
         shared = () if given is None or given.packed is None else (given.packed,)
         hands_on = self.hands_on_selection and self.core_attention.computes_topk
@@ -315,14 +292,13 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return out
 
     def _given_selection(self, layout) -> TopKIndices | None:
-        """Return the selection to use in place of the indexer's, if there is one."""
+        """Return the selection of an earlier layer or replay."""
         if not self.core_attention.computes_topk:
             return self.shared_selection
         replayed = self.core_attention.given_selection(layout, layout, self.ranks)
         return None if replayed is None else TopKIndices(*replayed)
 
     def delayed_linears(self) -> list:
-        """See :class:`SelfAttentionFrame`."""
         config = self.config
         linears = [self.linear_kv_down_proj, self.linear_proj, self._query_linear()]
         if self.linear_gate is not None:

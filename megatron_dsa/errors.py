@@ -1,36 +1,36 @@
-"""Exceptions raised to users. Each message names the argument, the rule and the fix."""
+"""Exceptions for users; messages name argument, rule and fix."""
 
 import argparse
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-#: Flag that shows where an error comes from, instead of a sentence.
+#: Flag for tracebacks instead of one sentence.
 TRACEBACK_FLAG = "--traceback"
 
 
 class DSAError(Exception):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of this package's errors."""
 
 
 class ConfigError(DSAError, ValueError):
-    """A configuration value, a combination of values or an input shape is not supported."""
+    """Unsupported value, combination of values or input shape."""
 
 
 class FileError(DSAError, OSError):
-    """A file cannot be read or written, for a reason that the user can mend."""
+    """Unreadable or unwritable file."""
 
 
 class VersionError(DSAError, ImportError):
-    """A package that is needed is missing, or its version is not supported."""
+    """Missing package or unsupported version."""
 
 
 class FallbackError(DSAError, RuntimeError):
-    """``--dsa-strict`` was given and an operation has no fused implementation that can run."""
+    """Operation without a fused implementation under ``--dsa-strict``."""
 
 
 class ImplementationError(DSAError, RuntimeError):
-    """An implementation was named for an operation and cannot run it here."""
+    """Named implementation that cannot run here."""
 
 
 def require(condition: object, message: str) -> None:
@@ -40,11 +40,7 @@ def require(condition: object, message: str) -> None:
 
 
 def did_you_mean(given: str, known: Iterable[str], others: bool = True) -> str:
-    """Return the end of a message that refuses a name: the known name that is most like it.
-
-    Args:
-        others: list all known names where none is like it.
-    """
+    """Return the end of a message: the closest known name, else (``others``) all."""
     known = list(known)
     if near := get_close_matches(given, known, n=1):
         return f"; did you mean {near[0]}?"
@@ -52,7 +48,7 @@ def did_you_mean(given: str, known: Iterable[str], others: bool = True) -> str:
 
 
 def suggest_names(parser: argparse.ArgumentParser) -> None:
-    """Let errors of a parser on unknown flags and choices name the one that is most like it."""
+    """Let a parser's errors suggest the closest flag or choice."""
     refuse = parser.error
 
     def error(message: str):

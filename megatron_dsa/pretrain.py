@@ -1,7 +1,6 @@
 """Training entry point: ``python -m megatron_dsa.pretrain <any Megatron flags>``.
 
-Megatron's own ``pretrain()`` with a GPT model whose attention is sparse: the released wheel has the
-training loop but no ``pretrain_gpt.py``. Other scripts import the parts that they need.
+Megatron's wheel has ``pretrain()``, but no ``pretrain_gpt.py``.
 """
 
 import importlib
@@ -37,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import parts that need Megatron on first use: the host may have to be prepared before."""
+    """Import parts that need Megatron only after :func:`prepare_host`."""
     if name not in ("embedding_ranks", "forward_step", "loss_function", "model_config_from_args"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "model" if name == "embedding_ranks" else "setup"
@@ -45,16 +44,15 @@ def __getattr__(name: str):
 
 
 def prepare_host(argv: list[str]) -> None:
-    """Prepare Megatron for this machine, before it is imported; ``argv`` gets preset flags.
+    """Prepare Megatron for this machine, before its import; add preset flags to ``argv``.
 
     Raises:
-        VersionError: Python, torch or megatron-core is not supported.
-        ConfigError: a variable of the launcher is wrong, or Megatron has imported
-            transformer-engine on a machine without a GPU.
+        VersionError: unsupported Python, torch or megatron-core.
+        ConfigError: wrong launcher variable, or transformer-engine imported without a GPU.
     """
     require_supported_megatron()
     silence_host_warnings()
-    # Neither help nor a fake process group has other processes.
+    # These have no other processes.
     if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
         check_launch()
     if cpu_host.needed():
@@ -73,11 +71,11 @@ def prepare_host(argv: list[str]) -> None:
         for warning in untested_versions():
             print(f"> warning: {warning}")
     install("dataset helper")
-    install("tracker file", read_tracker)  # --use-checkpoint-args reads one while flags are parsed
+    install("tracker file", read_tracker)  # --use-checkpoint-args reads one during parsing
 
 
 def main() -> None:
-    """Parse the command line and train, or plan; errors end the process with a sentence."""
+    """Train or plan; errors print one sentence."""
     silence_host_warnings()
     with report_errors():
         _main()
@@ -115,10 +113,9 @@ def _main() -> None:
 
 
 def finish() -> None:
-    """End a training script: print how often each implementation ran, and leave together.
+    """Print calls per implementation, and destroy the process group.
 
-    To be called once, on every rank, after Megatron's ``pretrain()``: the process group is
-    destroyed.
+    Call once on every rank, after Megatron's ``pretrain()``.
     """
     from megatron.training import get_args, print_rank_0
 
@@ -130,11 +127,11 @@ def finish() -> None:
         runs = ", ".join(f"{name} {count}" for name, count in counts.items())
         print_rank_0(f">   {operation}: {runs}")
     if torch.distributed.is_initialized():
-        # Without the barrier a rank may leave while another still waits for it.
+        # No rank may leave while others wait for it.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
-# Saving a checkpoint spawns processes that import this module again.
+# Processes that save checkpoints import this again.
 if __name__ == "__main__":
     main()

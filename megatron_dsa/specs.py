@@ -1,14 +1,12 @@
-"""Layer and block specs: where this package plugs into Megatron.
+"""Layer and block specs for Megatron.
 
 * :func:`dsa_block_spec`: for ``--spec megatron_dsa.specs dsa_block_spec``,
   ``GPTModelConfig.transformer_layer_spec`` and Megatron-Bridge's
-  ``provider.transformer_layer_spec``; handles MoE layers and pipeline stages.
-* :func:`dsa_layer_spec`: one layer as a ``ModuleSpec`` for a given configuration.
-* :func:`dsa_hybrid_stack_spec`: the stack of a hybrid model as a ``ModuleSpec``, for ``--spec`` of
-  our entry point and ``HybridModelConfig.hybrid_stack_spec``.
+  ``provider.transformer_layer_spec``.
+* :func:`dsa_layer_spec`: one layer.
+* :func:`dsa_hybrid_stack_spec`: for ``--spec`` and ``HybridModelConfig.hybrid_stack_spec``.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec``, ``dsa_local_hybrid_stack_spec``,
-  ``dsa_te_hybrid_stack_spec``: ready ``ModuleSpec`` objects of dense layers, for builders that
-  expect an object.
+  ``dsa_te_hybrid_stack_spec``: ready objects of dense layers.
 """
 
 import dataclasses
@@ -112,7 +110,7 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
                 module=CSACoreAttention,
                 submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
-            # Its weight is read, it is never called: nothing to gain from transformer-engine.
+            # Only its weight is read.
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
@@ -137,7 +135,7 @@ def _attention_spec(
             linear_weights_proj=linear,
         ),
     )
-    # Norms are not fused into linears: the indexer reads the normalised query latent.
+    # Unfused: the indexer reads the normalised query latent.
     latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=DSASelfAttention,
@@ -182,7 +180,7 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
-    # With transformer-engine the norm before a dense MLP is fused into its first linear.
+    # transformer-engine fuses the norm into a dense MLP.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
     return ModuleSpec(
         module=layer,
@@ -200,7 +198,6 @@ def _layer_spec(
 
 
 def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer with hyper-connections in place of norms and residuals."""
     shared = spec.module is IndexSharingLayer
     changed = dataclasses.replace(
         spec.submodules,
@@ -220,23 +217,21 @@ def _transformer_config(config):
 def dsa_layer_spec(
     config, *, moe: bool = False, is_mtp: bool = False, kda: bool = False
 ) -> ModuleSpec:
-    """Return the spec of one decoder layer with sparse attention.
-
-    V4's attention if the configuration has ``csa_compress_ratios``, else DSA.
+    """Return the spec of one decoder layer, with V4's attention for ``csa_compress_ratios``.
 
     Args:
         config: a transformer configuration, or a model configuration with one inside.
-        moe: an expert layer instead of a dense MLP.
-        is_mtp: the layer belongs to a multi-token-prediction block.
-        kda: Kimi Delta Attention in place of sparse attention.
+        moe: experts instead of a dense MLP.
+        is_mtp: for multi-token prediction.
+        kda: Kimi Delta Attention instead of sparse attention.
 
     Raises:
-        ConfigError: the configuration is not supported.
+        ConfigError: unsupported configuration.
     """
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
-    optional_extra("muon.patch")  # adds its patches to the table
+    optional_extra("muon.patch")  # registers its patches
     install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
@@ -268,19 +263,18 @@ def dsa_layer_spec(
 def dsa_block_spec(
     config, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return ``TransformerBlockSubmodules`` for the layers of this pipeline stage.
+    """Return the specs of this pipeline stage's layers.
 
-    Args:
-        config: a transformer configuration, or a model configuration with one inside.
-        vp_stage, pp_rank: virtual stage and pipeline rank, as Megatron passes them.
+    ``config`` as for :func:`dsa_layer_spec`; ``vp_stage``, ``pp_rank``: virtual stage and pipeline
+    rank.
     """
     config = _transformer_config(config)
     if config.dsa_indexer_topk_freq > 1:
-        # Layers with and without an indexer cannot be stacked in one checkpoint tensor: in every
-        # stage, so that each can read the checkpoint of the one before.
+        # Checkpoint tensors cannot stack layers with and without indexer; also in stage dense,
+        # whose checkpoint the next stage loads.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The stage of the last layer sends more than the stages before it: shapes are sent as well.
+        # The last layer's stage sends more: send shapes.
         config.mtp_standalone = True
     install_for_model(config)
 
@@ -311,7 +305,7 @@ def _final_norm(config) -> type:
 
 
 def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
-    """Return the multi-token-prediction block spec, or ``None`` where there is no such layer."""
+    """Return the multi-token-prediction block spec, or ``None``."""
     config = _transformer_config(config)
     if config.mtp_num_layers is None:
         return None
@@ -329,15 +323,11 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
 def dsa_hybrid_stack_spec(config) -> ModuleSpec:
     """Return the spec of a hybrid stack whose layers ``D`` have sparse attention.
 
-    The other layers are Megatron's; without transformer-engine only ``-``, ``E``, ``G`` and
-    multi-token prediction exist, made of its local parts.
-
-    Args:
-        config: a transformer configuration with a ``layer_pattern``, or a model configuration with
-            one inside.
+    Without transformer-engine other layers may be ``-``, ``E``, ``G`` and multi-token prediction.
+    ``config`` as for :func:`dsa_layer_spec`, with a ``layer_pattern``.
 
     Raises:
-        ConfigError: the configuration is not supported.
+        ConfigError: unsupported configuration.
     """
     config = _transformer_config(config)
     layer = dsa_layer_spec(config)
@@ -349,7 +339,6 @@ def dsa_hybrid_stack_spec(config) -> ModuleSpec:
 def _hybrid_spec(
     backend, layer: ModuleSpec, experts: ModuleSpec | None = None, *, local: bool
 ) -> ModuleSpec:
-    """Return the stack with the parts of GPT layers, with a dense MLP and with experts, apart."""
     attention = _part(
         HybridAttentionLayer, layer, "input_layernorm", "self_attention", "self_attn_bda"
     )
@@ -405,7 +394,6 @@ def _dense_spec(transformer_impl: str, hybrid: bool) -> ModuleSpec:
     return _hybrid_spec(backend, layer, local=transformer_impl == "local") if hybrid else layer
 
 
-#: Ready objects -> arguments of :func:`_dense_spec`.
 _READY = {
     "dsa_local_layer_spec": ("local", False),
     "dsa_local_hybrid_stack_spec": ("local", True),
@@ -415,13 +403,13 @@ _READY = {
 
 
 def __getattr__(name: str):
-    # Raises the reason why the object does not exist without transformer-engine.
+    # Raises the reason if transformer-engine is missing.
     if name in _READY:
         return _dense_spec(*_READY[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
+# ``--spec`` uses vars(module), which ignores __getattr__.
 for _name, (_impl, _hybrid) in _READY.items():
     if _impl == "local" or why_not_transformer_engine(torch.cuda.is_available()) is None:
         globals()[_name] = _dense_spec(_impl, _hybrid)

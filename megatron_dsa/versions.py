@@ -19,18 +19,17 @@ PYTHON_MIN = (3, 12)
 TORCH_MIN = "2.6"
 MEGATRON_MIN = "0.19"
 MEGATRON_BELOW = "0.21"
-#: The release of megatron-core that this release was run with, and a state of the next one.
+#: Tested releases of megatron-core.
 MEGATRON_RUN_WITH = "0.19.2"
 MEGATRON_MAIN = "0.20.0 (main of 2026-08-22)"
-#: Set to 1, this variable lets versions from ``MEGATRON_BELOW`` on run.
+#: Set to 1, it allows later versions.
 ANY_HOST = "MEGATRON_DSA_ANY_HOST"
-#: Module that the entry point builds models from; the first thing that 0.18.2 and 0.17.1 lack.
+#: Missing from 0.18.2 and 0.17.1.
 _MODEL_CONFIG = "megatron.training.models.gpt"
-#: First and last release (major, minor) of torch with which training, saving, resuming and
-#: exporting were run.
+#: First and last tested release of torch.
 TORCH_RUN_WITH = ((2, 11), (2, 15))
 
-#: Optional packages: distribution -> (module, what it is for).
+#: Distribution -> (module, purpose).
 OPTIONAL_PACKAGES = {
     "transformer-engine": ("transformer_engine", "Megatron's fused linears and norms (extra: te)"),
     "flash-mla": (
@@ -53,13 +52,13 @@ OPTIONAL_PACKAGES = {
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Return the leading numeric release of a version string: ``"2.11.0+cu130" -> (2, 11, 0)``."""
+    """Return the numeric release: ``"2.11.0+cu130" -> (2, 11, 0)``."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def is_before(found: str, floor: str) -> bool:
-    """Return whether version ``found`` is older; by release unless ``floor`` is a pre-release."""
+    """Compare versions, by release unless ``floor`` is a pre-release."""
     wanted = Version(floor)
     if wanted.is_prerelease:
         try:
@@ -70,7 +69,7 @@ def is_before(found: str, floor: str) -> bool:
 
 
 def module_exists(name: str) -> bool:
-    """Return whether there is such a module; packages above it are not imported for the answer."""
+    """Return True if a module exists, without importing its packages."""
     return _find_spec(name) is not None
 
 
@@ -86,7 +85,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the installed version of a distribution, or ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -95,12 +93,9 @@ def installed_version(distribution: str) -> str | None:
 
 @functools.cache
 def host_version() -> str | None:
-    """Return the version of the ``megatron.core`` that is imported, or ``None`` without one.
-
-    A source tree on ``PYTHONPATH`` hides an installed wheel, whose metadata stay.
-    """
+    """Return the version of ``megatron.core``: a source tree may hide a wheel."""
     if (package_info := _package_info()) is not None:
-        # Not imported: it runs git.
+        # Importing it runs git.
         text = package_info.read_text()
         found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", text, re.M))
         if {"MAJOR", "MINOR", "PATCH", "PRE_RELEASE"} <= set(found):
@@ -109,7 +104,7 @@ def host_version() -> str | None:
 
 
 def host_described() -> str:
-    """Return the version of megatron-core, with the folder if it is not an installed wheel."""
+    """Return megatron-core's version, with its folder unless a wheel."""
     found, package_info = host_version(), _package_info()
     if package_info is None:
         return str(found)
@@ -128,7 +123,7 @@ def _package_info() -> Path | None:
 
 
 def optional_version(distribution: str) -> str | None:
-    """Version of an optional package, ``"unknown version"`` if built in place, or ``None``."""
+    """Return an optional package's version, ``"unknown version"`` if built in place."""
     version = installed_version(distribution)
     module = OPTIONAL_PACKAGES[distribution][0]
     if version is None and module_exists(module):
@@ -137,25 +132,22 @@ def optional_version(distribution: str) -> str | None:
 
 
 def why_not_transformer_engine(has_gpu: bool) -> str | None:
-    """Return why Megatron cannot use transformer-engine here, or ``None`` if it can.
-
-    Where it is installed and there is a GPU, it is imported for the answer, as Megatron does.
-    """
+    """Return why Megatron cannot use transformer-engine, if so; may import it."""
     if sys.modules.get("transformer_engine.pytorch") is not None:
-        return None  # imported already, so it works for its importer
+        return None  # its importer succeeded
     if installed_version("transformer-engine") is None:
         return "no transformer-engine"
-    if not has_gpu:  # asked first: there the extension is hidden from Python
+    if not has_gpu:  # first: without a GPU the extension is hidden
         return "transformer-engine needs a GPU"
     return _failed_import_of_transformer_engine()
 
 
 @functools.cache
 def _failed_import_of_transformer_engine() -> str | None:
-    """Return why it cannot be imported, or ``None``; asked once, since it is hidden after that."""
+    """Cached: the extension is hidden afterwards."""
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # libraries that are missing or of other versions: any error
+    except Exception as error:  # wrong versions raise any error
         if not module_exists("transformer_engine_torch"):
             return "transformer-engine without its PyTorch extension (pip install the extra 'te')"
         first = (str(error).splitlines() or [""])[0]
@@ -164,7 +156,6 @@ def _failed_import_of_transformer_engine() -> str | None:
 
 
 def untested_versions() -> list[str]:
-    """Return a warning for each of torch and megatron-core whose version was never run with."""
     warnings = []
     torch_version, (first, last) = installed_version("torch"), TORCH_RUN_WITH
     if torch_version and not first <= parse_version(torch_version)[:2] <= last:
@@ -186,7 +177,7 @@ def untested_versions() -> list[str]:
 
 
 def host_problem() -> str | None:
-    """Return why Python, torch or megatron-core is refused here, or ``None`` if none is."""
+    """Return why Python, torch or megatron-core is unsupported, if so."""
     if sys.version_info < PYTHON_MIN:
         wanted = ".".join(map(str, PYTHON_MIN))
         have = ".".join(map(str, sys.version_info[:3]))
@@ -215,7 +206,6 @@ def host_problem() -> str | None:
 
 
 def require_supported_megatron() -> None:
-    """Raise :class:`VersionError` unless megatron-core is in the supported range."""
     problem = host_problem()
     if problem is not None:
         raise VersionError(problem)

@@ -1,1 +1,1 @@
-"""Configuration: options of the package, fields of models, presets and rules."""
+"""Options, model fields, presets and rules."""

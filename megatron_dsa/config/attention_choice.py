@@ -1,4 +1,4 @@
-"""Attention of a configuration and division among its ranks: decided once for all layers.
+"""Choice of attention and its sharding, once for all layers.
 
 ========  =============================  =======================  ==========================
 stage     on one context-parallel rank   on several               a bit mask is used
@@ -23,9 +23,9 @@ from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.masked_attention import spec as masked
 from megatron_dsa.ops.masked_attention.api import MOST_KEPT, describe_visible_call
 
-#: What masked dense attention to selected keys calls.
+#: Operations of masked attention to selected keys.
 MASKED_OPERATIONS = (masked.KEY_BITS, masked.FORWARD, masked.BACKWARD, masked.PROBABILITIES)
-#: Heads that fill the tiles of the attention kernels.
+#: Heads per tile of the attention kernels.
 FULL_TILE = 64
 
 Way = Literal["sparse", "masked", "masked_latents", "visible", "dense", "dense_latents"]
@@ -33,21 +33,16 @@ Way = Literal["sparse", "masked", "masked_latents", "visible", "dense", "dense_l
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Attention of all layers of a configuration.
+    """Attention of all layers.
 
     Attributes:
-        way: to selected keys: ``sparse``, by lists of them; ``masked``, by plain MLA under a bit
-            mask; ``masked_latents``, the same with keys made of the latents of all
-            context-parallel ranks. To all visible keys: ``visible``, under a bit mask; ``dense``,
-            by dense attention, over a ring of ranks; ``dense_latents``, with keys made of the
-            latents of all ranks.
+        way: to selected keys: ``sparse`` by lists, ``masked`` by plain MLA under a bit mask,
+            ``masked_latents`` also with gathered latents. To all visible keys: ``visible`` under a
+            bit mask, ``dense`` (over a ring of ranks), ``dense_latents`` with gathered latents.
         reason: for or against a bit mask, in one clause.
-        masked_up_to: longest sequence (of selected keys) or microbatch (of visible ones) for which
-            a bit mask is taken; ``None`` where it cannot be.
-        tp_mode: what tensor-parallel ranks divide. ``heads``: a rank attends for all tokens with
-            its local heads, and repeats the indexer's work. ``sequence``: it does everything for
-            its local tokens, with all heads. ``select``: it selects keys and trains the indexer for
-            its local tokens, and attends for all tokens with its local heads.
+        masked_up_to: longest masked sequence (selected keys) or microbatch (visible keys), if any.
+        tp_mode: sharding over tensor-parallel ranks. ``heads``: local heads, repeated indexer;
+            ``sequence``: local tokens; ``select``: local tokens to select, local heads to attend.
     """
 
     way: Way
@@ -57,16 +52,14 @@ class AttentionChoice:
 
     @property
     def masked(self) -> bool:
-        """Return whether plain MLA runs under a bit mask."""
         return self.way in ("masked", "masked_latents", "visible")
 
     @property
     def shares_latents(self) -> bool:
-        """Return whether a rank's keys are the latents of all ranks, read by a plain weight."""
+        """Return True if a rank's keys are latents of all ranks."""
         return self.way in ("sparse", "masked_latents", "dense_latents")
 
     def describe(self) -> str:
-        """One line: which attention, why, and up to which length it is masked."""
         limit = self.masked_up_to
         if self.way in ("sparse", "masked", "masked_latents"):
             name = "masked dense attention" if self.masked else "sparse attention"
@@ -81,11 +74,9 @@ class AttentionChoice:
 
 
 def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
-    """Decide how the layers of a configuration attend in its stage.
+    """Return the attention of all layers in this stage.
 
-    Args:
-        config: a validated transformer configuration of this package.
-        device: ``cuda`` or ``cpu``; by default the one that training would use here.
+    ``config`` is validated; ``device``: ``cuda`` or ``cpu``, by default this machine's.
     """
     sparse_mode: TPMode = "sequence" if by_sequence(config) else "heads"
     if uses_csa(config):
@@ -104,21 +95,20 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
 
 
 class LayerCalls:
-    """Describes the calls of a configuration's layers on a device."""
+    """Calls of all layers on a device."""
 
     def __init__(self, config: Any, device: str | None = None):
         self.config = config
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def of(self, heads: int, qk_dim: int, v_dim: int = 0, **more) -> OpCall:
-        """Return a call with ``heads`` heads on a rank, in the dtype of the parameters."""
+        """Return a call with ``heads`` local heads, in the parameters' dtype."""
         dtype = more.pop("dtype", self.config.params_dtype)
         return describe_call(
             self.device, dtype=dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim, **more
         )
 
     def indexer(self, topk: int | None = None) -> OpCall:
-        """Return a call with the indexer's dims; ``topk``: keys that it selects."""
         config = self.config
         return self.of(
             config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, topk=topk,
@@ -126,7 +116,6 @@ class LayerCalls:
         )  # fmt: skip
 
     def masked_attention(self, topk: int | None = None) -> OpCall:
-        """Return masked dense attention's call; ``topk``: keys that are selected, if they are."""
         config = self.config
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
         heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -135,14 +124,13 @@ class LayerCalls:
         )
 
     def visible_attention(self) -> Iterator[tuple[Operation, OpCall]]:
-        """Yield what masked dense attention to all visible keys calls."""
         yield masked.VISIBLE_BITS, describe_visible_call(self.device)
         for operation in (masked.FORWARD, masked.BACKWARD):
             yield operation, self.masked_attention()
 
 
 class _Rule(NamedTuple):
-    """Rule for or against a bit mask; the first one that applies decides."""
+    """Rule on bit masks; the first that applies decides."""
 
     applies: bool
     masks: bool
@@ -182,20 +170,20 @@ def _mask_of_selected(calls: LayerCalls) -> Iterator[_Rule]:
 
 
 def _mask_of_visible(calls: LayerCalls) -> Iterator[_Rule]:
-    """Yield the rules for visible keys: masked kernels are faster, and copy no keys or values."""
+    """Yield the rules for visible keys; masked kernels are faster and copy no keys."""
     config, options = calls.config, options_of(calls.config)
     several = config.context_parallel_size > 1
     yield _Rule(several, False, "context-parallel ranks exchange keys or latents")
     name = options.policy.named_for("dense_attention")
     yield _Rule(name is not None, False, f"dense_attention={name} was asked for")
     yield from _rules_of_fusion(calls.visible_attention(), options.policy)
-    # Every tile would hold all of them, and be computed for one.
+    # A tile would hold tokens of all sequences.
     alternate = options.interleaved_sequences > 1
     yield _Rule(alternate, False, "sequences of a microbatch alternate", MOST_KEPT)
     length = options.sequence_length
     yield _Rule(length is None, False, "no sequence length is given", MOST_KEPT)
     assert length is not None
-    tokens = length * options.packed_sequences  # bits are kept for the backward
+    tokens = length * options.packed_sequences  # the backward keeps the bits
     yield _Rule(True, tokens <= MOST_KEPT, f"{tokens} tokens of a microbatch", MOST_KEPT)
 
 
@@ -206,10 +194,9 @@ def _rules_of_fusion(calls: Iterable[tuple[Operation, OpCall]], policy: Policy) 
 
 
 def by_sequence(config: Any) -> bool:
-    """Return whether ranks of TP attend for local tokens with all heads, unless it is masked.
+    """Return True if unmasked attention runs on local tokens with all heads.
 
-    Only lists of selected keys make tokens independent of each other: stages with dense attention
-    go by heads.
+    Tokens are independent only with lists of selected keys.
     """
     ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
     dense = options_of(config).stage != "sparse" and not uses_csa(config)
@@ -219,16 +206,13 @@ def by_sequence(config: Any) -> bool:
 
 
 def query_heads(config: Any) -> int:
-    """Return how many heads attention has on a rank, unless it is masked: then, the local ones."""
+    """Return the local heads of unmasked attention."""
     ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
     return config.num_attention_heads // ranks
 
 
 def _select_mode(config: Any) -> TPMode:
-    """Masked attention: select for local tokens, or by heads.
-
-    A dense loss goes by heads: its teacher needs the queries of all heads.
-    """
+    """Return masked attention's mode; a dense loss needs all heads."""
     mode, several = options_of(config).tp_mode, config.tensor_model_parallel_size > 1
     if not (several and config.sequence_parallel) or has_dense_loss(config):
         return "heads"
@@ -236,10 +220,9 @@ def _select_mode(config: Any) -> TPMode:
 
 
 def _exchanges_latents(config: Any) -> bool:
-    """Dense stages: exchange latents instead of keys and values across context-parallel ranks.
+    """Return True if dense stages exchange latents, by default whenever those are narrower.
 
-    A latent is gathered once and expanded on every rank, which costs less than sending what it
-    expands to wherever it is narrower: from two local heads on in DeepSeek's shapes.
+    In DeepSeek's shapes: from two local heads on.
     """
     options = options_of(config)
     if options.cp_exchange != "auto":

@@ -1,4 +1,4 @@
-"""Extras, loaded by name when a flag needs one: the core imports none of them."""
+"""Extras, loaded by name: the core imports none."""
 
 import importlib
 from types import ModuleType
@@ -7,11 +7,7 @@ from megatron_dsa.errors import ConfigError
 
 
 def load_extra(module: str, flag: str) -> ModuleType:
-    """Import ``megatron_dsa.extras.<module>`` for a flag.
-
-    Raises:
-        ConfigError: this installation lacks the extra.
-    """
+    """Import ``megatron_dsa.extras.<module>`` for a flag, or raise :class:`ConfigError`."""
     found = optional_extra(module)
     if found is None:
         folder = module.partition(".")[0]
@@ -23,12 +19,12 @@ def load_extra(module: str, flag: str) -> ModuleType:
 
 
 def optional_extra(module: str) -> ModuleType | None:
-    """Import ``megatron_dsa.extras.<module>``; return ``None`` if this installation lacks it."""
+    """Import ``megatron_dsa.extras.<module>``, or return ``None``."""
     name = f"megatron_dsa.extras.{module}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Anything else that is missing is the error of that module.
+        # Other missing modules are errors of that module.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

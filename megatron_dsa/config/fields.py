@@ -1,4 +1,4 @@
-"""Fields of a configuration that have a flag: its name and help text."""
+"""Configuration fields with flags."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -9,16 +9,13 @@ from typing import Any, Literal, get_args, get_origin
 
 @dataclass(frozen=True)
 class Option:
-    """The flag of a field and its help text.
-
-    Choices come from the field's type, ``Literal[...]``; ranges from :mod:`.rules.ranges`.
+    """Flag of a field; choices come from ``Literal`` types, ranges from :mod:`.rules.ranges`.
 
     Attributes:
-        flag: name of the flag. A flag of a boolean field reverses the default.
+        flag: a boolean field's flag reverses the default.
         help: text of ``--help-dsa``, which appends the default.
-        metavar: how help texts call the value.
-        unit: what one of the flag's units is in the field, for example bytes per MiB.
-        parse: returns the field's value; gets the words after the flag, and the flag for messages.
+        unit: factor from the flag to the field, for example bytes per MiB.
+        parse: converts the words after the flag; also gets the flag, for messages.
     """
 
     flag: str
@@ -29,29 +26,26 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Attribute of the parsed arguments that holds the flag's value."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 def option(default: Any, flag: str, help: str, **settings: Any) -> Any:
-    """Return a dataclass field with a flag; ``settings`` are further fields of :class:`Option`."""
+    """Return a dataclass field with a flag; ``settings``: further :class:`Option` fields."""
     return field(default=default, metadata={"option": Option(flag, help, **settings)})
 
 
 def option_fields(config_class: type) -> Iterator[tuple[dataclasses.Field, Option]]:
-    """Yield the fields of a dataclass that have a flag, each with its :class:`Option`."""
     for each in dataclasses.fields(config_class):
         if "option" in each.metadata:
             yield each, each.metadata["option"]
 
 
 def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
-    """Return the values that a field may hold, or ``None`` if they are not listed."""
     return get_args(each.type) if get_origin(each.type) is Literal else None
 
 
 def given_values(words: list[str], flag: str) -> list[str]:
-    """Return the values that a command line gives a flag, behind a blank or ``=``."""
+    """Return a flag's values on a command line, after a blank or ``=``."""
     values = []
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -60,7 +54,7 @@ def given_values(words: list[str], flag: str) -> list[str]:
     return values
 
 
-#: Fields of Megatron's configurations whose flag is not their name.
+#: Megatron's flags with other names than their fields.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
     "fp8": "--fp8-format",
@@ -77,11 +71,10 @@ _NAMES = {
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
-#: What other flags say already, and Megatron's defaults.
+#: Implied by other flags or Megatron's defaults.
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
-#: Lists with an entry per layer, which Megatron reads as an expression.
+#: Lists per layer, which Megatron reads as expressions.
 _PATTERNS = {"moe_layer_freq", "linear_attention_freq"}
-#: Flags for ``False``.
 _NEGATIVE = {
     "add_bias_linear": "--disable-bias-linear",
     "bias_activation_fusion": "--no-bias-swiglu-fusion",
@@ -90,17 +83,15 @@ _NEGATIVE = {
 
 
 def flag_of(name: str) -> str:
-    """Return the flag that sets a field of a configuration or an argument."""
     return _NAMES.get(name, "--" + name.replace("_", "-"))
 
 
 def said(value: Any) -> str:
-    """Return a value as a command line has it."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the words of the command line that set a field; none for a default (``None``)."""
+    """Return a field's words of the command line; none for ``None``."""
     if value is None or name in _LEFT_OUT:
         return []
     flag = flag_of(name)
@@ -108,7 +99,7 @@ def flag_words(name: str, value: Any) -> list[str]:
         return [flag]
     if value is False:
         return [_NEGATIVE[name]] if name in _NEGATIVE else []
-    if name in _PATTERNS and isinstance(value, list):  # without blanks: ([0]*3+[1]*58)
+    if name in _PATTERNS and isinstance(value, list):  # no blanks: ([0]*3+[1]*58)
         runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
         return [flag, f"({'+'.join(runs)})"]
     if isinstance(value, list):

@@ -1,8 +1,6 @@
-"""Kinds of layers: patterns of hybrid models, pipeline stages, prediction layers, KDA layers.
+"""Kinds of layers: hybrid patterns, pipeline stages, prediction, KDA.
 
-A layer of a hybrid model is attention or an MLP. Layers of a GPT, which has no pattern, are both,
-and their attention may be KDA.
-Megatron is not imported: commands that only print read these.
+Commands that only print import this without Megatron.
 """
 
 from typing import Any
@@ -10,34 +8,32 @@ from typing import Any
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
-#: Megatron's letters. Layers with other letters are Megatron's own.
+#: Megatron's letters; layers with other letters are Megatron's.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
-#: Attention of a GPT's layers by ``linear_attention_freq``; no letter of Megatron's.
+#: KDA in GPT layers; no Megatron letter.
 KDA = "K"
 
 
 def has_pattern(config: Any) -> bool:
-    """Return whether a configuration has a layer pattern."""
     return getattr(config, "layer_pattern", None) is not None
 
 
 def stages_of(pattern: str) -> list[str]:
-    """Return the decoder layers of every (virtual) pipeline stage, a letter each."""
+    """Return the decoder letters per (virtual) pipeline stage."""
     return pattern.partition(PREDICTION)[0].split(STAGE)
 
 
 def decoder_of(pattern: str) -> str:
-    """Return the decoder layers, a letter each."""
     return "".join(stages_of(pattern))
 
 
 def predictions_of(pattern: str) -> list[str]:
-    """Return the layers of every depth of multi-token prediction, a letter each."""
+    """Return the letters per prediction depth."""
     return [part for part in pattern.split(PREDICTION)[1:] if part]
 
 
 def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
-    """Return the parts of decoder layer ``number`` (from 1), or of a prediction depth."""
+    """Return the parts of a decoder layer (from 1) or a prediction depth."""
     if has_pattern(config):
         pattern = config.layer_pattern
         return predictions_of(pattern)[number - 1] if is_mtp else decoder_of(pattern)[number - 1]
@@ -47,7 +43,7 @@ def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
 
 
 def attention_layers(config: Any) -> list[int]:
-    """Return the numbers (from 1) of the decoder layers with sparse attention of this package."""
+    """Return the decoder layers (from 1) with sparse attention."""
     if has_pattern(config):
         letters = decoder_of(config.layer_pattern)
         return [number for number, letter in enumerate(letters, 1) if letter == ATTENTION]
@@ -56,24 +52,21 @@ def attention_layers(config: Any) -> list[int]:
 
 
 def attention_number(config: Any, layer_number: int) -> int:
-    """Return the index (from 1) of a decoder layer among :func:`attention_layers`."""
+    """Return a decoder layer's index (from 1) among :func:`attention_layers`."""
     if has_pattern(config):
         return decoder_of(config.layer_pattern)[:layer_number].count(ATTENTION)
     return layer_number - sum(is_kda_layer(config, index) for index in range(layer_number))
 
 
 def logged_layers(config: Any) -> int:
-    """Return the number of layers in the log: first the decoder, then prediction."""
+    """Return the number of logged layers, decoder first."""
     if has_pattern(config):
         return config.num_layers + len("".join(predictions_of(config.layer_pattern)))
     return config.num_layers + (config.mtp_num_layers or 0)
 
 
 def count_pairs(pattern: str) -> int | None:
-    """Return the layers of the GPT with the same layers, ``None`` if there is none.
-
-    Every attention is followed by its MLP, in prediction also: ``D-D-|DEDE/DE``.
-    """
+    """Return the layers of an equivalent GPT, such as ``D-D-|DEDE/DE``."""
     letters = decoder_of(pattern)
     pairs = [letters[i : i + 2] for i in range(0, len(letters), 2)]
     pairs += predictions_of(pattern)

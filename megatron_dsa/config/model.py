@@ -1,9 +1,9 @@
-"""This package's fields of a model, and facts of any transformer configuration.
+"""Model fields of this package, and properties of any transformer configuration.
 
-Megatron is not imported: commands that only print read these.
+Commands that only print import this without Megatron.
 """
 
-# Without ``from __future__ import annotations``: flags are made from the types of fields.
+# No ``from __future__ import annotations``: flags come from field types.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from megatron_dsa.config.rules.ranges import option_rules
 from megatron_dsa.config.rules.table import uses_csa
 from megatron_dsa.errors import require
 
-#: How the names of an adapter's parameters end, after the name of its linear.
+#: Suffixes of adapter parameters.
 LORA_A, LORA_B = "_lora_A", "_lora_B"
 
 
 @dataclass
 class StreamFields:
-    """Fields of hyper-connections and hash routing, of any attention, and of KDA layers."""
+    """Fields of hyper-connections, hash routing and KDA."""
 
     hc_mult: int = option(
         1,
@@ -65,7 +65,7 @@ class StreamFields:
         "--moe-hash-seed",
         "Seed of these tables in a new model; a checkpoint has its own.",
     )
-    #: Rows of these tables: the padded vocabulary, which the model's builder sets.
+    #: Padded vocabulary, set by the model's builder.
     moe_hash_vocab_size: int | None = None
     kda_gate_lower_bound: float = option(
         -5.0,
@@ -76,7 +76,7 @@ class StreamFields:
 
 @dataclass
 class CSAFields(StreamFields):
-    """Fields of DeepSeek-V4's attention. Names come from Megatron's development branch."""
+    """Fields of DeepSeek-V4's attention, named as on Megatron's development branch."""
 
     csa_compress_ratios: list[int] | None = option(
         None,
@@ -103,119 +103,108 @@ class CSAFields(StreamFields):
 
     @property
     def head_dim(self: Any) -> int:
-        """Dims of a query head and of the key/value head."""
         return self.v_head_dim
 
     def ratio(self: Any, layer_number: int, is_mtp: bool = False) -> int:
-        """Return the compression ratio of a layer (numbered from 1)."""
+        """Return the compression ratio of a layer (from 1)."""
         assert self.csa_compress_ratios is not None
         return self.csa_compress_ratios[layer_number - 1 + (self.num_layers if is_mtp else 0)]
 
 
 def options_of(config: Any) -> DSAOptions:
-    """Return the :class:`DSAOptions` of any transformer configuration."""
     return getattr(config, "dsa", None) or DSAOptions()
 
 
 def uses_streams(config: Any) -> bool:
-    """Return whether the residual is several streams, with hyper-connections."""
     return getattr(config, "hc_mult", 1) > 1
 
 
 def has_learned_head(config: Any) -> bool:
-    """Return whether a learned head ends the streams; multi-token prediction reads them also."""
     return uses_streams(config) and config.hc_collapse == "learned"
 
 
 def uses_sinks(config: Any) -> bool:
-    """Return whether layers of V3.2's attention have a learned sink per head (Hy4)."""
+    """Return True if V3.2's attention has learned sinks (Hy4)."""
     return getattr(config, "softmax_type", None) == "learnable"
 
 
 def hash_layers(config: Any) -> int:
-    """Return how many layers, the first ones, look experts up by token id."""
     return getattr(config, "moe_hash_layers", 0)
 
 
 def uses_indexer(config: Any) -> bool:
-    """Return whether the layers have an indexer (every stage but ``dense``)."""
     return options_of(config).stage != "dense"
 
 
 def has_indexers(config: Any) -> bool:
-    """Return whether any layer of the model has an indexer."""
     if not uses_indexer(config):
         return False
     return not uses_csa(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def indexer_is_trained(config: Any) -> bool:
-    """Return whether an indexer loss is computed; under LoRA only for adapted indexers."""
+    """Return True if an indexer loss is computed; with LoRA only for adapted indexers."""
     if has_adapters(config) and not adapts_indexer(config, options_of(config)):
         return False
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
 
 
 def has_adapters(config: Any) -> bool:
-    """Return whether linears have adapters (LoRA), which alone are trained."""
     return options_of(config).lora_rank is not None
 
 
 def linears_with_adapters(config: Any) -> tuple[str, ...]:
-    """Return the names of the linears of a layer that have adapters, as in released checkpoints."""
+    """Return the adapted linears of a layer, named as in released checkpoints."""
     return adapted_linears(config, options_of(config))
 
 
 def loss_is_sparse(config: Any) -> bool:
-    """Return whether an indexer's loss is taken over the selected keys only."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
 
 
 def has_dense_loss(config: Any) -> bool:
-    """Return whether an indexer's loss over all visible keys is computed, also in evaluation."""
+    """Return True if an indexer loss over all visible keys is computed, also in evaluation."""
     computed = indexer_is_trained(config) or options_of(config).evaluate_indexer
     return uses_indexer(config) and computed and not loss_is_sparse(config)
 
 
 def selected_keys(config: Any) -> int:
-    """Return the most keys that an indexer selects: of pools, or of tokens."""
+    """Return the most keys (or pools) that an indexer selects."""
     return config.dsa_indexer_topk // options_of(config).indexer_pool_size
 
 
 def selected_tokens(config: Any) -> int:
-    """Return the most keys that a query attends to in layers of V3.2's attention."""
+    """Return the most keys of a query, in V3.2's attention."""
     return config.dsa_indexer_topk + options_of(config).indexer_pool_size - 1
 
 
 def computes_topk(config: Any, layer_number: int) -> bool:
-    """Return whether attention ``layer_number`` (from 1) selects keys; others reuse a selection.
+    """Return True if attention ``layer_number`` (from 1) selects keys.
 
-    ``dsa_indexer_skip_topk_offset`` leading layers do; from then on, one in
-    ``dsa_indexer_topk_freq``.
+    The first ``dsa_indexer_skip_topk_offset`` layers do, then one in ``dsa_indexer_topk_freq``.
     """
     first = max(config.dsa_indexer_skip_topk_offset, 1)
     return layer_number <= first or (layer_number - first) % config.dsa_indexer_topk_freq == 0
 
 
 def shares_indices(config: Any) -> bool:
-    """Return whether some layers reuse the selection of an earlier layer."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_topk_freq > 1
 
 
 def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
-    """Return whether a layer of V3.2's attention has an indexer in the sparse stage."""
+    """Return True if a layer of V3.2's attention selects keys in stage sparse."""
     number = attention_number(config, layer_number)
     return is_mtp or not shares_indices(config) or computes_topk(config, number)
 
 
 def ends_group(config: Any, layer_number: int) -> bool:
-    """Return whether no layer behind ``layer_number`` reuses the keys that it attends to."""
+    """Return True if no later layer reuses this layer's keys."""
     behind = [number for number in attention_layers(config) if number > layer_number]
     return not behind or selects_keys(config, behind[0])
 
 
 def shares_teacher(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
-    """Return whether a layer's attention is one of several that train an indexer together."""
+    """Return True if several layers' attention trains one indexer."""
     if options_of(config).indexer_teacher == "own" or is_mtp or not shares_indices(config):
         return False
     alone = selects_keys(config, layer_number) and ends_group(config, layer_number)
@@ -223,7 +212,7 @@ def shares_teacher(config: Any, layer_number: int, is_mtp: bool = False) -> bool
 
 
 def validate(config: Any) -> None:
-    """Raise :class:`ConfigError` for an unsupported configuration, before any layer is built."""
+    """Raise :class:`ConfigError` for an unsupported configuration."""
     options = options_of(config)
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
@@ -241,16 +230,13 @@ def validate(config: Any) -> None:
 
 
 def is_indexer_parameter(name: str) -> bool:
-    """Return whether a parameter (or checkpoint key) belongs to an indexer."""
     return ".indexer." in name
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Return whether a parameter (or checkpoint key) belongs to an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 
 def trains_main(config) -> bool:
-    """Return whether anything but the indexers is trained."""
     options = options_of(config)
     return options.stage != "warmup" or not options.freeze_main

@@ -1,6 +1,6 @@
-"""Options of this package beside Megatron's configuration; flags are made from these fields."""
+"""Options without a field in Megatron's configuration."""
 
-# Without ``from __future__ import annotations``: flags are made from the types of fields.
+# No ``from __future__ import annotations``: flags come from field types.
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,16 +12,16 @@ from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.ops.layout.sharding import CPLayout
 
-#: What tensor-parallel ranks divide: heads, tokens, or attention's heads and the indexer's tokens.
+#: Tensor-parallel sharding: heads, tokens, or attention's heads and the indexer's tokens.
 TPMode = Literal["heads", "sequence", "select"]
 
 
 @dataclass(frozen=True)
 class DSAOptions:
-    """Settings that Megatron's own configuration has no field for.
+    """Settings without a field in Megatron's configuration.
 
-    They are the attribute ``dsa`` of the transformer configuration; a configuration without it (of
-    another training script) gets the defaults. ``--help-dsa`` prints their help texts.
+    Stored as ``dsa`` of the transformer configuration; without it, defaults apply. ``--help-dsa``
+    prints their help texts.
     """
 
     stage: Literal["dense", "warmup", "sparse"] = option(
@@ -35,7 +35,7 @@ class DSAOptions:
         "--dsa-warmup-train-all",
         "In stage warmup, train the main model too (default: only the indexer).",
     )
-    #: Prefer fused implementations; ``--attention-backend dsa_unfused`` does not.
+    #: Prefer fused implementations, unless ``--attention-backend dsa_unfused``.
     fused: bool = True
     strict: bool = option(
         False,
@@ -101,11 +101,11 @@ class DSAOptions:
         "faster for short sequences; auto: masked where fused kernels can run it and it is "
         "cheaper.",
     )
-    #: Tokens of the longest sequence (``--seq-length``), by which ``auto`` above decides.
+    #: Longest sequence in tokens (``--seq-length``), for ``auto`` above.
     sequence_length: int | None = None
-    #: Sequences of a microbatch whose tokens alternate: those of an unpacked one.
+    #: Sequences of an unpacked microbatch, whose tokens alternate.
     interleaved_sequences: int = 1
-    #: Sequences of that length that a packed microbatch holds, one after the other.
+    #: Sequences of that length in a packed microbatch.
     packed_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",
@@ -214,17 +214,15 @@ class DSAOptions:
                 f"DSAOptions.{name} must be at least 1, got {value}: give --seq-length or "
                 "--micro-batch-size",
             )
-        # Configuration files give lists back, and dispatch looks its choices up by these.
+        # Configuration files return lists, but dispatch hashes these.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 
     @property
     def head_parts(self) -> int:
-        """Groups of heads of which one teaches a query token."""
         return round(1 / self.indexer_loss_heads)
 
     def describe_loss(self) -> str:
-        """Say on what an indexer is trained."""
         queries, heads = (
             "all" if share == 1 else f"1/{round(1 / share)}" if 1 / share % 1 == 0 else f"{share:g}"
             for share in (self.indexer_loss_queries, self.indexer_loss_heads)
@@ -233,7 +231,6 @@ class DSAOptions:
 
     @property
     def policy(self) -> Policy:
-        """What dispatch needs to know."""
         return Policy(
             self.fused, self.strict, self.workspace_bytes, self.named, self.indexer_numerics
         )

@@ -1,6 +1,6 @@
-"""Released models as configurations (of attention, or of the whole model) and as flags.
+"""Released models, as configurations and as flags.
 
-The command ``flags`` prints them without torch, whose import takes seconds.
+Torch is imported late, which saves the command ``flags`` seconds.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ def _shapes(
 
 
 def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
-    """Return what DeepSeek-V4's attention has besides; ``first``: ratio of the first two layers."""
+    """Return DeepSeek-V4's further fields; ``first``: ratio of the first two layers."""
     return {
         "mtp_num_layers": 1,
         "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
         "csa_window_size": 128,
-        "kv_lora_rank": 448,  # not used; as in Megatron's development branch
+        "kv_lora_rank": 448,  # unused
         "qk_head_dim": 448, "v_head_dim": 512, "o_groups": groups, "o_lora_rank": 1024,
         "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
         "rotary_base": 10000, "csa_compress_rotary_base": 160000, **_yarn(16, 65536),
     }  # fmt: skip
 
 
-#: Fields of the options, by the names of their flags.
+#: Option fields, keyed by flag names.
 LATENT_EPSILON, POOL_SIZE = "dsa_latent_norm_epsilon", "dsa_indexer_pool_size"
 _OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size"}
 
 
 def _glm_5_3(*, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Return what GLM-5.3's attention has besides: no rope, pools, KDA in three of four layers."""
+    """Return GLM-5.3's further fields."""
     return {
         "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False, POOL_SIZE: 4,
         "linear_attention_freq": [int(layer % 4 != 3) for layer in range(layers)],
@@ -63,7 +63,7 @@ def _yarn(factor: float, original: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: The attention of released models as keyword arguments of their configuration's class.
+#: Attention of released models, as configuration arguments.
 PRESETS: dict[str, dict[str, Any]] = {
     "v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
@@ -85,7 +85,7 @@ def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, 
     return {
         "gated_linear_unit": True, "hidden_dropout": 0.0,
         "num_moe_experts": number, "moe_router_topk": chosen, "moe_ffn_hidden_size": size,
-        "moe_shared_expert_intermediate_size": size,  # one of a layer, for all tokens
+        "moe_shared_expert_intermediate_size": size,  # one per layer, for all tokens
         "moe_router_topk_scaling_factor": scale, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
     }  # fmt: skip
@@ -100,7 +100,7 @@ def _after_dense_layers(*, layers: int, dense_size: int, number: int = 256) -> d
     }
 
 
-#: Megatron's fused SwiGLU leaves out the clamp.
+#: Megatron's fused SwiGLU omits the clamp.
 _CLAMPED = {"activation_func_clamp_value": 10.0, "bias_activation_fusion": False}
 _STREAMS = {"hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
 
@@ -112,7 +112,7 @@ def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: MLPs, residual and norms of the models of :data:`PRESETS`, likewise.
+#: MLPs, residual and norms for :data:`PRESETS`.
 AROUND: dict[str, dict[str, Any]] = {
     "v3.2": _after_dense_layers(layers=61, dense_size=18432)
     | {
@@ -134,7 +134,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "v4-flash": _around_v4(number=256, size=2048, scale=1.5),
     "v4-pro": _around_v4(number=384, size=3072, scale=2.5),
 }  # fmt: skip
-#: Rows of the models' embeddings, which are no field of a configuration.
+#: Vocabulary sizes, which no configuration field holds.
 VOCABULARY = {
     "v3.2": 129280,
     "glm-5": 154880,
@@ -145,24 +145,23 @@ VOCABULARY = {
 
 
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
-    """Return a configuration with the attention of a released model, and ``changes`` on top.
+    """Return a configuration with a released model's attention, and ``changes``.
 
-    MLPs, experts, the residual and, but for V4, norms and rope are Megatron's defaults.
+    The rest has Megatron's defaults, except V4's norms and rope.
 
     Raises:
-        ConfigError: for an unknown name or field.
+        ConfigError: unknown name or field.
     """
     return _configuration(name, {}, changes)
 
 
 def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
-    """Return the configuration of a whole released model, and ``changes`` on top.
+    """Return the configuration of a whole released model, with ``changes``.
 
-    It has the fields of the model's ``config.json``; training (balancing, weights of losses) is
-    left open, and :data:`VOCABULARY` has the rows of its embedding.
+    Training settings keep Megatron's defaults; :data:`VOCABULARY` has the embedding's size.
 
     Raises:
-        ConfigError: for an unknown name or field.
+        ConfigError: unknown name or field.
     """
     return _configuration(name, AROUND, changes)
 
@@ -187,19 +186,19 @@ def _configuration(
     if fields.get("gated_linear_unit"):
         fields["activation_func"] = silu
     fields |= changes
-    # Given options say how the model runs; unless they say otherwise, these belong to the model.
+    # The model's options apply unless ``dsa`` overrides them.
     options, default = fields.get("dsa", DSAOptions()), DSAOptions()
     unsaid = {x: y for x, y in of_model.items() if getattr(options, x) == getattr(default, x)}
     options = dataclasses.replace(options, **unsaid)
     return kind(**fields | {"dsa": options})
 
 
-#: Flags of every model: Megatron's defaults are another embedding and dropout.
+#: Flags of every model, since Megatron's defaults of embedding and dropout differ.
 ALWAYS = (
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
-#: Positions that the released models were made for, which are no field of a configuration.
+#: Context lengths of released models.
 _POSITIONS = {
     "v3.2": 163840,
     "glm-5": 202752,
@@ -207,16 +206,15 @@ _POSITIONS = {
     "v4-flash": 1048576,
     "v4-pro": 1048576,
 }
-#: How every model is trained: weight of the indexers' loss, which stage sparse takes over selected
-#: keys.
+#: Weight of the indexers' loss, which stage sparse restricts to selected keys.
 _INDEXER_LOSS = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
-#: How experts are balanced: by a bias, and a little by a loss within sequences, as by DeepSeek.
+#: DeepSeek's balancing of experts: a bias, and a small loss within sequences.
 _BALANCE = {
     "moe_router_bias_update_rate": 1e-3,
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 1e-4,
 }
-#: What the small models have in common; they train on a CPU.
+#: Common fields of the small models, which train on a CPU.
 _TINY: dict[str, Any] = {
     "multi_latent_attention": True, "hidden_size": 128, "num_attention_heads": 8,
     "q_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "qk_layernorm": True,
@@ -224,7 +222,6 @@ _TINY: dict[str, Any] = {
     "init_method_std": 0.05, "rope_type": "rope",
     "dsa_indexer_n_heads": 8, "dsa_indexer_head_dim": 32, "max_position_embeddings": 256,
 }  # fmt: skip
-#: Small models by name, as fields of configurations and other flags.
 TINY: dict[str, dict[str, Any]] = {
     "v3.2-tiny": _TINY
     | {
@@ -245,7 +242,7 @@ TINY: dict[str, dict[str, Any]] = {
     "v4-tiny": _TINY
     | {
         "num_layers": 5, "mtp_num_layers": 1,
-        "kv_lora_rank": 32,  # not used
+        "kv_lora_rank": 32,  # unused
         "v_head_dim": 48, "o_groups": 4, "o_lora_rank": 32,
         "csa_compress_ratios": [0, 4, 16, 4, 16, 0], "csa_window_size": 32,
         "csa_compress_rotary_base": 10000,
@@ -257,7 +254,6 @@ TINY: dict[str, dict[str, Any]] = {
         "layernorm_epsilon": 1e-6, **_CLAMPED, **_STREAMS,
     },
 }  # fmt: skip
-#: Values of ``--dsa-model``.
 MODELS = (
     *("v3.2-tiny", "v3.2", "glm-5", "glm-5.3-tiny", "glm-5.3-flash"),
     *("v4-tiny", "v4-flash", "v4-pro"),
@@ -265,13 +261,13 @@ MODELS = (
 
 
 def model_flags(name: str) -> list[str]:
-    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, and how its parts are trained.
+    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, with training settings.
 
-    Sequence length, data, tokenizer, schedule, precision and parallel layout are left to other
-    flags; the small models leave the size of the vocabulary to the tokenizer.
+    Data, tokenizer (with the small models' vocabulary), sequence length, schedule, precision and
+    parallel layout have other flags.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: unknown name.
     """
     if name not in MODELS:
         raise ConfigError(f"unknown model {name!r}{did_you_mean(name, MODELS)}")
@@ -280,16 +276,15 @@ def model_flags(name: str) -> list[str]:
     if "num_moe_experts" in fields:
         fields |= _BALANCE
     if "mtp_num_layers" in fields:
-        # DeepSeek's V4 has 0.1 once the learning rate decays.
+        # DeepSeek lowers V4's to 0.1 once the learning rate decays.
         fields["mtp_loss_scaling_factor"] = 0.3 if "csa_compress_ratios" in fields else 0.1
     words = [word for field, value in fields.items() for word in flag_words(field, value)]
     return words + list(ALWAYS)
 
 
 def _released_fields(name: str) -> dict[str, Any]:
-    """Return the fields of a released model; those of its options by the names of their flags."""
     fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
-    said = ("attention_dropout", "hidden_dropout")  # by ALWAYS
+    said = ("attention_dropout", "hidden_dropout")  # in ALWAYS
     return {field: value for field, value in fields.items() if field not in said} | {
         "init_method_std": 0.02,
         "padded_vocab_size": VOCABULARY[name],

@@ -15,10 +15,9 @@ require_supported_megatron()
 
 @dataclass
 class DSATransformerConfig(StreamFields, MLATransformerConfig):
-    """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention.
+    """Megatron's MLA configuration with :class:`DSAOptions`, validated.
 
-    Attributes:
-        layer_pattern: ``hybrid_layer_pattern`` of a hybrid model, whose parts read it.
+    ``layer_pattern`` is a hybrid model's ``hybrid_layer_pattern``.
     """
 
     dsa: DSAOptions = field(default_factory=DSAOptions)
@@ -31,15 +30,14 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 
     def _derive(self) -> None:
         if self.moe_hash_layers or self.linear_attention_freq is not None:
-            # Layers of two kinds cannot be stacked in one checkpoint tensor.
+            # Different kinds of layers cannot be stacked in one checkpoint tensor.
             self.hetereogenous_dist_checkpoint = True
 
     @classmethod
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
-        """Return ``config`` as this class; ``own`` has the fields of a subclass that are given.
+        """Return ``config`` as this class; ``own``: given fields of a subclass.
 
-        Megatron's ``__post_init__`` rewrites fields and may not run twice: finished fields are
-        copied.
+        Finished fields are copied: Megatron's ``__post_init__`` may not run twice.
         """
         ours = cls.__new__(cls)
         defaults = {each.name: each.default for each, _ in option_fields(cls)}
@@ -51,15 +49,15 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 
 @dataclass
 class CSATransformerConfig(CSAFields, DSATransformerConfig):
-    """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
+    """Configuration of DeepSeek-V4's window, CSA and HCA attention.
 
-    The one key/value head has ``v_head_dim`` dims; the last ``qk_pos_emb_head_dim`` are rotated.
-    ``kv_lora_rank`` has no meaning.
+    The one key/value head has ``v_head_dim`` dims; the last ``qk_pos_emb_head_dim`` rotate.
+    ``kv_lora_rank`` is unused.
     """
 
     def _derive(self) -> None:
         super()._derive()
         if self.csa_compress_ratios is not None:
             self.csa_compress_ratios = [int(ratio) for ratio in self.csa_compress_ratios]
-            # Layers of different kinds cannot be stacked in one checkpoint tensor.
+            # Different kinds of layers cannot be stacked in one checkpoint tensor.
             self.hetereogenous_dist_checkpoint = True

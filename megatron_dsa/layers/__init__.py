@@ -1,1 +1,1 @@
-"""Parts of an attention layer: cores, indexers, compressor, rope, and how they are trained."""
+"""Parts of an attention layer."""

@@ -1,4 +1,4 @@
-"""Sets of layers for specs: Megatron's own, and transformer-engine's."""
+"""Layer sets for specs."""
 
 from typing import Any
 
@@ -12,17 +12,13 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
-    """Layers of Megatron without transformer-engine, and of this package.
-
-    ``latent_linear``: down projections; ``absorbed_linear``: the up projection of keys and values,
-    whose weight is also read as a plain tensor.
-    """
+    """Layers without transformer-engine; ``absorbed_linear``'s weight is also read directly."""
 
     def linear(self) -> type:
         return ReplicatedLinear
 
     def latent_linear(self) -> type:
-        return ColumnParallelLinear  # as in Megatron's local MLA spec
+        return ColumnParallelLinear  # as in Megatron
 
     def absorbed_linear(self) -> type:
         return self.column_parallel_linear()
@@ -57,7 +53,6 @@ def _te_backend():
 
 
 def get_backend(transformer_impl: str) -> Any:
-    """Return the set of layers for ``--transformer-impl``."""
     if transformer_impl == "transformer_engine":
         return _te_backend()
     if transformer_impl == "local":
@@ -68,7 +63,7 @@ def get_backend(transformer_impl: str) -> Any:
 
 
 class SeparateNorms:
-    """A backend without norms fused into linears: streams come between, or adapters."""
+    """Backend without fused norms, for streams and adapters."""
 
     def __init__(self, backend):
         self._backend = backend

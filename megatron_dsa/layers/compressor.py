@@ -1,4 +1,4 @@
-"""The compressor of DeepSeek-V4: several positions become one key, weighted per channel."""
+"""Compressor of DeepSeek-V4: one key per group of positions."""
 
 from dataclasses import dataclass
 
@@ -20,18 +20,14 @@ from megatron_dsa.ops.rope.api import rotate
 
 @dataclass
 class CompressorSubmodules:
-    """Spec of the norm; linears are never quantised, so no spec chooses them."""
-
     norm: ModuleSpec | type = None
 
 
 class Compressor(Fp32Parameters, MegatronModule):
-    """``rope(RMSNorm(pool(W_kv x, W_gate x + APE)))`` for every group of ``ratio`` positions.
+    """``rope(RMSNorm(pool(W_kv x, W_gate x + APE)))`` per group of ``ratio`` positions.
 
-    Groups overlap iff ``ratio`` is 4. Parameter names are those of Megatron's development branch:
-    ``linear_wkv``, ``linear_wgate`` ``[c * dim, hidden]``, ``ape`` fp32 ``[ratio, c * dim]``,
-    ``norm``. Every rank projects its local tokens and pools the groups that end in them, with a few
-    projected tokens of neighbours.
+    Groups overlap iff ``ratio`` is 4. Parameters, named as in Megatron: ``linear_wkv``,
+    ``linear_wgate`` ``[c * dim, hidden]``, ``ape`` fp32 ``[ratio, c * dim]``, ``norm``.
     """
 
     fp32_parameters = ("ape",)
@@ -47,22 +43,18 @@ class Compressor(Fp32Parameters, MegatronModule):
             )
             setattr(self, name, linear)
         self.ape = new_parameter(config, ratio, width)
-        mark_table(self.ape)  # of positions
+        mark_table(self.ape)
         self.norm = build_module(
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )
         for parameter in self.parameters():
-            # They see local groups: gradients are summed over tensor-parallel ranks.
+            # Ranks have other groups: sum gradients over tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(
         self, x: torch.Tensor, keys: CompressedKeys, rope: PositionRope, ranks: Ranks
     ) -> torch.Tensor:
-        """Return the compressed keys of this rank's groups, ``[slots of keys.groups, dim]``.
-
-        ``x``: ``[s, b, hidden]``, this rank's hidden states. A key is rotated by the position of
-        its group's first token.
-        """
+        """Return compressed keys ``[slots of keys.groups, dim]`` of local ``x [s, b, hidden]``."""
         values, scores = (
             linear(x)[0].flatten(0, 1) for linear in (self.linear_wkv, self.linear_wgate)
         )
@@ -71,5 +63,5 @@ class Compressor(Fp32Parameters, MegatronModule):
         pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=self.policy)
         pooled = self.norm(pooled)
         tables = rope.of_groups(keys, pooled.dtype)
-        # The gradient of ``[:, 0]`` would be a copy into zeros.
+        # The backward of ``[:, 0]`` would copy into zeros.
         return rotate(pooled[:, None], *tables, policy=self.policy).squeeze(1)

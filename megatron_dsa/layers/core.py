@@ -1,4 +1,4 @@
-"""The base of both core attentions: the indexer, its selection, its training, and the log."""
+"""Base of both core attentions."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,35 +51,32 @@ from megatron_dsa.ops.layout.pools import KeyPools
 
 
 class Indexer(MegatronModule):
-    """The part of an indexer that all layers share: linears and weights of the index heads.
+    """Linears and weights of all indexers.
 
-    Subclasses have ``linear_wq_b`` and ``linear_weights_proj``.
+    Subclasses set ``linear_wq_b`` and ``linear_weights_proj``.
     """
 
     def __init__(self, config):
         super().__init__(config=config)
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.policy = options_of(config).policy
-        # Scores that select are computed as inference engines compute them.
         self.as_engine = self.policy.indexer_numerics != EXACT
 
     def linear(self, spec, input_size: int, output_size: int) -> Any:
         return replicated_linear(spec, self.config, input_size, output_size)
 
     def mark_query_heads(self) -> None:
-        """Mark a matrix of queries per head, if Muon takes them apart."""
         if options_of(self.config).muon_per_head == "all":
             ranks = self.config.tensor_model_parallel_size
             mark_row_blocks(self.linear_wq_b.weight, (self.dim,), ranks)
 
     def latents(self, qr: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Return the latents of the query tokens."""
         if ranks.indexer_tp is not None:
             qr = gather_detached(qr, ranks.indexer_tp)
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weights of the query tokens, and in fp32 if scores are an engine's."""
+        """Return the scaled weights, also in fp32 if scores imitate an inference engine."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -93,29 +90,18 @@ class Indexer(MegatronModule):
 
 
 class CoreAttention(Fp32Parameters, MegatronModule):
-    """A core attention that may have an indexer, as ``self_attention.core_attention``.
+    """Core attention with an optional indexer.
 
     Args:
-        config: the transformer configuration.
-        layer_number: of the layer, from 1.
-        attn_mask_type: must be causal.
+        layer_number: from 1.
         softmax_scale: factor on ``q . k``; ``None`` compiles nothing beforehand.
-        pg_collection: process groups of the model.
-        is_mtp: the attention belongs to a multi-token-prediction layer, which logs behind the
-            decoder layers and never shares indices.
-        choice: how the layers attend, by default decided here.
+        is_mtp: in multi-token prediction, which never shares indices.
 
     Attributes:
-        selecting_layers: numbers of all decoder layers of the model that select.
-        selects: this one is among them (layers of multi-token prediction are not).
-        selection_source: gives selections in place of the indexer's, while one is attached:
-            ``given(core, layout, keys, ranks)`` (:mod:`megatron_dsa.extras.rl.replay`).
-        selection_sink: gets the selections, while one is attached: ``put(core, indices, keys)``.
-        keeps_loss: :meth:`take_loss` hands the loss out in place of the output's backward
-            (:mod:`megatron_dsa.layers.freezing`).
-
-    Raises:
-        ConfigError: for what the package does not support.
+        selecting_layers: numbers of all decoder layers that select.
+        selection_source: replaces selections: ``given(core, layout, keys, ranks)``.
+        selection_sink: receives selections: ``put(core, indices, keys)``.
+        keeps_loss: keep the loss for :meth:`take_loss` instead of attaching it.
     """
 
     def __init__(
@@ -152,26 +138,24 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.loss_scale = install_loss_scale(config)
         self.keeps_loss = False
         self._kept_loss: torch.Tensor | None = None
-        # Layers of multi-token prediction log behind the decoder's.
+        # Prediction logs after the decoder.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # Once per iteration, which a replayed graph of a layer cannot know.
+        # A CUDA graph would measure in each microbatch instead of once per iteration.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
             say_how_trained(config)
 
     def selecting_numbers(self) -> list[int]:
-        """Return the numbers of the decoder layers that select keys."""
         raise NotImplementedError
 
     def build_indexer(self, spec: ModuleSpec | type) -> None:
-        """Build the indexer; one that is not trained has no gradients."""
         self.indexer = build_module(spec, config=self.config, tp_mode=self.choice.tp_mode)
         if not self.indexer_is_trained:
-            # A parameter without a gradient would stall the overlapped gradient reduction.
+            # Trainable parameters without gradient stall the overlapped reduction.
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
-        """Build ``attn_sink``, a logit per local head with a share in the softmax and no value."""
+        """Build ``attn_sink``: a softmax logit per local head, without value."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
@@ -179,13 +163,11 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.fp32_parameters = ("attn_sink",)
 
     def sinks(self, ranks: Ranks) -> torch.Tensor | None:
-        """Return the sinks of the heads that this rank attends with, if the layer has any."""
         if self.attn_sink is None or not ranks.by_sequence:
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        """Shard ``attn_sink`` over tensor-parallel ranks like the heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.attn_sink is not None:
             metadata = ensure_metadata_has_dp_cp_group(metadata)
@@ -196,15 +178,12 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return state
 
     def required_ops(self) -> list[RequiredOp]:
-        """Return the operations that this layer calls."""
         return required_ops(self.config, self.layer_number, self.is_mtp)
 
     def resolve_kernels(self) -> None:
-        """Choose and compile the kernels of the first step, or refuse what cannot run."""
         resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)
 
     def trains_indexer_now(self) -> bool:
-        """Return True in passes that train the indexer, not in a first pass of recompute."""
         return (
             self.indexer is not None
             and torch.is_grad_enabled()
@@ -212,24 +191,18 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )
 
     def measures_selection_now(self) -> bool:
-        """Return True in training passes that may measure a selection, also a frozen indexer's."""
         return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
-        """Return True in evaluation passes that compute the indexer loss."""
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
-        """Refuse scores that are not finite; on a GPU by a device assert."""
         return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``indices`` and ``length`` to use in place of the indexer's, if there are any.
-
-        To be called once per forward pass. ``keys``: the layout that a selection is made with.
-        """
+        """Return the source's ``indices`` and ``length``, if any; call once per forward."""
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
@@ -240,7 +213,6 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         ranks: Ranks,
         compressed: CompressedKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``indices`` and ``length`` of the indexer's selection among (compressed) keys."""
         count = selected_keys(self.config)
         if ranks.query_sharding.ranks == 1:
             keys = layout if compressed is None else compressed.layout
@@ -250,16 +222,11 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )
 
     def note_selection(self, indices: torch.Tensor, keys: Layout) -> None:
-        """Hand the selection of this forward pass to the sink, if there is one."""
         if self.selection_sink is not None and not in_backward():
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group over which a teacher is still to be summed, or ``None``.
-
-        By sequence a rank has all heads of its queries. Where ranks select for local tokens,
-        attention returns sums over all heads.
-        """
+        """Return the group over which to sum teachers, ``None`` if they are complete."""
         if self.choice.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
@@ -273,14 +240,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         selected_only: bool = False,
         pools: KeyPools | None = None,
     ) -> IndexerTraining:
-        """Return the sparse loss, which the attention's backward computes with its gradients.
+        """Return the sparse loss, for attention's backward.
 
-        ``keys`` is the layout of the indexer's keys, ``tokens`` the one that counts query tokens.
+        ``keys``: layout of the indexer's keys; ``tokens``: of the query tokens.
         """
         coeff = self.config.dsa_indexer_loss_coeff
 
         def weight() -> Factor:
-            # Read in the backward: Megatron sets the scale after the forward pass.
+            # Megatron sets the scale only after the forward.
             factor = self._loss_factor(tokens)
             return replace(factor, times=self.loss_scale.on(tokens.start.device))
 
@@ -293,11 +260,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
-        """Draw the query tokens of a loss over all keys; to be called once per forward pass.
-
-        Both passes of a recomputed layer draw, and the second one's tokens count: the first one
-        moves the generator on, whose state Megatron sets back for the second.
-        """
+        """Draw the query tokens of a dense loss; call once per forward, recompute included."""
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
         share, device = self.options.indexer_loss_queries, tokens.start.device
@@ -305,17 +268,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
-        # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+        # Megatron itself divides per-token losses by the tokens.
         coeff = self.config.dsa_indexer_loss_coeff
         if self.config.calculate_per_token_loss:
             return Factor(coeff)
         return _mean_over_tokens(layout, coeff)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Scale and record a loss; return ``out``, whose backward starts the loss's as well.
-
-        With :attr:`keeps_loss` the loss is kept for :meth:`take_loss` instead.
-        """
+        """Attach a scaled loss to ``out``'s backward, and record it."""
         loss = self._loss_factor(layout).apply(loss_sum)
         coeff = self.config.dsa_indexer_loss_coeff
         self._record("indexer loss", loss_sum.detach(), coeff, layout)
@@ -325,24 +285,21 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return attach_loss(out, loss, self.loss_scale)
 
     def take_loss(self) -> torch.Tensor | None:
-        """Return the loss that the last forward pass kept: a 0 with the loss's backward."""
         loss, self._kept_loss = self._kept_loss, None
         return loss
 
     def record_health(self, attended: Attended) -> None:
-        """Record how good the selection of a few queries is, in an iteration's first microbatch."""
         if IndexerLog.samples_selection(self.layer_index):
             count, workspace = self.options.health_tokens, self.policy.workspace_bytes
             health = selection_health(attended, count, workspace)
             IndexerLog.record(self.layer_index, health)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
-        """Record the loss of an evaluation pass; a frozen indexer's has no factor."""
         coeff = self.config.dsa_indexer_loss_coeff or 1.0
         self._record(EVALUATION, loss_sum.detach(), coeff, layout)
 
     def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
-        # The log averages over ranks: it gets the mean over a rank's share of the tokens.
+        # The log averages over ranks: record this rank's share.
         factor = _mean_over_tokens(layout, layout.num_shards * coeff)
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
@@ -352,10 +309,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
 
 
 def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
-    """Return ``coeff`` over the number of real tokens on all ranks, at least 1."""
     tokens = layout.real_tokens()
     if isinstance(tokens, int):
         return Factor(coeff / max(tokens, 1))
-    # One number in fp64 keeps fp64 models exact.
+    # fp64 keeps fp64 models exact.
     count = layout.derive("tokens of a mean", lambda: tokens.clamp_min(1).double())
     return Factor(coeff, over=count)

@@ -1,7 +1,6 @@
-"""The core of V4's attention: compress keys, select among them, attend, train the selector.
+"""Core attention of DeepSeek-V4.
 
-One forward path for all layers: the compression ratio decides which keys exist next to the window,
-and in stage sparse a CSA layer (ratio 4) selects among them.
+The compression ratio decides which keys join the window; CSA layers (ratio 4) select among them.
 """
 
 import dataclasses
@@ -29,17 +28,12 @@ from megatron_dsa.ops.layout.layout import Layout
 
 @dataclass
 class CSACoreAttentionSubmodules:
-    """Specs of the compressor and of the indexer."""
-
     compressor: ModuleSpec | type = None
     indexer: ModuleSpec | type = None
 
 
 class CSACoreAttention(CoreAttention):
-    """Attention to the window and to compressed keys, with a learned sink per head.
-
-    Takes the arguments of :class:`CoreAttention`, submodules after the configuration.
-    """
+    """Attention to the window and to compressed keys, with a learned sink per head."""
 
     def __init__(
         self, config, submodules: CSACoreAttentionSubmodules, layer_number: int, *args, **kwargs
@@ -59,7 +53,6 @@ class CSACoreAttention(CoreAttention):
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """See :class:`CoreAttention`."""
         numbers = range(1, self.config.num_layers + 1)
         return [number for number in numbers if self.config.ratio(number) == CSA_RATIO]
 
@@ -76,10 +69,9 @@ class CSACoreAttention(CoreAttention):
         """Return ``[tokens, H, D]``, not yet rotated back.
 
         Args:
-            hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
-                D]``, rotated, of this rank's tokens.
-            q: ``[tokens, H, D]``, rotated queries; for tokens and heads see
-                :class:`~megatron_dsa.layers.parallel.groups.Ranks`.
+            hidden_states, q_latent, kv: local, ``[s, b, hidden | q_lora_rank | D]``; ``kv`` is
+                rotated.
+            q: ``[tokens, H, D]``, rotated; for tokens and heads see :class:`Ranks`.
         """
         policy = self.policy
         keys = compressed = inputs = None
@@ -151,7 +143,6 @@ class CSACoreAttention(CoreAttention):
     def _select(
         self, inputs: IndexerInputs | None, lists: KeyLists, ranks: Ranks, given
     ) -> KeyLists:
-        """Return lists of compressed keys: ``given``, or the indexer's selection."""
         assert lists.compressed is not None
         checked = given is None
         if given is None:
@@ -166,7 +157,7 @@ class CSACoreAttention(CoreAttention):
     ) -> torch.Tensor:
         """Return the KL sum over all visible compressed keys.
 
-        Window and sink share the teacher's softmax, unless it is of compressed keys only.
+        Window and sink share the teacher's softmax, except with ``--dsa-csa-teacher compressed``.
         """
         keys, other = lists.compressed, None
         assert keys is not None
@@ -184,7 +175,6 @@ class CSACoreAttention(CoreAttention):
         )  # fmt: skip
 
     def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
-        """Return the KL sum of an evaluation pass, which has no backward."""
         if not self.loss_is_sparse:
             return self._dense_loss(inputs, q, kv, lists, sink)
         policy = self.policy

@@ -1,4 +1,4 @@
-"""The indexer of CSA layers, which scores the keys of a compressor of its own."""
+"""Indexer of CSA layers, with its own compressor."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,6 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass
 class CSAIndexerSubmodules:
-    """Class of the linears; spec of the compressor, which is never quantised."""
-
     linear: ModuleSpec | type = ReplicatedLinear
     compressor: ModuleSpec | type = None
 
@@ -31,21 +29,20 @@ class CSAIndexer(Indexer):
     """Projections of the indexer over compressed keys (DeepSeek-V4).
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(compressor(x))``, ``w = W_w x * HI^-1/2 * DI^-1/2``
-    with rope on the *last* dims and ``rot`` a Hadamard transform. Parameter names are those of
-    Megatron's development branch: ``linear_wq_b``, ``linear_weights_proj``, ``compressor``.
+    with rope on the *last* dims and ``rot`` a Hadamard transform.
     """
 
     def __init__(self, config, submodules: CSAIndexerSubmodules, tp_mode: TPMode = "heads"):
         super().__init__(config)
         linear = submodules.linear
         self.linear_wq_b = self.linear(linear, config.q_lora_rank, self.heads * self.dim)
-        # It sees local tokens, or all: averaging keeps equal gradients equal to the last bit.
+        # With all tokens, ranks have equal gradients; averaging keeps them bitwise equal.
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = tp_mode == "sequence"
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"
         self.mark_query_heads()
         self.linear_weights_proj = self.linear(linear, config.hidden_size, self.heads)
-        # It sees local tokens: the gradient is summed over ranks.
+        # Local tokens: sum gradients over ranks.
         self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
             submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim
@@ -62,8 +59,7 @@ class CSAIndexer(Indexer):
     ) -> IndexerInputs:
         """Return queries and weights of the query tokens, one key per compressed slot of all ranks.
 
-        ``x [s, b, hidden]`` and ``qr [s, b, q_lora_rank]``: detached hidden states and normalised
-        query latent of this rank's tokens.
+        Detached local ``x [s, b, hidden]`` and normalised query latent ``qr [s, b, q_lora_rank]``.
         """
         config = self.config
         q, _ = self.linear_wq_b(self.latents(qr, ranks))
@@ -86,6 +82,6 @@ class CSAIndexer(Indexer):
     def _transformed(self, k: torch.Tensor) -> torch.Tensor:
         if not self.as_engine:
             return hadamard(k)
-        # Rounded once, as engines do; without columns in the tables nothing is rotated.
+        # Rounds once, as engines do; empty tables rotate nothing.
         none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
         return rotate_index(k[:, None], none, none, policy=self.policy).squeeze(1)

@@ -1,4 +1,4 @@
-"""Transformer layers that Megatron captures in CUDA graphs."""
+"""Transformer layers in CUDA graphs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,20 +14,17 @@ from megatron_dsa.patches import install
 class GraphedLayer(TransformerLayer):
     """Transformer layer whose attention ``--cuda-graph-impl local`` may capture without the MLP.
 
-    Megatron's own layer is captured whole for every choice of ``--cuda-graph-modules``, which a
-    layer with experts cannot be. Evaluation runs uncaptured: the graph of the training would record
-    its loss as a training loss.
+    Megatron captures whole layers, which fails with experts. Evaluation runs uncaptured, since a
+    graph would record its loss as a training loss.
     """
 
     _forward_attention: Any
 
     @property
     def attention_graphs(self) -> Any:
-        """Megatron's manager of the attention's graphs, ``None`` without."""
         return self._modules.get("attention_graph_manager")
 
     def create_mcore_cudagraph_manager(self, config) -> None:
-        """Called by Megatron while the layer is built."""
         install("graph buffers")
         if not graph_modules(config):
             super().create_mcore_cudagraph_manager(config)
@@ -45,7 +42,6 @@ class GraphedLayer(TransformerLayer):
 
 
 def describe_graphs(config: Any) -> Iterator[str]:
-    """Yield lines about captured modules, and figures that the log leaves out."""
     impl = config.cuda_graph_impl
     if impl == "none":
         return

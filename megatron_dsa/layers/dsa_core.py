@@ -1,8 +1,4 @@
-"""The DSA core: select keys, attend to them, train the selector (DeepSeek-V3.2).
-
-One module serves the three stages: ``sparse`` attends to the indexer's top-k, ``warmup`` to
-everything and trains the indexer on that, ``dense`` to everything without an indexer.
-"""
+"""Core attention of DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -53,56 +49,45 @@ from megatron_dsa.ops.layout.pools import KeyPools
 
 @dataclass
 class DSACoreAttentionSubmodules:
-    """The indexer's spec."""
-
     indexer: ModuleSpec | type = None
 
 
 class TopKIndices(NamedTuple):
-    """Keys of every query token: selected, handed on by an earlier layer, or replayed."""
+    """Selected keys per query token."""
 
     indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
     length: torch.Tensor  # int32 [tokens]
-    packed: torch.Tensor | None = None  # fp32 (fp64): of train_on_selection, in training
+    packed: torch.Tensor | None = None  # fp32 (fp64), from train_on_selection
 
     def pack(self) -> torch.Tensor:
-        """Return all in one tensor: ``packed``, or int32 ``[tokens, K + 1]``."""
         if self.packed is not None:
             return self.packed
         return torch.cat([self.indices, self.length[:, None]], dim=1)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> TopKIndices:
-        """Undo :meth:`pack`."""
         if not packed.is_floating_point():
             return cls(packed[:, :-1], packed[:, -1])
         indices, length, _ = SharedSelection.unpack(packed)
         return cls(indices.int(), length.int(), packed)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what the selection consists of, for recompute."""
         return self[:2] if self.packed is None else (self.packed,)
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[torch.Tensor]) -> TopKIndices:
-        """Undo :meth:`tensors`."""
         return cls.unpack(tensors[0]) if len(tensors) == 1 else cls(*tensors)
 
 
 class DSACoreAttention(CoreAttention):
-    """Core attention with the indexer inside, as ``self_attention.core_attention``.
+    """Core attention with indexer, one method per way to attend.
 
-    Takes the arguments of :class:`CoreAttention`, submodules after the configuration.
+    Common arguments, with ``[tokens, H, v_head_dim]`` as result:
 
-    A method per way to attend (:mod:`megatron_dsa.config.attention_choice`); shared arguments:
-
-    * ``q``: ``[tokens, H, 192]`` queries, of the local heads or (by sequence) of all;
-    * ``layout``: which keys each query token sees;
+    * ``q``: ``[tokens, H, 192]``, of local heads, or of all (by sequence);
+    * ``layout``: visible keys per query token;
     * ``index_inputs``: the indexer's projections, ``None`` if nothing is scored;
-    * ``given``: the selection to use in place of the indexer's: an earlier layer's, or replayed;
-    * ``ranks``: who shares the microbatch.
-
-    All return ``[tokens, H, v_head_dim]``; those that select return the used selection as well.
+    * ``given``: selection of an earlier layer or replay.
     """
 
     def __init__(
@@ -121,7 +106,7 @@ class DSACoreAttention(CoreAttention):
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """See :class:`CoreAttention`; a layer outside of a model may have any number."""
+        """Return the selecting layers, including a layer outside of a model."""
         numbers = attention_layers(self.config)
         numbers += range(self.config.num_layers + 1, self.layer_number + 1)
         return [number for number in numbers if selects_keys(self.config, number)]
@@ -137,10 +122,10 @@ class DSACoreAttention(CoreAttention):
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
-        """Attend to selected keys.
+        """Attend to selected keys; also return the selection.
 
-        ``kv [keys, 576]``: latent keys; ``kv_grad``: the proxy of their gradient, ``None`` on one
-        rank; ``weights [local heads, 256, 512]`` expand latents to keys and values.
+        ``kv [keys, 576]``: latents; ``kv_grad``: their gradient proxy, ``None`` on one rank;
+        ``weights [local heads, 256, 512]``: up projection.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         group, sink = ranks.tp if ranks.by_sequence else None, self.sinks(ranks)
@@ -177,12 +162,11 @@ class DSACoreAttention(CoreAttention):
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
-        """Attend to selected keys by plain MLA under a bit mask.
+        """Attend to selected keys by plain MLA under a bit mask; also return the selection.
 
-        ``q`` is of attention's tokens, layout, index_inputs and given of the indexer's (see
-        :class:`Ranks`). ``kv [keys, H, 256]``: per head the key without rope, then the value;
-        ``k_pe [keys, 64]``: the rope key of all heads; ``k_pe_grad``: the proxy of its gradient,
-        ``None`` where only this rank attends to these keys.
+        ``q`` has attention's tokens, the selection the indexer's (see :class:`Ranks`).
+        ``kv [keys, H, 256]`` joins key without rope and value; ``k_pe [keys, 64]``: rope key;
+        ``k_pe_grad``: its gradient proxy, ``None`` if no other rank attends to it.
         """
         selection = self._select(layout, index_inputs, given, ranks)
         bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
@@ -208,9 +192,8 @@ class DSACoreAttention(CoreAttention):
         return out, selection
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
-        """Return the keys to attend to, in the order of their sequence; the sink gets them."""
         trained = index_inputs
-        recomputed = given is not None and in_backward()  # checked in the forward
+        recomputed = given is not None and in_backward()
         if isinstance(index_inputs, LatentIndexerInputs) and not recomputed:
             index_inputs = self.checked(index_inputs.with_queries(), self.key_layout(layout))
         if given is not None:
@@ -232,9 +215,9 @@ class DSACoreAttention(CoreAttention):
         return selection
 
     def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
-        """Add what trains the indexer on all layers that will attend to a selection."""
+        """Prepare the indexer's training on all layers that use this selection."""
         share, device = self.options.indexer_loss_queries, layout.start.device
-        # In both passes of a recomputed layer, see draw_sample.
+        # Draw also under recompute, see draw_sample.
         number = draw_number(layout.num_queries, share, device, self.heads_group())
         drawn = torch.zeros(1, dtype=torch.int64, device=device) if number is None else number[None]
         shared = SharedSelection(selection.indices, selection.length, drawn)
@@ -263,22 +246,16 @@ class DSACoreAttention(CoreAttention):
         return self.sparse_training(index_inputs, keys, layout, pools=pools)
 
     def pools(self, layout: Layout) -> KeyPools | None:
-        """Return the pools that the indexer selects, ``None`` if it selects tokens."""
         size = self.options.indexer_pool_size
         return None if size == 1 else KeyPools.of(layout, size)
 
     def key_layout(self, layout: Layout) -> Layout:
-        """Return the visibility of the indexer's keys."""
         pools = self.pools(layout)
         return layout if pools is None else pools.keys.layout
 
     def _trained_and_measured(
         self, result, index_inputs, layout, selection, q, kv, sink, **keys
     ) -> torch.Tensor:
-        """Return the output of attention to selected keys, with a loss over all keys attached.
-
-        Records figures and losses of the log. ``keys``: other fields of :class:`Attended`.
-        """
         sample = self.draw_sample(layout)
         if index_inputs is None:
             return result.out
@@ -324,10 +301,7 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
-        """Attend to all visible keys, which one rank holds, by plain MLA under a bit mask.
-
-        ``kv`` and ``k_pe`` as in :meth:`forward_masked`.
-        """
+        """Like :meth:`forward_masked` with all visible keys, on one rank."""
         result = masked_attention(
             q, kv, k_pe, visible_bits(layout, self.policy), softmax_scale=self.softmax_scale,
             policy=self.policy,
@@ -345,10 +319,9 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
-        """Attend to every visible key of all context-parallel ranks.
+        """Attend to all visible keys of all context-parallel ranks.
 
-        ``latents [keys, 576]`` with the proxy of their gradient; ``w_uk``, ``w_uv [H, 128, 512]``
-        expand them to keys and values.
+        ``latents [keys, 576]``; ``w_uk``, ``w_uv [H, 128, 512]`` expand them.
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
@@ -374,7 +347,7 @@ class DSACoreAttention(CoreAttention):
     def _dense_loss(self, index_inputs, q, k, layout, lse=None, sample=None) -> torch.Tensor:
         pools = self.pools(layout)
         if pools is not None:
-            # Also attention to tokens in no pool is in its log-sum-exp.
+            # The log-sum-exp also counts tokens in no pool.
             (keys, layout), lse = pools.by_token(index_inputs.k), None
             index_inputs = replace(index_inputs, k=keys)
         return dense_indexer_loss(
@@ -383,7 +356,6 @@ class DSACoreAttention(CoreAttention):
         )  # fmt: skip
 
     def _evaluate(self, attended: Attended, length, p_sum) -> torch.Tensor:
-        """Return the KL sum of an evaluation pass, which has no backward."""
         if not self.loss_is_sparse:
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         masked = attended.k_pe is not None
@@ -397,7 +369,6 @@ class DSACoreAttention(CoreAttention):
         ).value  # fmt: skip
 
     def needs_index_inputs(self) -> bool:
-        """Return True if this forward pass selects keys, or trains or evaluates the indexer."""
         selects = self.options.stage == "sparse" and self.selection_source is None
         return self.indexer is not None and (
             selects or self.trains_indexer_now() or self.evaluates_indexer_now()
@@ -406,21 +377,19 @@ class DSACoreAttention(CoreAttention):
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
-        """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
-        # A loss over all keys takes the queries of all tokens, in the forward pass. Both passes
-        # of a recomputed layer make the same choice, bit for bit.
+        # A dense loss needs the queries in the forward; recompute must decide the same.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
             inputs = self.indexer(
                 x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
             )
-        # Latents are checked where their queries exist, before the selection.
+        # Check latents with their queries, before the selection.
         layout = self.key_layout(layout)
         return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
-    """Return the lists sorted by key index, which is the order of masked attention's head sums."""
+    """Sort lists by key index, the order of masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
     return indices if keys is None or keys.in_order else in_ascending_order(indices)

@@ -1,4 +1,4 @@
-"""The lightning indexer: projections of hidden states that index scores are computed from."""
+"""Projections of the lightning indexer."""
 
 import copy
 from collections.abc import Callable
@@ -35,8 +35,6 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass
 class DSAIndexerSubmodules:
-    """Layers of the indexer; all are replicated over tensor-parallel ranks."""
-
     linear_wq_b: ModuleSpec | type = None
     linear_wk: ModuleSpec | type = None
     k_norm: ModuleSpec | type = None
@@ -48,10 +46,10 @@ class DSAIndexer(Fp32Parameters, Indexer):
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and
     ``w = W_w x * HI^-1/2 * DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and
-    ``rot`` a Hadamard transform. Parameter names are those of Megatron's bundled DSA.
+    ``rot`` a Hadamard transform.
 
-    With ``--dsa-indexer-pool-size`` (GLM-5.3) there is a key per pool of tokens ``i``, without rope
-    or transform: ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel, with
+    With ``--dsa-indexer-pool-size`` (GLM-5.3): one key per pool of tokens ``i``, without rope or
+    transform, ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel;
     ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
     """
 
@@ -79,11 +77,10 @@ class DSAIndexer(Fp32Parameters, Indexer):
             )
             self.pool_ape = new_parameter(config, pool_size, self.dim)
             self.fp32_parameters = ("pool_ape",)
-            mark_table(self.pool_ape)  # of positions
+            mark_table(self.pool_ape)
         for name, parameter in self.named_parameters():
-            # A rank projects keys and weights of local tokens, and queries unless everything runs
-            # by heads: gradients are summed over tensor-parallel ranks. Otherwise ranks compute the
-            # same gradient; averaging keeps them equal to the last bit.
+            # Sum gradients of local inputs over tensor-parallel ranks; average others, to keep them
+            # bitwise equal.
             of_queries = name.startswith("linear_wq_b")
             local = tp_mode != "heads" if of_queries else config.sequence_parallel
             parameter.sequence_parallel = local
@@ -98,15 +95,13 @@ class DSAIndexer(Fp32Parameters, Indexer):
         remake_queries: bool = False,
         pools: CompressedKeys | None = None,
     ) -> TrainedIndexer:
-        """Return queries and weights of the query tokens, keys of the tokens of all ranks.
+        """Return queries and weights of the query tokens, keys of all ranks' tokens.
 
         Args:
-            x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
-                normalised query latent of this rank's tokens.
-            rope: of the query tokens.
-            remake_queries: return latents in place of queries where that gives the same: the
-                backward of the sparse loss computes the queries again.
-            pools: of tokens whose keys become one.
+            x, qr: detached local hidden states ``[s, b, hidden]`` and normalised query latent
+                ``[s, b, q_lora_rank]``.
+            remake_queries: return latents, if the sparse loss can recompute the queries.
+            pools: tokens that share one key.
         """
         keys = self._start_keys(x, rope, ranks, pools)
         latent = self.latents(qr, ranks)
@@ -125,7 +120,6 @@ class DSAIndexer(Fp32Parameters, Indexer):
     def _start_keys(
         self, x: torch.Tensor, rope: TokenRope, ranks: Ranks, pools: CompressedKeys | None
     ) -> Callable[[], torch.Tensor]:
-        """Start to exchange the keys; return a function that waits for the keys of all ranks."""
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._norm_keys(k)
         if pools is not None:
@@ -169,7 +163,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
             return self.k_norm(k)
         if not isinstance(self.k_norm, torch.nn.LayerNorm):
             return self.k_norm(k.float()).to(k.dtype)
-        norm = self.k_norm  # torch's refuses fp32 input with bf16 weights
+        norm = self.k_norm  # torch rejects fp32 input with bf16 weights
         out = torch.nn.functional.layer_norm(
             k.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
         )

@@ -1,4 +1,4 @@
-"""The frame of all self-attentions: refusals, layout, recompute and the output projection."""
+"""Common frame of self-attentions."""
 
 from typing import Any
 
@@ -13,10 +13,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class SelfAttentionFrame:
-    """The forward pass around :meth:`attend`, which subclasses define.
-
-    Attributes have the names of Megatron's MLA; ``core_attention`` is ``None`` without a core.
-    """
+    """Forward pass around :meth:`attend`, with the attributes of Megatron's MLA."""
 
     ranks: Ranks
     config: Any
@@ -35,14 +32,13 @@ class SelfAttentionFrame:
         packed_seq_params=None,
         **megatron,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
+        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``, causal per sequence.
 
-        Attention is causal within each sequence, and packed sequences are described by
-        ``packed_seq_params``: ``attention_mask`` may be ``None`` or say the same.
+        ``attention_mask`` may be ``None`` or equivalent; ``packed_seq_params`` describe packed
+        sequences.
 
         Raises:
-            ConfigError: for another mask, inference contexts, cross attention, biases and
-                embeddings passed in.
+            ConfigError: another mask, or an unsupported argument.
         """
         refused = {"inference_context": inference_context, "key_value_states": key_value_states}
         for name, value in (refused | megatron).items():
@@ -57,7 +53,7 @@ class SelfAttentionFrame:
         if ranks.group is not None:
             ranks.count()
         tokens, batch = hidden_states.shape[:2]
-        # Before and in a capture Megatron passes buffers without content, or masks of other tokens.
+        # Around a capture Megatron passes empty buffers, or masks of other tokens.
         if not (is_graph_warmup() or is_graph_capturing()):
             require_causal_mask(attention_mask, tokens * sharding.ranks, sharding, packed)
         layout = layout_from_megatron(
@@ -84,11 +80,10 @@ class SelfAttentionFrame:
         )
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return the input of the output projection, ``[tokens, ...]`` of the local heads."""
+        """Return ``[tokens, ...]`` of local heads, for the output projection."""
         raise NotImplementedError
 
     def maybe_recomputed(self, up, *tensors) -> Any:
-        """Run ``up(*tensors)``, under activation recompute of up projections if enabled."""
         if not (self.recompute_up_proj and self.training):
             return up(*tensors)
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
@@ -96,17 +91,15 @@ class SelfAttentionFrame:
         return checkpoint.checkpoint(up, *tensors)
 
     def run_core(self, core, *tensors) -> Any:
-        """Run ``core(*tensors)``, under activation recompute of the core if enabled."""
         if self.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(core, False, *tensors)
         return core(*tensors)
 
     def delayed_linears(self) -> list[Any]:
-        """Return the linears that are called as modules, the core's left out."""
+        """Return the linears that are called as modules, except the core's."""
         raise NotImplementedError
 
     def backward_dw(self) -> None:
-        """Compute delayed weight gradients, except of weights that are only read."""
         for linear in self.delayed_linears():
             if linear.weight.requires_grad:
                 linear.backward_dw()

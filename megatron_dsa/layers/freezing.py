@@ -1,14 +1,7 @@
-"""Freeze parameters per stage; skip the backward of a frozen main model.
+"""Frozen parameters per stage, and the skipped backward of a frozen main model.
 
-Only the indexers' losses have a backward in a frozen model. Autograd would carry a gradient through
-every layer to reach the losses below it, and keep the activations for that. Here layers, logits and
-LM loss run without gradients, and three identities connect the indexers' losses to the backward:
-
-* ``_let_gradients_pass``: the decoder's input requires a gradient;
-* ``_Follow``: the backward of a layer's output starts its indexer loss, and goes on to its input;
-* ``_Start``: the backward of the LM loss, or of the logits, goes on to their input, with zeros.
-
-Under LoRA (``extras/lora/lora.py``) a stage trains the adapters of its parameters instead.
+A whole backward only for the indexers' losses would be wasted: layers, logits and LM loss run
+without grad, and three identity functions connect the losses.
 """
 
 import functools
@@ -34,10 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze the parameters that a stage, or LoRA, does not train; return the model.
+    """Freeze all parameters that a stage, or LoRA, does not train; return the model.
 
-    Call it before the model is wrapped for data parallelism (``pre_wrap_hooks`` of Megatron's model
-    configuration).
+    Call before data-parallel wrapping (Megatron's ``pre_wrap_hooks``).
     """
     for chunk in model:
         if not trains_main(chunk.config):
@@ -53,7 +45,7 @@ def _freeze_parameters(chunk: Any) -> None:
         parameter.requires_grad_(is_trained(chunk.config, name))
     for module in chunk.modules():
         if hasattr(module, "frozen_expert_bias"):
-            # Routers move this buffer by themselves, gradients or not.
+            # Routers update this buffer even without gradients.
             module.frozen_expert_bias = True
     chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
 
@@ -61,7 +53,7 @@ def _freeze_parameters(chunk: Any) -> None:
 def _skip_backward(chunk: Any) -> None:
     drop_head_gradient(chunk)
     if chunk.config.recompute_granularity == "selective":
-        # Parts of a layer that are computed again are woven into its backward.
+        # Recomputed parts need the layer's backward.
         log_single_rank(
             logger,
             logging.WARNING,
@@ -83,8 +75,7 @@ def is_trained(config: Any, name: str) -> bool:
 def _let_gradients_pass(_decoder, args, kwargs):
     """Make the decoder's input require a gradient.
 
-    A recomputed layer runs its backward only if one of its inputs requires a gradient. Behind a
-    frozen embedding none does: indexers and adapters would silently learn nothing.
+    Otherwise recomputed layers skip their backward: indexers and adapters silently learn nothing.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:
@@ -95,9 +86,8 @@ def _let_gradients_pass(_decoder, args, kwargs):
 class _Follow(torch.autograd.Function):
     """Identity on a frozen layer's output, whose backward also starts the layer's loss.
 
-    The layer's input gets the gradient of its output, or as much of it as fits (the first layer
-    with hyper-connections takes one stream and returns several): a wrong one, which no parameter
-    receives.
+    The input gets the output's gradient, truncated (hyper-connections may widen the first layer):
+    wrong, but no parameter receives it.
     """
 
     @staticmethod
@@ -112,10 +102,12 @@ class _Follow(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
+    """Result whose backward continues to its source, with zeros."""
+
     @staticmethod
     def forward(ctx, result, source):
         ctx.like = source.shape, source.dtype
-        return result.data  # no view: the loss of the logits overwrites them
+        return result.data  # no view: the loss overwrites the logits
 
     @staticmethod
     @once_differentiable
@@ -125,7 +117,7 @@ class _Start(torch.autograd.Function):
 
 
 def drop_head_gradient(model: Any) -> None:
-    """Run the logits and the LM loss of a frozen ``model`` without gradients from now on."""
+    """Run the logits and the LM loss of a frozen ``model`` without grad."""
     if hasattr(model, "output_layer"):
         logits = model.output_layer.forward
 
@@ -154,7 +146,7 @@ def _started(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def drop_backward(layer: TransformerLayer) -> None:
-    """Run a frozen ``layer`` without gradients from now on, its indexers' losses excepted."""
+    """Run a frozen ``layer`` without grad, except its indexers' losses."""
     cores = [module for module in layer.modules() if isinstance(module, CoreAttention)]
     for core in cores:
         core.keeps_loss = True
@@ -162,7 +154,7 @@ def drop_backward(layer: TransformerLayer) -> None:
     if graphs is None:
         layer.forward = _without_backward(layer.forward, cores)
         return
-    # The loss belongs to the output of the attention's graph; the MLP has no backward either.
+    # The graph's output carries the loss; the MLP also has no backward.
     graphs.func = _without_backward(graphs.func, cores)
     mlp = layer._forward_mlp
     alone = _without_backward(lambda *args, **kwargs: (mlp(*args, **kwargs), None), [])
@@ -170,7 +162,7 @@ def drop_backward(layer: TransformerLayer) -> None:
 
 
 def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable:
-    """Wrap ``forward(hidden_states, ...) -> (hidden_states, context)``; ``cores`` keep losses."""
+    """Wrap ``forward(hidden_states, ...) -> (hidden_states, context)``."""
 
     @functools.wraps(forward)
     def without_backward(hidden_states, *args, **kwargs):
@@ -179,7 +171,7 @@ def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable
         out, context = forward(hidden_states.detach(), *args, **kwargs)
         losses = [loss for core in cores if (loss := core.take_loss()) is not None]
         out = _Follow.apply(out, hidden_states, sum(losses) if losses else None)
-        # Megatron frees what it has sent to the next pipeline stage, and no view can be freed.
+        # Megatron frees sent tensors, which fails for views.
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True), context
 
     return without_backward

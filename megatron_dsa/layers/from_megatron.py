@@ -1,4 +1,4 @@
-"""The layout of a Megatron microbatch on this rank, and the check of its attention mask."""
+"""Layout and mask check of a Megatron microbatch."""
 
 import torch
 
@@ -18,7 +18,7 @@ _MASK_RULE = (
     "attention is causal within each sequence"
 )
 _MASK_FIX = "pass None, and describe documents and padding by packed_seq_params (qkv_format='thd')"
-#: Elements that are compared at a time: no second mask of s * s.
+#: Elements compared at once, to avoid a second ``s * s`` mask.
 _MASK_BLOCK = 1 << 24
 
 
@@ -30,28 +30,26 @@ def layout_from_megatron(
     keys: Sharding | None = None,
     queries: Sharding | None = None,
 ) -> Layout:
-    """Build (or reuse) the layout of one Megatron microbatch.
+    """Return the (cached) layout of a Megatron microbatch.
 
     Args:
-        tokens: dim 0 of this rank's hidden states ``[s, b, hidden]``.
+        tokens: dim 0 of the local hidden states ``[s, b, hidden]``.
         batch: micro-batch size; 1 for packed batches.
-        device: of the hidden states.
-        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
-            Lengths are of whole sequences, over all ranks.
-        keys: how hidden states, and so keys, are sharded over ranks; by default one holds all.
-        queries: how query tokens are, by default like the keys.
+        packed_seq_params: Megatron's, with ``qkv_format == "thd"`` and lengths over all ranks.
+        keys: sharding of hidden states and keys; by default none.
+        queries: sharding of query tokens, by default like the keys.
 
     Raises:
-        ConfigError: for packed parameters that this package does not support.
+        ConfigError: unsupported packed parameters.
     """
     keys = Sharding() if keys is None else keys
     queries = keys if queries is None else queries
     total = tokens * keys.ranks
     if packed_seq_params is None:
         return _unpacked(total, batch, device, keys, queries)
-    # Every layer of a microbatch gets the same object, so it carries its own layouts.
+    # All layers of a microbatch share this object.
     cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
-    # A CUDA graph makes the layout of the lengths of each replay, and nothing else may read that.
+    # Never share a captured layout: each replay recomputes it.
     key = (total, keys, queries, capturing())
     if key not in cached:
         _check_packed(packed_seq_params, total, batch, keys)
@@ -69,7 +67,6 @@ def _unpacked(total: int, batch: int, device, keys: Sharding, queries: Sharding)
 
 
 def forget_layouts() -> None:
-    """Drop the layouts of unpacked batches, and the tables that are kept with them."""
     _unpacked.cache_clear()
     bshd_layout.cache_clear()
 
@@ -80,7 +77,7 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
     layout = packed_layout(
         packed_seq_params.cu_seqlens_q,
         total,
-        # A device tensor would cost a synchronisation; without a bound only speed suffers.
+        # Reading a device tensor synchronises; without a bound only speed suffers.
         max_seqlen if isinstance(max_seqlen, int) else None,
         padded,
     )
@@ -105,7 +102,7 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
         "pass packed_seq_params=None for unpacked batches.",
     )
     cu_seqlens = packed_seq_params.cu_seqlens_q
-    if cu_seqlens is None or cu_seqlens.numel() < 2:  # the text of a tensor waits for the GPU
+    if cu_seqlens is None or cu_seqlens.numel() < 2:  # printing a tensor waits for the GPU
         raise ConfigError(
             "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
             f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
@@ -119,7 +116,7 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
 
 
 def _check_other_fields(params, total: int, keys: Sharding) -> None:
-    """Refuse fields by which other readers would see another batch."""
+    """Reject fields that Megatron would read as another batch."""
     for field in ("local_cp_size", "cp_group"):
         value = getattr(params, field, None)
         given = value if value is None or isinstance(value, int) else value.size()
@@ -174,16 +171,15 @@ def _check_other_fields(params, total: int, keys: Sharding) -> None:
 def require_causal_mask(
     mask: torch.Tensor | None, tokens: int, sharding: Sharding, packed: bool
 ) -> None:
-    """Refuse masks that are not causal; values on a GPU by a device assertion.
+    """Reject masks that are not causal; on a GPU by a device assert.
 
-    A mask ``[..., q, k]`` is True where a key is hidden, and is read once. ``q`` counts all tokens,
-    or the context-parallel rank's; ``tokens``: of a sequence, over all ranks. In ``packed``
-    batches ``k`` is the length of a sample, which divides ``tokens``.
+    ``mask [..., q, k]`` is True where a key is hidden. ``q``: all tokens, or one context-parallel
+    rank's; ``k``: a sequence (a sample if ``packed``); ``tokens``: a sequence on all ranks.
     """
-    # A CUDA graph replays on whatever mask comes next; before its capture the same layer ran.
+    # A replay may have another mask; the check ran before the capture.
     if mask is None or capturing():
         return
-    version = None if mask.is_inference() else mask._version  # the former have none
+    version = None if mask.is_inference() else mask._version  # inference tensors have no version
     if version is not None and getattr(mask, "_megatron_dsa_causal", None) == version:
         return
     shape = tuple(mask.shape)

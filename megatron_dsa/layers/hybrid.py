@@ -1,4 +1,4 @@
-"""Parts of hybrid models: the stack with any final norm, and its attention layer."""
+"""Stack and attention layer of hybrid models."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from megatron_dsa.patches import install_for_model
 
 
 class DSAHybridStack(HybridStack):
-    """Megatron's stack, whose final norm is ``norm`` instead of transformer-engine's."""
+    """Megatron's stack with another final norm."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class DSAHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **megatron,
     ):
-        install_for_model(config)  # here: ready specs have no configuration
+        install_for_model(config)  # ready specs have no configuration
         super().__init__(config, submodules, post_layer_norm=False, **megatron)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
@@ -36,7 +36,7 @@ class DSAHybridStack(HybridStack):
 
 
 class HybridAttentionLayer(IndexSharingLayer):
-    """Layer ``D`` of a hybrid stack, in the decoder and in multi-token prediction."""
+    """Layer ``D`` of a hybrid stack or prediction."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Layers that hand a selection on to the layers behind them."""
+"""Layers that share one selection."""
 
 from typing import Any
 
@@ -13,17 +13,11 @@ from megatron_dsa.layers.v4.hyper_connections import HyperConnections
 
 
 class IndexSharingLayer(GraphedLayer):
-    """Transformer layer that hands its attention's selection to the next layer.
+    """Transformer layer that passes its attention's selection on, as ``context``.
 
-    It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
-    attention, which a GPT has not: it belongs to its microbatch, and activation recompute saves and
-    restores it like any other input.
-
-    Megatron drops the context in three cases: capture for ``--cuda-graph-impl transformer_engine``,
-    ``--overlap-moe-expert-parallel-comm``, and hybrid stacks that are not fully recomputed. All run
-    the layers of a microbatch one after the other, so the selection waits in the class for the next
-    layer. The graphs of a microbatch then read it in the memory that the selecting layer's graph
-    writes, like other memory of their pool.
+    This argument, meant for cross attention, is saved by recompute. Megatron drops it under capture
+    for ``--cuda-graph-impl transformer_engine``, with ``--overlap-moe-expert-parallel-comm``, and
+    in hybrid stacks without full recompute; there layers run in order, so the class can hold it.
     """
 
     _waiting: torch.Tensor | None = None
@@ -38,7 +32,7 @@ class IndexSharingLayer(GraphedLayer):
         if dropped and not selects:
             context = IndexSharingLayer._waiting
         if context is not None and is_graph_warmup():
-            context = torch.zeros_like(context)  # an output of a graph that did not run yet
+            context = torch.zeros_like(context)  # the graph of this output has not run yet
         attention.shared_selection = None if context is None else TopKIndices.unpack(context)
         try:
             hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
@@ -48,8 +42,8 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # Unchanged, not another copy of it. Another object: Megatron's CUDA graphs mark a
-            # tensor as the input or the output of a graph. Head sums flow back through it.
+            # A view, since gradients flow back; a new object, since CUDA graphs mark tensors as
+            # inputs or outputs.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:

@@ -1,4 +1,4 @@
-"""Linears, norms and fp32 parameters that Megatron's layer sets lack, and reading of weights."""
+"""Linears, norms and fp32 parameters that Megatron lacks."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
@@ -15,25 +15,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
-#: Attribute of parameters that Megatron's data parallelism reads.
+#: Parameter attribute that Megatron's data parallelism reads.
 _DELAYED = "skip_backward_post_hook"
-#: Modules with the linears of transformer-engine: Megatron's, and ours made of them.
 _ENGINE = ("megatron.core.extensions.transformer_engine", __name__)
 
 
 def parameter_device(config: TransformerConfig) -> str | int:
-    """Return where Megatron puts parameters."""
     if config.init_model_with_meta_device:
         return "meta"
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 class LocalNorm:
-    """Builds torch's RMSNorm or LayerNorm, usable under sequence parallelism.
-
-    Megatron's own wrapper refuses sequence parallelism, which takes only the mark that makes
-    Megatron sum gradients over tensor-parallel ranks.
-    """
+    """Builds torch's norms, also for sequence parallelism, which Megatron's wrapper rejects."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored):
         norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[
@@ -48,11 +42,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw for ``device`` from Megatron's random state for replicated weights.
-
-    Transformer-engine's replicated linears draw from it: with one seed, layers of either kind
-    start from the same weights. A CPU has one random state for everything.
-    """
+    """Draw like transformer-engine, so that both layer sets start from the same weights."""
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()
@@ -60,10 +50,7 @@ def replicated_draws(device: torch.device) -> AbstractContextManager:
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A linear layer without bias that every tensor-parallel rank holds in full.
-
-    Takes the arguments of Megatron's linears and returns ``(output, None)`` like them.
-    """
+    """Replicated linear without bias, used like Megatron's."""
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
         device, dtype = parameter_device(config), config.params_dtype
@@ -73,12 +60,11 @@ class ReplicatedLinear(torch.nn.Linear):
                 init_method(self.weight)
 
     def reset_parameters(self) -> None:
-        """Draw nothing on a GPU: torch's own start would take numbers that other modules draw."""
+        """Draw nothing on a GPU, to keep the random state for other modules."""
         if self.weight.device.type != "cuda":
             super().reset_parameters()
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return ``(x @ weight.T, None)``."""
         return super().forward(x), None
 
     def backward_dw(self) -> None:
@@ -86,7 +72,6 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
-    """Build a linear of ``spec`` without bias that every tensor-parallel rank holds in full."""
     return build_module(
         spec, inputs, outputs, config=config, init_method=config.init_method, bias=False,
         skip_bias_add=False, skip_weight_param_allocation=False, parallel_mode="duplicated",
@@ -94,14 +79,13 @@ def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs
 
 
 def local_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
-    """Build a replicated linear for local tokens: its gradient is summed over TP ranks."""
+    """Build a replicated linear for local tokens: TP ranks sum its gradient."""
     layer = replicated_linear(spec, config, inputs, outputs)
     layer.weight.sequence_parallel = config.sequence_parallel
     return layer
 
 
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    """Return the weight of an RMSNorm, ones, marked as :class:`LocalNorm` marks its own."""
     weight = torch.ones(size, dtype=config.params_dtype, device=parameter_device(config))
     parameter: Any = torch.nn.Parameter(weight)
     parameter.sequence_parallel = config.sequence_parallel
@@ -109,17 +93,13 @@ def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
+    """Return zeros in fp32 (fp64 for fp64 models)."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)
     return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=parameter_device(config)))
 
 
 class Fp32Parameters:
-    """Mixin for modules whose ``fp32_parameters`` keep their precision.
-
-    Megatron casts whole models (``Float16Module``). Its data parallelism, optimizers and
-    checkpoints handle a mix of dtypes; only the cast must skip these parameters.
-    """
+    """Mixin whose ``fp32_parameters`` stay fp32 when Megatron casts the model."""
 
     fp32_parameters: tuple[str, ...] = ()
     _parameters: dict[str, torch.nn.Parameter | None]
@@ -134,24 +114,18 @@ class Fp32Parameters:
                 return tensor.to(device=out.device)
             return out
 
-        return super()._apply(cast, recurse)  # type: ignore[misc]  # of the module
+        return super()._apply(cast, recurse)  # type: ignore[misc]
 
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a subclass of a transformer-engine linear whose weight and products stay in bf16.
-
-    ``--te-precision-config-file`` makes this choice for single linears in a file.
-    """
+    """Return a transformer-engine linear that computes in bf16."""
     return _without_recipe(linear, override_quantized_autocast=True)
 
 
 @functools.cache
 def bf16_weight_linear(linear: Any) -> Any:
-    """Return a subclass whose weight stays in bf16 under ``--fp8-param-gather``.
-
-    Its products are quantised like others.
-    """
+    """Return a linear whose weight (not products) stays in bf16 under ``--fp8-param-gather``."""
     return _without_recipe(linear, override_quantized_autocast=False)
 
 
@@ -165,7 +139,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
         te_quant_params: Any
 
         def finish_init(self, quantization_config) -> None:
-            """Called before the weight is made; a file that names this layer goes first."""
+            """Set the recipe before the weight exists, unless a file has one."""
             super().finish_init(quantization_config)
             if self.te_quant_params is None:
                 recipe = TEQuantizationRecipe(**settings)
@@ -175,11 +149,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Return True if products with a replicated linear's weight equal calls of the linear.
-
-    A linear in FP8, one with hooks, one of another class, or one that delays its weight gradient
-    has to be called.
-    """
+    """Return True if a product with the weight equals calling the linear."""
     if any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters()):
         return False
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
@@ -190,7 +160,7 @@ def can_read_weight(linear: Any, config: Any) -> bool:
 
 
 def uses_plain_weight(linear: Any, config: Any) -> bool:
-    """Return True if transformer-engine never quantises the products of a linear."""
+    """Return True if transformer-engine never quantises the products."""
     quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
     if params is None:
         return not quantised
@@ -204,11 +174,9 @@ def uses_plain_weight(linear: Any, config: Any) -> bool:
 
 
 def weight_of(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the weight of a linear that is not called, as a plain tensor.
+    """Return the plain weight of a linear that is not called, with adapters.
 
-    Its forward pre-hooks run here: with ``--overlap-param-gather`` one of them waits for the
-    weight. Our specs keep such weights in bf16; those of other specs may be quantised
-    (``--fp8-param-gather``), and are dequantised once per call. Adapters are added to the weight.
+    Runs its forward pre-hooks: with ``--overlap-param-gather`` one waits for the weight.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
@@ -219,11 +187,9 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
 
 
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
-    """Mark that autograd computes the weight gradient of a linear that is never called.
+    """Leave an uncalled linear's weight gradient to autograd.
 
-    With ``--delay-wgrad-compute`` transformer-engine marks every parameter of its linears as one
-    whose gradient ``backward_dw`` makes: Megatron's data parallelism would wait for that call, and
-    leave the gradient out.
+    With ``--delay-wgrad-compute`` data parallelism would wait for ``backward_dw``.
     """
     for parameter in linear.parameters():
         if getattr(parameter, _DELAYED, False):
@@ -231,12 +197,11 @@ def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
 
 
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as a plain tensor; the gradient of a quantised one goes to it unchanged."""
     return _Dequantise.apply(weight) if is_float8tensor(weight) else weight
 
 
 class _Dequantise(torch.autograd.Function):
-    """Some releases of transformer-engine dequantise weights in blocks without a gradient."""
+    """Dequantisation with an identity backward, which some releases lack."""
 
     @staticmethod
     def forward(ctx, weight):

@@ -1,9 +1,4 @@
-"""Operations that a layer calls in a training step, forward and backward, and the keys of each.
-
-Start-up chooses and compiles them (:mod:`megatron_dsa.layers.warm_up`), ``info`` and the planner
-list them, FLOP counts add them up. A test compares them with the calls of real steps, for every
-stage and preset.
-"""
+"""Operations of a layer's training step, for start-up, planner and FLOP counts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,28 +41,26 @@ class Keys:
     limit: int = 0
 
     def pairs(self, length) -> Any:
-        """Return the pairs of query and key of a sequence; ``length``: an int or a tensor."""
-        free = length  # queries whose number of keys the limit does not touch
+        """Return the query-key pairs of sequences; ``length``: int or tensor."""
+        free = length  # queries below the limit
         if self.limit:
             most = self.ratio * self.limit - 1
-            free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
+            free = (length + most - abs(length - most)) // 2  # minimum, also of tensors
         last = free // self.ratio
-        # `ratio` queries have each number of keys below the last.
+        # Each number of keys below the last occurs ``ratio`` times.
         pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
         return pairs + (length - free) * self.limit
 
 
 @dataclass(frozen=True)
 class RequiredOp:
-    """An operation that a layer calls.
+    """An operation of a layer.
 
     Attributes:
-        operation: its name in :data:`megatron_dsa.ops.OPERATIONS`.
-        call: the description of the call on a rank.
-        keys: of every query, one kind after the other.
-        in_training: training steps call it; else only evaluation passes.
-        share: of the query tokens in training steps.
-        unless_from: attention whose teacher makes the call superfluous.
+        keys: per query, one kind after the other.
+        in_training: False for calls in evaluation only.
+        share: of the query tokens in training.
+        unless_from: attention whose teacher replaces the call.
     """
 
     operation: str
@@ -81,10 +74,9 @@ class RequiredOp:
 def required_ops(
     config: Any, layer_number: int, is_mtp: bool = False, device: str | None = None
 ) -> list[RequiredOp]:
-    """Return the operations that a layer calls, forward and backward.
+    """Return the operations of a layer (from 1), forward and backward.
 
-    ``layer_number`` counts from 1; ``device``: ``cuda`` or ``cpu``, by default the one that
-    training would use here.
+    ``device``: ``cuda`` or ``cpu``, by default this machine's.
     """
     if not is_mtp and is_kda_layer(config, layer_number - 1):
         return kda_ops(config, device)
@@ -93,7 +85,7 @@ def required_ops(
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
-    """Return what attention and MLP of a layer call for their streams, or the model's ``head``."""
+    """Return the calls for a layer's streams, or for the model's ``head``."""
     if not (has_learned_head(config) if head else uses_streams(config)):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
@@ -101,7 +93,6 @@ def stream_ops(config: Any, device: str | None = None, head: bool = False) -> li
 
 
 def kda_ops(config: Any, device: str | None = None) -> list[RequiredOp]:
-    """Return the operations that a KDA layer calls."""
     heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
     heads //= config.tensor_model_parallel_size
     calls = LayerCalls(config, device)
@@ -114,7 +105,6 @@ def kda_ops(config: Any, device: str | None = None) -> list[RequiredOp]:
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
-    """Yield ``(operation, call)`` of the calls on this machine under ``policy``."""
     for op in ops:
         attention = op.unless_from
         asked = replace(op.call, teacher=attention is BACKWARD)
@@ -170,7 +160,6 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
 
 
 def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
-    """Yield what masked dense attention to all visible keys calls, whether it is chosen or not."""
     calls = LayerCalls(config, device)
     yield from _ropes(calls, calls.masked_attention().heads)
     for operation, call in calls.visible_attention():
@@ -244,7 +233,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         return
     trained, share = indexer_is_trained(config), _share(config)
     if loss_is_sparse(config) and alone:
-        # A softmax over selected keys only is computed again, without window and sink.
+        # This teacher is a softmax over selected keys, without window and sink.
         call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
         again = RequiredOp("sparse_attention_forward", call, (selected,), trained, share)
         after = replace(again, operation="sparse_attention_probabilities", unless_from=FORWARD)
@@ -254,7 +243,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     elif alone:
         teachers = []
     else:
-        # The mass of the window in the teacher's softmax.
+        # Mass of the window in the teacher's softmax.
         call = replace(attention, topk=config.csa_window_size, sink=False)
         teachers = [RequiredOp("sparse_attention_forward", call, keys[:1], trained)]
     yield from _loss(calls, visible, selected, teachers, dim)
@@ -270,10 +259,7 @@ def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
 def _loss(
     calls: LayerCalls, visible: Keys, selected: Keys, teachers: list[RequiredOp], teacher_dim: int
 ) -> Iterator[RequiredOp]:
-    """Yield the indexer's loss and the calls that compute its teacher.
-
-    ``teacher_dim``: dims of the attention's queries.
-    """
+    """Yield the indexer's loss and teacher; ``teacher_dim``: dims of attention's queries."""
     config = calls.config
     if not (indexer_is_trained(config) or options_of(config).evaluate_indexer):
         return
@@ -293,7 +279,7 @@ def _loss(
 def _teachers(
     config: Any, attention: OpCall, keys: Keys, evaluates: bool = True
 ) -> list[RequiredOp]:
-    """Return the calls that compute the teacher of a sparse loss where attention does not."""
+    """Return a sparse loss's teacher, if attention does not compute it."""
     name, teachers = "sparse_attention_probabilities", []
     if indexer_is_trained(config):
         every = BACKWARD if _all_are_taught(config) else None
@@ -305,12 +291,12 @@ def _teachers(
 
 
 def _all_are_taught(config: Any) -> bool:
-    """Return whether attention's backward forms the teacher: a sparse loss of all query tokens."""
+    """Return True if attention's backward computes the teacher."""
     return indexer_is_trained(config) and loss_is_sparse(config) and _share(config) == 1
 
 
 def _teaching(config: Any, attention: OpCall) -> OpCall:
-    """Return a call of attention with the heads on a rank that teach a query token."""
+    """Return attention's call with the heads that teach a query token."""
     parts = options_of(config).head_parts
     heads = attention.heads if parts == 1 else config.num_attention_heads // parts
     return replace(attention, heads=heads)

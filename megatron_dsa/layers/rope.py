@@ -1,10 +1,7 @@
-"""Rotary tables per token, for MLA and for DeepSeek-V4, and the indexer's Hadamard transform.
+"""Rope tables per token, for MLA and DeepSeek-V4.
 
-Megatron's packed (THD) rope reads sequence lengths from the device on every call. Here the layout's
-positions index the table: no synchronisation, packed or not.
-
-Pairs of rotated dims stay in place (Megatron's MLA rope moves even dims in front of odd ones): V4's
-belong to the value as well, and are rotated back in the attention's output.
+Megatron's packed rope synchronises with the host; indexing by positions does not. Rotated pairs
+stay in place, unlike Megatron's, since V4 rotates its values back.
 """
 
 from __future__ import annotations
@@ -26,13 +23,9 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 
 
 class TokenRope:
-    """Rope tables of one microbatch, a row per query token.
+    """Rope tables of one microbatch, by query token.
 
-    Args:
-        embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
-        layout: gives the position of every token, and keeps the tables.
-        owner: the tables are those of all layers that share this object, a configuration; by
-            default of this embedding alone.
+    ``embedding`` is Megatron's; layers with the same ``owner`` share tables.
     """
 
     def __init__(self, embedding, layout: Layout, owner: object | None = None):
@@ -41,7 +34,6 @@ class TokenRope:
         self._ranks: Ranks | None = None
 
     def held(self, ranks: Ranks) -> TokenRope:
-        """Return the tables of the tokens that this rank holds."""
         if ranks.indexer_tp is None:
             return self
         part = copy.copy(self)
@@ -51,39 +43,33 @@ class TokenRope:
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), concentration included."""
         wide = accumulation_dtype(dtype)
-        # The owner is kept along, so that no other object gets its id.
+        # The owner stays alive, so that its id stays unique.
         key = "rope", id(self._owner), wide
         _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
         return tables if self._ranks is None else self._ranks.held(tables)
 
     def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        # Positions are looked up here: the whole table is wanted, also under context parallelism.
         table = _angles(self._embedding, self._layout.max_length)
-        # YaRN also returns its concentration factor (mscale), which scales cos and sin.
+        # YaRN's mscale scales cos and sin.
         table, mscale = table if isinstance(table, tuple) else (table, 1.0)
         angles = table.flatten(0, 2)[self._layout.position, : table.shape[-1] // 2]
-        # In fp32 also for fp64, as Megatron computes them.
+        # fp32 also for fp64, as in Megatron.
         cos, sin = (x.mul_(mscale).to(dtype) for x in (angles.cos(), angles.sin()))
         return cos, sin
 
 
-@torch.inference_mode(False)  # tables of an evaluation are used in training as well
+@torch.inference_mode(False)  # training reuses tables of an evaluation
 def _angles(embedding, length: int):
-    """Return Megatron's tables for ``length`` positions.
-
-    Its own cache, which all layers of a process share, drops tables that a CUDA graph reads and
-    keeps those made during a capture.
-    """
+    """Return Megatron's tables, cached: its own cache drops tables that CUDA graphs read."""
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
     return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Normalised Walsh-Hadamard transform of the last dim (a power of two).
+    """Compute a normalised Walsh-Hadamard transform of the last dim (a power of two).
 
-    A product with the matrix of signs is exact in every dtype, and for the indexer's 128 dims
-    cheaper than log2(128) passes over memory.
+    A matmul is exact in every dtype, and at 128 dims cheaper than log2(128) passes.
     """
     size = x.shape[-1]
     return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
@@ -93,11 +79,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 class PositionRope:
     """Frequencies of one kind of layer.
 
-    Attributes:
-        dim: number of rotated dims, a multiple of 2.
-        base: rotary base.
-        yarn: ``None``, or YaRN's ``(scaling factor, original maximal position, beta_fast,
-            beta_slow)``. Its concentration factor (mscale) is not used by DeepSeek-V4.
+    ``yarn``: ``(scaling factor, original maximal position, beta_fast, beta_slow)``; V4 uses no
+    mscale.
     """
 
     dim: int
@@ -106,7 +89,6 @@ class PositionRope:
 
     @classmethod
     def for_ratio(cls, config, ratio: int) -> PositionRope:
-        """Return the rope of layers with compression ratio ``ratio`` (0: window only)."""
         dim = config.qk_pos_emb_head_dim
         if ratio == 0:
             return cls(dim, config.rotary_base)
@@ -140,13 +122,11 @@ class PositionRope:
         return angles.cos().to(wide), angles.sin().to(wide)
 
     def of_tokens(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all query tokens, cached by the layout."""
         return self._cached(layout, "tokens", layout.position, dtype)
 
     def of_groups(
         self, keys: CompressedKeys, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all compressed keys, cached by the layout."""
         return self._cached(keys.layout, "groups", keys.groups.position, dtype)
 
     def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):

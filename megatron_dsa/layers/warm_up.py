@@ -1,9 +1,6 @@
-"""Choosing and compiling kernels before training starts.
+"""Choice and compilation of kernels before training.
 
-cuDNN compiles a kernel at its first call, for seconds, per head count, dims, list width and softmax
-scale, in every process. Attention modules call :func:`resolve_kernels` when they are built: the
-first step is like the others, and refusals come at start-up. Models that never run are built
-:func:`without_kernels`.
+cuDNN takes seconds to compile a kernel per head count, dims, list width and softmax scale.
 """
 
 import contextlib
@@ -42,9 +39,9 @@ _resolving = True
 
 
 def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
-    """Choose and compile the kernels of a layer's first step, or raise :class:`DSAError`.
+    """Choose and compile the kernels of a layer, or raise :class:`DSAError`.
 
-    Some are compiled for a ``softmax_scale``; ``None`` compiles nothing.
+    ``softmax_scale`` is compiled in; ``None`` compiles nothing.
     """
     if not _resolving:
         return
@@ -56,13 +53,12 @@ def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float 
 
 
 def resolving() -> bool:
-    """Return False while :func:`without_kernels` builds models."""
     return _resolving
 
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Build models that do not run: no kernel is chosen, logged, refused or compiled."""
+    """Build models that never run."""
     global _resolving
     before, _resolving = _resolving, False
     try:
@@ -73,10 +69,7 @@ def without_kernels() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
-    """Run the fused operations of a training step on a few tokens; once per process and shape.
-
-    Nothing is counted in the report and no random number is drawn.
-    """
+    """Run a step's fused operations on a few tokens, uncounted and without random draws."""
     if on_meta():
         return
     fused = {
@@ -118,7 +111,7 @@ def _device() -> torch.device:
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers that differ from each other, without a random generator."""
+    """Return distinct numbers without a random generator."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, device=_DEVICE).float()).view(shape).to(dtype)
 
@@ -144,7 +137,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # A copy, which does not keep its bits for the batches of this layout.
+    # A copy: the cached layout would keep these bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
@@ -169,13 +162,11 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
 
 
 def _first_keys(topk: int) -> torch.Tensor:
-    """Return lists ``[_TOKENS, topk]`` of as many of the first keys as there are."""
     index = torch.arange(topk, dtype=torch.int32, device=_DEVICE)
     return torch.where(index < _KEYS, index, -1).expand(_TOKENS, -1).contiguous()
 
 
 def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
-    """Return inputs of an indexer whose queries get a gradient."""
     return IndexerInputs(
         _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_(),
         _values(rows, call.qk_dim, dtype=call.dtype),
@@ -186,7 +177,7 @@ def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
 
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     assert call.topk is not None
-    # Scores are only needed where more is visible than selected.
+    # Scores are needed only if more keys are visible than selected.
     rows = _TOKENS + call.topk
     inputs = _index_inputs(call, rows)
     layout = bshd_layout(rows, 1, _device())

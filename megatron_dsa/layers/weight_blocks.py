@@ -1,8 +1,4 @@
-"""Marks on parameters: stacked matrices and tables, which Muon reads (``extras/muon``).
-
-The module that makes a parameter marks it. A mark names the rows of a block of the whole matrix, so
-it is the same on every tensor-parallel rank.
-"""
+"""Marks on stacked matrices and tables, for Muon (``extras/muon``); the same on all ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +7,8 @@ import torch
 
 from megatron_dsa.errors import require
 
-#: Attribute with the rows of consecutive blocks, a pattern that repeats down the whole matrix.
+#: Attribute: heights of consecutive blocks, repeated down the whole matrix.
 ROW_BLOCKS = "row_blocks"
-#: Attribute of matrices that are no linear maps.
 IS_TABLE = "is_table"
 
 
@@ -21,9 +16,7 @@ IS_TABLE = "is_table"
 class LocalBlocks:
     """A rank's part of a matrix in blocks.
 
-    Attributes:
-        rows: of its blocks, or of its part of one.
-        sharers: consecutive ranks that hold one block between them; 1 if its blocks are whole.
+    Heights of its blocks, and the number of consecutive ranks that share one block.
     """
 
     rows: tuple[int, ...]
@@ -31,10 +24,10 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return the blocks among a rank's ``rows``, which are one of ``ranks`` parts of a matrix.
+    """Return this rank's blocks of a matrix that ``ranks`` share.
 
     Raises:
-        ConfigError: the pattern does not divide the matrix, or ranks divide it otherwise.
+        ConfigError: pattern, matrix and ranks do not divide.
     """
     require(
         bool(pattern) and all(size >= 1 for size in pattern),
@@ -62,13 +55,12 @@ def _words(pattern: tuple[int, ...]) -> str:
 
 
 def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -> None:
-    """Mark ``weight [rows, columns]`` as a stack of matrices, or this rank's rows of it.
+    """Mark ``weight``, or its local part, as stacked matrices.
 
-    ``pattern``: rows of consecutive blocks, which repeats down the whole matrix; ``ranks``: the
-    tensor-parallel size.
+    ``pattern``: heights of consecutive blocks, repeated.
 
     Raises:
-        ConfigError: the pattern does not fit the weight, or ranks divide its columns.
+        ConfigError: the pattern does not fit, or columns are sharded.
     """
     sharded = is_sharded(weight)
     require(
@@ -82,18 +74,16 @@ def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) 
 
 
 def mark_table(parameter: torch.Tensor) -> None:
-    """Mark a matrix that is no linear map."""
     setattr(parameter, IS_TABLE, True)
 
 
 def block_rows(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the rows of a parameter's blocks, ``None`` if it is one matrix."""
     return getattr(parameter, ROW_BLOCKS, None)
 
 
 def is_sharded(parameter: Any) -> bool:
     """Return True if tensor-parallel ranks hold parts of a parameter.
 
-    transformer-engine sets ``partition_dim`` also on weights that every rank holds in full.
+    transformer-engine also sets ``partition_dim`` on replicated weights.
     """
     return bool(getattr(parameter, "tensor_model_parallel", False))

@@ -1,4 +1,4 @@
-"""Rules of models with window, CSA and HCA layers (DeepSeek-V4)."""
+"""Rules of DeepSeek-V4's attention."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,6 @@ from megatron_dsa.config.rules.table import Must, check_rows
 _CASE = "with --csa-compress-ratios"
 _OWN_NORM = "the keys of V4's indexer are normalised by its compressor"
 _ROPE = "V4's rope has no concentration factor and rotates all of --qk-pos-emb-head-dim"
-#: Rules of V4's attention.
 _V4 = (
     Must(
         "recompute", "nothing", "V4's keys are not expanded, so nothing is absorbed; drop it",
@@ -30,12 +29,11 @@ _V4 = (
     Must("dsa_indexer_topk_freq", 1, "V4's layers do not share selections"),
 )  # fmt: skip
 _INTERLEAVED = Must("dsa_indexer_rope_interleaved", True, "V4's indexer pairs neighbouring dims")
-#: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
+#: Compression ratio of CSA layers, which select among overlapping groups.
 CSA_RATIO = 4
 
 
 def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for such a model."""
     yield from _pattern_rules(config)
     yield from check_rows(_V4, config, options, _CASE)
     yield from _shape_rules(config)

@@ -1,7 +1,4 @@
-"""What ``--cuda-graph-impl`` captures, and where it is refused.
-
-Megatron refuses more by itself, for example ``--recompute-granularity full`` with graphs of layers.
-"""
+"""Rules of ``--cuda-graph-impl``; Megatron has more."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,25 +6,23 @@ from typing import Any
 from megatron_dsa.config.rules.table import Must
 
 FLAG = "--cuda-graph-impl"
-#: Implementations that capture layers, or their attention, one by one.
+#: Implementations that capture single layers or their attention.
 PER_LAYER = ("local", "transformer_engine")
-#: What attention has for selective recompute.
+#: Modules of attention with selective recompute.
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj")
 
 
 def graph_modules(config: Any) -> set[str]:
-    """Return the parts of a layer that graphs of layers hold; empty: the whole layer."""
+    """Return the captured parts of a layer; empty: the whole layer."""
     return {getattr(module, "name", module) for module in config.cuda_graph_modules or ()}
 
 
 def graphs_attention(config: Any) -> bool:
-    """Return whether each layer's attention is in a CUDA graph of the layer."""
     modules = graph_modules(config)
     return config.cuda_graph_impl in PER_LAYER and (not modules or "attn" in modules)
 
 
 def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where CUDA graphs are refused."""
     impl = config.cuda_graph_impl
     if impl == "none":
         return
@@ -40,7 +35,7 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
     padded = config.moe_expert_capacity_factor and config.moe_pad_expert_input_to_capacity
     yield (
-        # With named modules Megatron checks it.
+        # Megatron checks named modules.
         config.num_moe_experts is None or padded or graph_modules(config),
         f"{FLAG} {impl} cannot capture layers with experts whole: the host reads how many tokens "
         f"each expert gets. Add --cuda-graph-modules attn (with {FLAG} local or "

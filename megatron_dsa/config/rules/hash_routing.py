@@ -1,4 +1,4 @@
-"""Rules of layers that look experts up by token id (``moe_hash_layers``)."""
+"""Rules of hash routing (``moe_hash_layers``)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,6 @@ _ROWS = (
 
 
 def hash_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model whose first layers look experts up by token id."""
     layers = getattr(config, "moe_hash_layers", 0)
     if not layers:
         return
@@ -55,12 +54,12 @@ def _all_experts(config: Any, layers: int) -> bool:
 
 
 def _first_chunk(config: Any) -> int | None:
-    """Return how many decoder layers stand with the embedding, ``None``: all of them."""
+    """Return the decoder layers on the embedding's stage, ``None`` for all."""
     if config.pipeline_model_parallel_size == 1:
         return None
     stages = getattr(config.pipeline_model_parallel_layout, "layout", None)
     if stages is not None:
-        # Megatron's object, once it is made of the text: kinds per rank and virtual stage.
+        # Megatron's parsed layout: kinds per rank and virtual stage.
         return sum(kind.name == "decoder" for kind in stages[0][0])
     if config.pipeline_model_parallel_layout is not None:
         return None

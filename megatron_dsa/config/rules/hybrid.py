@@ -25,17 +25,14 @@ _ROWS = (
     Must("overlap_moe_expert_parallel_comm", False, "Megatron has no schedule of hybrid layers"),
     Must("fine_grained_activation_offloading", False, _APART),
 )
-#: Layers that Megatron builds of transformer-engine's parts only -> what they lack without.
+#: Layers that need transformer-engine -> missing part.
 _OF_ENGINE = {"M": "Mamba", "*": "attention", "+": "dense MLA"}
-#: Layers that share a sequence out over context-parallel ranks in zigzag order.
+#: Layers that shard sequences in zigzag order.
 _RECURRENT = "MG"
 
 
 def hybrid_rules(config: Any, options: Any, selects: Callable[[int], bool]) -> Iterator:
-    """Yield every rule for a hybrid model.
-
-    ``selects``: whether a layer (from 1) computes a selection.
-    """
+    """Yield all rules; ``selects(layer)`` is True for selecting layers (from 1)."""
     if not has_pattern(config):
         yield (
             not config.is_hybrid_model,

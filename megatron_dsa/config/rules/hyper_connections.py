@@ -1,4 +1,4 @@
-"""Rules of models whose residual is several streams (``hc_mult``)."""
+"""Rules of hyper-connections (``hc_mult``)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,6 @@ _ROWS = (
 
 
 def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model whose residual is several streams (``hc_mult``)."""
     streams = getattr(config, "hc_mult", 1)
     if streams == 1:
         return
@@ -50,7 +49,7 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
         )
     layout = config.pipeline_model_parallel_layout
     stages = getattr(layout, "layout", None)
-    # Megatron's object, once it is made of the text: kinds of layers per rank and virtual stage.
+    # Megatron's parsed layout: kinds per rank and virtual stage.
     empty = stages is not None and all(kind.name != "decoder" for kind in stages[0][0])
     yield (
         not empty,
@@ -60,12 +59,12 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
 
 
 def predicts_apart(config: Any) -> bool:
-    """Return whether multi-token prediction is on another stage than the last decoder layer."""
+    """Return True if prediction is not on the last decoder layer's stage."""
     if not config.mtp_num_layers or config.pipeline_model_parallel_size == 1:
         return False
     layout = getattr(config.pipeline_model_parallel_layout, "layout", None)
     if layout is None:
-        # The loss counts as a layer of the last stage, which may have no other.
+        # The loss counts as a layer, possibly the last stage's only one.
         stages = config.pipeline_model_parallel_size
         stages *= config.virtual_pipeline_model_parallel_size or 1
         alone = config.account_for_loss_in_pipeline_split

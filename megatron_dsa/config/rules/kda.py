@@ -1,4 +1,4 @@
-"""Rules of models with KDA layers (``linear_attention_freq``)."""
+"""Rules of KDA layers (``linear_attention_freq``)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,12 +33,11 @@ _NUMBERS = (
 
 
 def uses_kda(config: Any) -> bool:
-    """Return whether some layers have KDA in place of DSA."""
     return getattr(config, "linear_attention_freq", None) is not None
 
 
 def is_kda_layer(config: Any, index: int) -> bool:
-    """Return whether decoder layer ``index`` (from 0) has KDA: Megatron's pattern."""
+    """Return True if decoder layer ``index`` (from 0) has KDA, by Megatron's pattern."""
     pattern = getattr(config, "linear_attention_freq", None)
     if pattern is None:
         return False
@@ -46,7 +45,6 @@ def is_kda_layer(config: Any, index: int) -> bool:
 
 
 def kda_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model with KDA layers."""
     if not uses_kda(config):
         return
     pattern, layers = config.linear_attention_freq, config.num_layers

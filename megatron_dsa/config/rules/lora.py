@@ -1,4 +1,4 @@
-"""LoRA: which linears have adapters, and where they are refused."""
+"""Adapted linears and rules of LoRA."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,8 @@ from megatron_dsa.config.rules.table import Must, check_rows, uses_csa
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
-#: Linear of a layer as released checkpoints of DeepSeek-V3.2 and GLM-5 name it -> Megatron's module
-#: that it is, or that holds it after the linear before in this table.
+#: Linears of DeepSeek-V3.2 and GLM-5 in checkpoints -> Megatron's module, which may hold it after
+#: the previous linear.
 V3_LINEARS = {
     "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
     "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
@@ -27,7 +27,7 @@ V3_LINEARS = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-#: The same of DeepSeek-V4, whose released models have no dense MLPs.
+#: Likewise of DeepSeek-V4, which has no dense MLPs.
 V4_LINEARS = {
     "attn.wq_a": f"{_ATTENTION}linear_q_down_proj",
     "attn.wq_b": f"{_ATTENTION}linear_q_up_proj",
@@ -44,7 +44,7 @@ V4_LINEARS = {
     "ffn.shared_experts.w3": "mlp.shared_experts.linear_fc1",
     "ffn.shared_experts.w2": "mlp.shared_experts.linear_fc2",
 }
-#: Target that names all of them, as in PEFT.
+#: Target of all linears, as in PEFT.
 ALL = "all-linear"
 
 _ROWS = (
@@ -65,7 +65,6 @@ _INDEXER, _SHARED = ".indexer.", ".shared_experts."
 
 
 def modules_of_linears(config: Any) -> dict[str, str]:
-    """Return :data:`V3_LINEARS` or :data:`V4_LINEARS` for a configuration or arguments of a run."""
     return V4_LINEARS if uses_csa(config) else V3_LINEARS
 
 
@@ -80,7 +79,6 @@ def _names(target: str, linear: str) -> bool:
 
 
 def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
-    """Return the linears of :func:`modules_of_linears` that a model has and trains."""
     linears = modules_of_linears(config)
     ratios = getattr(config, "csa_compress_ratios", None)
     indexer = options.stage != "dense" and bool(config.dsa_indexer_loss_coeff)
@@ -103,7 +101,6 @@ def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
 
 
 def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:
-    """Return the linears of :func:`modules_of_linears` that get adapters."""
     if options.lora_rank is None:
         return ()
     named = linears_named(config, options.lora_targets)
@@ -111,18 +108,15 @@ def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:
 
 
 def adapts_indexer(config: Any, options: Any) -> bool:
-    """Return whether any linear of the indexers gets adapters."""
     return any(_INDEXER in x for x in adapted_linears(config, options))
 
 
 def rank_and_alpha(options: Any) -> tuple[int, float]:
-    """Return rank and alpha of adapters, of options or arguments; alpha defaults to the rank."""
     rank, alpha = options.lora_rank, options.lora_alpha
     return rank, float(rank if alpha is None else alpha)
 
 
 def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the rules for the options alone."""
     if options.lora_rank is None:
         yield from check_rows(_WITHOUT_RANK, options, case="without --lora-rank")
         return
@@ -134,7 +128,6 @@ def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model whose linears get adapters."""
     if options.lora_rank is None:
         return
     existing = existing_linears(config, options)

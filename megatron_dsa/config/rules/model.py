@@ -1,4 +1,4 @@
-"""Rules of models: attention, indexer, layouts and layer sets."""
+"""Rules of attention, indexer, layouts and layer sets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_dsa.ops.dispatch.policy import EXACT
 
 _ONE_MASK = "the selection is the mask"
 _KITCHEN = "--transformer-impl chooses the layers"
-#: Rules of every attention of this package.
+#: Every attention of this package.
 ATTENTION = (
     Must("cache_mla_latents", False, "it is for inference, which this package does not do"),
     Must("mla_down_proj_fusion", False, "the indexer reads the query latent"),
@@ -71,7 +71,7 @@ _LOCAL_LAYERS = (
     Must("layernorm_zero_centered_gamma", False, "torch's norms ignore it"),
 )
 _SCHEDULE = "Megatron's schedule"
-#: With ``--overlap-moe-expert-parallel-comm``. Megatron itself refuses more.
+#: With ``--overlap-moe-expert-parallel-comm``; Megatron has more.
 _OVERLAP = (
     Must("hc_mult", 1, f"{_SCHEDULE} adds experts to one residual"),
     Must("cuda_graph_impl", "none", "the two were not run together"),
@@ -96,7 +96,7 @@ _SERVED = (
         f"{_SCHEDULE} sends back gradients of hidden states only; drop one of the two",
     ),
 )  # fmt: skip
-#: With recomputed layers that hand on drawn query tokens.
+#: With recomputed layers that share drawn query tokens.
 _DRAWS_TWICE = Must(
     "cuda_graph_impl", Not(("full_iteration",)),
     "the second pass would draw other tokens, as Megatron keeps no copy of the generator's state "
@@ -153,7 +153,6 @@ def _recomputes(config: Any, module: str) -> bool:
 
 
 def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every rule for a model with DSA layers."""
     yield from attention_rules(config)
     yield from _mla_rules(config, options)
     yield from host_rules(config, options)
@@ -189,7 +188,6 @@ def _mla_rules(config: Any, options: Any):
 
 
 def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield rules for features that no attention of this package has."""
     yield from check_rows(ATTENTION, config)
     if config.rope_type == "yarn":
         yield Must("rotary_percent", 1, "YaRN rotates all of --qk-pos-emb-head-dim; drop it").check(
@@ -261,7 +259,6 @@ def _overlap_rules(config: Any, options: Any):
 
 
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what concerns every attention of this package: layouts, layer sets, features."""
     several = config.context_parallel_size > 1
     yield (
         # A string, or one per layer.
@@ -287,7 +284,6 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where masked dense attention cannot be asked for."""
     if options.selected_attention == "masked" and options.stage == "sparse":
         case = "with --dsa-selected-attention masked"
         yield from check_rows(_MASKED, config, options, case)
@@ -296,7 +292,6 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def sink_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
-    """Yield where layers of V3.2's attention cannot have sinks or an output gate."""
     if config.softmax_type == "learnable":
         case = "with --softmax-type learnable"
         yield from check_rows(_SINKS, config, options, case)
@@ -307,7 +302,6 @@ def sink_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[An
 
 
 def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
-    """Yield where tensor-parallel ranks cannot select by sequence and attend by heads."""
     if options.tp_mode != "select" or config.tensor_model_parallel_size == 1:
         return
     case = "with --dsa-tp-mode select"
@@ -381,7 +375,6 @@ def _pool_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield rules for the indexer's settings."""
     numbers = {}
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         numbers[name] = value = getattr(config, name)

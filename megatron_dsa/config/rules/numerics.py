@@ -1,4 +1,4 @@
-"""What the arithmetic of inference engines needs: scores, and keys as their caches hold them."""
+"""Rules of inference engines' arithmetic: scores and cached keys."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,6 @@ from megatron_dsa.ops.indexer_topk.engine import LARGEST_DIM
 
 
 def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where an indexer cannot select as inference engines do."""
     if options.indexer_numerics == EXACT:
         return
     case = f"with --dsa-indexer-numerics {options.indexer_numerics}"
@@ -30,7 +29,6 @@ def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
 
 def cache_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
-    """Yield where keys cannot be rounded as the engines' caches hold them."""
     if options.kv_rounding == "none":
         return
     case = f"with --dsa-kv-rounding {options.kv_rounding}"

@@ -1,4 +1,4 @@
-"""Ranges of numbers: flags of Megatron and ours, and the fields of configurations they set.
+"""Ranges of numeric flags, Megatron's and ours.
 
 Numbers without an entry must be finite and not negative.
 """
@@ -13,13 +13,7 @@ from megatron_dsa.config.fields import choices_of, flag_of, option_fields
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a flag takes.
-
-    Attributes:
-        low, high: least and greatest value.
-        why: reason of the limits, a clause.
-        open: whether ``low`` itself is excluded.
-    """
+    """Numbers from ``low`` (excluded if ``open``) to ``high``."""
 
     low: float
     high: float
@@ -27,7 +21,6 @@ class Range:
     open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Check that ``value`` is finite and within the range."""
         above = value > self.low if self.open else value >= self.low
         return above and value <= self.high and value < math.inf
 
@@ -148,7 +141,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
 #: Flag -> range.
 FLAGS: dict[str, Range] = {flag: limits for limits, flags in _ROWS for flag in flags.split()}
 
-#: Flags without a range that take negative numbers.
+#: Flags without a range that accept negative numbers.
 _NEGATIVE = {
     "--glu-linear-offset",
     "--inference-batch-times-seqlen-threshold",
@@ -166,15 +159,12 @@ _NEGATIVE = {
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range] = FLAGS
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for numbers by the name of their flag, argument or field.
-
-    Lists are checked number by number.
-    """
+    """Yield ``(ok, message)`` for numbers, also in lists, by flag, argument or field."""
     for name, value in values.items():
         flag = name if name.startswith("--") else flag_of(name)
         limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
         for number in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(number, str) and flag in table:  # as YAML reads 1e-6
+            if isinstance(number, str) and flag in table:  # YAML reads 1e-6 as a string
                 yield False, f"{flag} must be a number, got {number!r}: give one"
             if isinstance(number, int | float) and not isinstance(number, bool):
                 yield (
@@ -185,7 +175,6 @@ def range_rules(
 
 
 def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
-    """Yield ``(ok, message)`` for options; ``values`` has the fields of the class."""
     for each, about in option_fields(config_class):
         value, choices = getattr(values, each.name), choices_of(each)
         if choices is not None:
@@ -197,7 +186,7 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)``: learning rates rise to the highest within the run, and then fall."""
+    """Yield ``(ok, message)``: learning rates rise within the run, then fall."""
     if values["skip_train"]:
         return
     highest = values["lr"]

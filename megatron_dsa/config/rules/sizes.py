@@ -1,4 +1,4 @@
-"""Rules for sizes: numbers in their ranges, parts of ranks, recomputed layers, experts."""
+"""Rules for sizes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,15 +7,15 @@ from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.rules.ranges import range_rules
 
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-#: Sizes that ranks share equally, and the number of these ranks.
+#: Sizes that ranks divide, and the number of ranks.
 SHARED = {"num_attention_heads": TENSOR, "ffn_hidden_size": TENSOR}
-#: The same of layers with experts.
+#: Likewise of layers with experts.
 SHARED_BY_EXPERTS = {
     "moe_shared_expert_intermediate_size": TENSOR,
     "moe_ffn_hidden_size": EXPERT_TENSOR,
     "num_moe_experts": "expert_model_parallel_size",
 }
-#: Numbers of attention that are checked by their ranges, also where no command line was.
+#: Sizes of attention, checked even without a command line.
 _NUMBERS = (
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim",
     "rotary_base", "rotary_scaling_factor", "rotary_percent",
@@ -26,7 +26,6 @@ _OF_YARN = (
 
 
 def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield rules for the sizes of a model, each with its flag."""
     for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim"):
         if getattr(config, name) is None:
             yield False, f"{flag_of(name)} is required: attention is multi-latent"
@@ -57,7 +56,6 @@ def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
 
 
 def share_rules(values: Any, shared: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
-    """Yield a rule for each size that ranks share: name of the size -> of the ranks."""
     for name, ranks in shared.items():
         size, count = getattr(values, name), getattr(values, ranks)
         yield (
@@ -68,7 +66,7 @@ def share_rules(values: Any, shared: Mapping[str, str]) -> Iterator[tuple[Any, s
 
 
 def is_moe_layer(config: Any, index: int) -> bool:
-    """Return ``True`` if decoder layer ``index`` (from 0) has experts instead of a dense MLP."""
+    """Return True if decoder layer ``index`` (from 0) has experts."""
     if config.num_moe_experts is None:
         return False
     pattern = config.moe_layer_freq
@@ -76,7 +74,6 @@ def is_moe_layer(config: Any, index: int) -> bool:
 
 
 def expert_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield rules for the pattern of layers, and for counts of experts and groups."""
     experts, topk = config.num_moe_experts, config.moe_router_topk
     if experts is None:
         return

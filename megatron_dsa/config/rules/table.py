@@ -1,4 +1,4 @@
-"""Rows of rules: a field, the values that it must have, and why; the message is made of them."""
+"""Tables of rules: field, required values, reason."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ class Must(NamedTuple):
     """A rule for one field.
 
     Attributes:
-        name: field of the transformer configuration, or else of the options.
-        values: the value that it must have; a tuple: one of them; :class:`Not`: none of them.
-        why: reason, and the fix where it is not to drop the flag.
-        flag: the flag, where its name is not made of the field's.
+        name: field of the configuration, else of the options.
+        values: the required value; a tuple: one of them; :class:`Not`: none of them.
+        why: reason, with a fix unless that is to drop the flag.
+        flag: if not derived from ``name``.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Must(NamedTuple):
     flag: str = ""
 
     def check(self, config: Any, options: Any = None, case: str = "") -> tuple[bool, str]:
-        """Return whether the rule holds, and the message; ``case`` is when it applies."""
+        """Return ``(ok, message)``; ``case`` says when the rule applies."""
         holder = config if hasattr(config, self.name) else options
         if not hasattr(holder, self.name):
-            return True, ""  # of another class of configurations
+            return True, ""  # another class of configurations
         given = getattr(holder, self.name)
         flag, values = self.flag or flag_of(self.name), self.values
         case, drop = case and f" {case}", "" if ";" in self.why else "; drop it"
@@ -48,13 +48,11 @@ class Must(NamedTuple):
 
 
 def uses_csa(config: Any) -> bool:
-    """Return whether the layers are V4's attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
 
 def check_rows(
     rows: Iterable[Must], config: Any, options: Any = None, case: str = ""
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for rows of a table, see :meth:`Must.check`."""
     for row in rows:
         yield row.check(config, options, case)

@@ -28,26 +28,22 @@ from megatron_dsa.layers.warm_up import resolve_kernels
 from megatron_dsa.ops.kda.api import delta_attention, gated_norm, short_convolution
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Softplus of a new model's ``dt_bias``: log-uniform between these.
+#: Range of ``softplus(dt_bias)`` in new models, log-uniform.
 _TIME_STEPS = 1e-3, 1e-1
 
 
 @dataclass
 class KDASelfAttentionSubmodules:
-    """Linears: divided by heads (two kinds), and replicated for local tokens."""
-
     by_heads: ModuleSpec | type = None
     of_tokens: ModuleSpec | type = None
     linear_proj: ModuleSpec | type = None
 
 
 class _OfHeads(Fp32Parameters, MegatronModule):
-    """A module whose ``fp32_parameters`` are divided among ranks along their first dim."""
-
     pg_collection: Any
 
     def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return this rank's part of a parameter, drawn equally on every rank, in fp32."""
+        """Return a shard of a parameter drawn alike on all ranks, in fp32."""
         group = self.pg_collection.tp
         part = whole.chunk(group.size())[group.rank()]
         parameter: Any = new_parameter(self.config, *part.shape)
@@ -58,7 +54,6 @@ class _OfHeads(Fp32Parameters, MegatronModule):
         return parameter
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        """Shard the fp32 parameters over tensor-parallel ranks like the heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state |= make_sharded_tensors_for_checkpoint(
@@ -84,34 +79,29 @@ class ShortConvolution(_OfHeads):
         self.weight = self.new_share(whole)
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """See :func:`megatron_dsa.ops.kda.api.short_convolution`."""
         return short_convolution(x, self.weight, cu_seqlens, policy=self.policy)
 
 
 class _GatedNorm(MegatronModule):
-    """RMSNorm per head with a sigmoid gate; ``weight [dim]`` of all heads."""
-
     def __init__(self, config, dim: int):
         super().__init__(config=config)
-        # The mark for local tokens sums gradients over ranks, here over their heads.
+        # Ranks have other heads: this mark sums their gradients.
         self.weight = new_norm_weight(config, dim)
         self.policy = options_of(config).policy
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See :func:`megatron_dsa.ops.kda.api.gated_norm`."""
         eps = self.config.layernorm_epsilon
         return gated_norm(x, gate, self.weight, eps, policy=self.policy)
 
 
 class KDASelfAttention(SelfAttentionFrame, _OfHeads):
-    """Kimi Delta Attention in place of a layer's DSA; no rope, no keys kept.
+    """Kimi Delta Attention instead of DSA.
 
-    Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
-    parallelism; packed batches have ``b == 1``). A tensor-parallel rank computes its heads for all
-    tokens. Parameters, with ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` of ``H * D``
-    outputs, ``linear_b_proj`` of ``H``, and in fp32 ``{q,k,v}_conv1d``, ``dt_bias [H * D]`` and
-    ``A_log [H]``, divided along dim 0; ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``,
-    replicated; ``linear_proj``, divided along dim 1.
+    Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism; packed:
+    ``b == 1``). Parameters, for ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with
+    ``H * D`` outputs, ``linear_b_proj`` with ``H``, in fp32 ``{q,k,v}_conv1d``,
+    ``dt_bias [H * D]`` and ``A_log [H]``, sharded along dim 0; ``linear_proj``, along dim 1;
+    replicated ``linear_{f,g}_a_proj [D, hidden]`` and ``o_norm [D]``.
     """
 
     fp32_parameters = ("A_log", "dt_bias")
@@ -169,11 +159,9 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
         resolve_kernels(self.required_ops(), self.policy, self.dim**-0.5)
 
     def required_ops(self) -> list[RequiredOp]:
-        """Return the operations that this layer calls."""
         return kda_ops(self.config)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """See :class:`SelfAttentionFrame`."""
         q, k, v, beta = (self._of_heads(name, hidden_states) for name in ("q", "k", "v", "b"))
         g = self._of_heads("f_b", self.linear_f_a_proj(hidden_states)[0])
         gate = self._of_heads("g_b", self.linear_g_a_proj(hidden_states)[0])
@@ -199,13 +187,11 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
         return out.transpose(0, 1)
 
     def delayed_linears(self) -> list[Any]:
-        """See :class:`SelfAttentionFrame`."""
         names = ("q", "k", "v", "f_a", "f_b", "g_a", "g_b", "b")
         return [self.linear_proj, *(getattr(self, f"linear_{name}_proj") for name in names)]
 
 
 def _new_dt_bias(config, width: int) -> torch.Tensor:
-    """Return the inverse softplus of drawn time steps, ``[width]``."""
     bias = new_parameter(config, width).data
     if config.perform_initialization and not bias.is_meta:
         with replicated_draws(bias.device):
@@ -215,7 +201,7 @@ def _new_dt_bias(config, width: int) -> torch.Tensor:
 
 
 def document_bounds(layout: Layout) -> torch.Tensor | None:
-    """Return int64 bounds of the documents of a packed batch; padding is documents of its own."""
+    """Return int64 bounds of packed documents; padding counts as documents."""
     sequences, tokens = layout.sequences, layout.num_queries
     assert sequences is not None
     ends = sequences.cu_seqlens

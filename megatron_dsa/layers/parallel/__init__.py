@@ -1,1 +1,1 @@
-"""Exchange between ranks: groups, gathered keys, balanced selection."""
+"""Exchange between ranks."""

@@ -1,17 +1,12 @@
-"""Selection with the same work on all ranks: they score query tokens for each other.
+"""Selection with equal work per rank.
 
-A token is scored against every key that it sees, so late tokens cost more than early ones. Where
-the tokens of a rank are neighbours (context parallelism in contiguous parts, sequence parallelism
-by sequence), the last rank would score up to twice the mean and all others would wait for it.
+Late tokens see more keys: with contiguous parts of a sequence the last rank would score up to twice
+the mean while all others wait.
 
-The positions of a sequence are cut into ``2 n`` halves, two for each of ``n`` ranks. Half ``k``
-costs in proportion to ``k + 1/2``, so a rank that scores the halves ``k`` and ``2 n - 1 - k`` does
-the mean. Each rank scores one local half, and another rank's instead of its second. Index queries
-and weights travel while the local half is scored, selected keys travel back; keys are the same
-buffer on every rank.
+Of ``2 n`` halves, two per rank, half ``k`` costs ``k + 1/2``: ``k`` and ``2 n - 1 - k`` cost the
+mean. Each rank scores one local half and another rank's, while queries and weights travel.
 
-Packed batches stay as they are: their costs depend on lengths that are on the device, and all ranks
-must decide alike without a synchronisation.
+Packed batches stay unbalanced: ranks must agree without reading lengths from the device.
 """
 
 import dataclasses
@@ -29,12 +24,10 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Tokens are exchanged where the rank with most work has more than this times the mean (zigzag:
-#: 1.0; two contiguous parts: 1.5). Below, there is less to gain than three messages cost.
+#: Least ratio of longest to mean work for an exchange (zigzag: 1.0; two contiguous parts: 1.5).
 LONGEST_TO_MEAN = 1.1
-#: ... and where a token sees, in the mean, at least this times the number of keys that it selects.
-#: A token that travels takes about 25 KB both ways (64 heads of 128, 2048 keys): 0.1 to 0.2 us over
-#: NVLink, as long as scoring it against a few thousand keys.
+#: Least ratio of visible to selected keys: a token sends 25 KB both ways (64 heads of 128, 2048
+#: keys), 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
@@ -43,13 +36,10 @@ class Swap:
     """Halves that ranks score for each other; half ``k`` starts at position ``k * size``.
 
     Attributes:
-        size: positions of a half.
-        kept, given: local halves: the one that the rank scores itself, and the other.
-        taken: the half that it scores in place of ``given``.
-        kept_second: whether ``kept`` is behind ``given`` in the rank's tokens.
-        to: rank that scores ``given``; source: rank whose half ``taken`` is. Either may be the rank
-            itself.
-        longest_to_mean: work of the rank with most of it over the mean, without exchange.
+        kept, given: local halves, scored here and by rank ``to``.
+        taken: half of rank ``source``, scored here.
+        kept_second: ``kept`` comes after ``given``.
+        longest_to_mean: longest over mean work without exchange.
     """
 
     size: int
@@ -64,10 +54,7 @@ class Swap:
 
 @lru_cache(maxsize=64)
 def swap_of(sharding: Sharding, total: int) -> Swap | None:
-    """Return the exchange of a rank's query tokens, ``None`` where halves would not be equal.
-
-    ``total``: positions of all ranks.
-    """
+    """Return the exchange of ``total`` positions, ``None`` for unequal halves."""
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
         return None
@@ -75,12 +62,11 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     holder = {half: rank for rank, halves in enumerate(held) for half in halves}
     last = len(holder) - 1
 
-    # Two halves whose numbers add up to ``last`` are a pair. Going from a half to its partner, and
-    # on to the other half of the partner's rank, ends where it began: every rank on the way scores
-    # the half that it was left with, and its partner. So no rank gives away more than one.
+    # Halves that add up to ``last`` are partners. Going to the partner, then to its rank's other
+    # half, closes a cycle, so each rank gives away at most one half.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
-        # The longer one first: there is more to do while the other travels.
+        # Keep the longer half, to hide more of the exchange.
         rank, half = start, max(held[start])
         while rank not in kept:
             kept[rank] = half
@@ -103,7 +89,6 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
 
 def _held_halves(sharding: Sharding, rank: int, total: int, size: int) -> list[int]:
     one = dataclasses.replace(sharding, cp_rank=rank // sharding.sp, sp_rank=rank % sharding.sp)
-    # Chunks begin and end between halves.
     return [
         position // size
         for first, length in one.chunks(total)
@@ -120,10 +105,9 @@ def balanced_topk(
     compressed: CompressedKeys | None = None,
     policy: Policy = Policy(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select as :func:`~megatron_dsa.dsa_kernels.indexer_topk` does, to the last index.
+    """Select exactly as :func:`~megatron_dsa.dsa_kernels.indexer_topk`, over ``ranks.query_group``.
 
-    All ranks of ``ranks.query_group`` call it together, with their query tokens and the keys of all
-    ranks; ``compressed``: these are the keys.
+    ``inputs`` have local queries and all ranks' keys.
     """
     ratio, visible = 1, layout
     if compressed is not None:
@@ -161,12 +145,12 @@ def balanced_topk(
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[local] = selected
     back.wait()
-    # How many keys a token selects follows from how many it sees: it need not travel.
+    # Lengths follow from visibility.
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
 def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
-    """Return the exchange, if it is worth it, by a rule that has one outcome on all ranks."""
+    """Return the exchange if it pays; all ranks decide alike."""
     if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None
@@ -186,10 +170,8 @@ def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
 
 
 class _Message:
-    """Tokens under way to one rank, and as many from another."""
-
     def __init__(self, tokens: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
-        # Kept until they have arrived: NCCL reads them from a stream of its own.
+        # NCCL reads them on another stream.
         sent = tokens.contiguous()
         self._sent: torch.Tensor | None = sent
         self._received = received

@@ -1,9 +1,4 @@
-"""The key buffer of V4's attention on several ranks: compressed keys of all, windows of a few.
-
-Compressed keys are gathered from all ranks. A rank holds keys of the positions of its query tokens,
-and the last ones before each run of them (:mod:`megatron_dsa.ops.layout.halo`). Gradients travel
-through fp32 proxies (:mod:`megatron_dsa.layers.parallel.gather`).
-"""
+"""Key buffer of V4's attention on several ranks."""
 
 import torch
 
@@ -27,15 +22,14 @@ def join_keys_of_ranks(
     halo: Halo | None,
     ranks: Ranks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key buffer and a grad_proxy for its gradient.
+    """Return the key buffer and its gradient proxy.
 
-    The buffer holds compressed keys in the order of their slots, then query tokens, then the shared
-    tokens of all ranks.
+    Buffer order: compressed keys by slot, query tokens, shared tokens of all ranks.
 
     Args:
-        kv: ``[s, b, D]``, the keys of this rank's positions.
-        compressed: ``[G, D]``, this rank's compressed keys, or ``None``; keys: their slots.
-        halo: of the query tokens; ``None`` if one rank has all of them.
+        kv: ``[s, b, D]``, local keys.
+        compressed: ``[G, D]``, local compressed keys; keys: their slots.
+        halo: of the query tokens; ``None`` if one rank has all.
     """
     batch = kv.shape[1]
     buffer, grad_proxy = gather_keys(kv, ranks.indexer_tp)
@@ -53,26 +47,25 @@ def join_keys_of_ranks(
 def index_keys_of_ranks(
     compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks
 ) -> torch.Tensor:
-    """Return the indexer's compressed keys of all ranks in the order of slots, ``[count, D]``."""
+    """Return the indexer's compressed keys of all ranks by slot, ``[count, D]``."""
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
-    # Slots without a group have no key; they are never visible, so any key will do.
+    # Slots without a group are never visible.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 
 
 def extend(
     tensors: tuple[torch.Tensor, ...], halo: Halo, batch: int, ranks: Ranks
 ) -> tuple[torch.Tensor, ...]:
-    """Put the tokens of neighbours before each run of this rank's tokens.
+    """Prepend neighbours' tokens to each run of local tokens.
 
-    Takes ``[tokens * batch, width]`` each, of one dtype, returns ``[halo.length * batch, width]``.
+    Takes ``[tokens * batch, width]`` each; returns ``[halo.length * batch, width]``.
     """
     return _Extend.apply(halo, batch, ranks.group, *tensors)
 
 
 def _tokens(positions: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return the token indices of positions; negative ones stay negative."""
     if batch == 1:
         return positions
     tokens = positions[:, None] * batch + torch.arange(batch, device=positions.device)
@@ -80,7 +73,6 @@ def _tokens(positions: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _share(x: torch.Tensor, halo: Halo, batch: int, group) -> torch.Tensor:
-    """Return ``[local tokens, shared tokens of all ranks]``."""
     return torch.cat([x, gather_detached(x.index_select(0, _tokens(halo.shared, batch)), group)])
 
 
@@ -90,8 +82,6 @@ def _unshare(grad: torch.Tensor, tokens: int, halo: Halo, batch: int, group) -> 
 
 
 class _HoldKeys(torch.autograd.Function):
-    """Keys of local query tokens and shared ones of others, and the grad_proxy of both."""
-
     @staticmethod
     def forward(ctx, keys, grad_proxy, halo, batch, group):
         ctx.halo, ctx.batch, ctx.group, ctx.rows = halo, batch, group, keys.shape[0]
@@ -106,8 +96,6 @@ class _HoldKeys(torch.autograd.Function):
 
 
 class _InOrder(torch.autograd.Function):
-    """Compressed keys in the order of slots; slots without a key hold some other key."""
-
     @staticmethod
     def forward(ctx, keys, grad_proxy, rows):
         ctx.count = keys.shape[0]
@@ -120,14 +108,12 @@ class _InOrder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
-        # No query sees a slot without a key: all of them write to the spare row.
+        # Empty slots are invisible: all write to a spare entry.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
         return None, back.index_copy_(0, rows, grad)[:-1], None
 
 
 class _JoinProxies(torch.autograd.Function):
-    """Concatenate two gradient proxies without giving them memory."""
-
     @staticmethod
     def forward(ctx, first, second):
         ctx.rows = first.shape[0]
@@ -141,7 +127,7 @@ class _JoinProxies(torch.autograd.Function):
 
 
 class _Extend(torch.autograd.Function):
-    """Each channel of a token is in one group: gradients have one term, exact in any dtype."""
+    """Each channel of a token is in one group, so gradients are exact."""
 
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):

@@ -1,16 +1,12 @@
-"""Gathers of keys that run under other work, and the sum of their gradients over ranks.
+"""Asynchronous gather of keys, and the sum of their gradients over ranks.
 
-Each rank makes the keys of its tokens and attends to the keys of all ranks::
+Other work may run between start and finish, in both directions::
 
     forward    keys --> start_gather ~~ all-gather ~~~~~~> finish_* --> keys of all ranks
     backward   sum <-- start_gather <~~ reduce-scatter ~~~ finish_* <-- gradient in fp32
 
-Calls between the two run while data is under way, in both directions. The two ways to finish:
-
-* :func:`finish_with_proxy` returns keys without gradient, and a *grad_proxy*: an fp32 tensor
-  without memory that stands for their gradient. Attention sends its fp32 accumulator there, so the
-  gradient is rounded once, after the sum.
-* :func:`finish_with_gradient` returns keys with a gradient, which autograd rounds before the sum.
+A *grad_proxy*, an fp32 tensor without memory, receives attention's fp32 accumulator, so gradients
+are rounded only after the sum over ranks.
 """
 
 from typing import NamedTuple
@@ -29,44 +25,33 @@ from megatron_dsa.ops.common.collectives import (
 
 
 class Gathering(NamedTuple):
-    """A gather between start and finish."""
-
-    #: Connects both in autograd; on one rank the keys themselves.
+    #: Connects start and finish in autograd; on one rank the keys.
     link: torch.Tensor
     keys: Transfer
-    #: Empty until the backward of finish starts the reduce-scatter.
+    #: Filled by the backward of finish.
     gradient: Transfer
     group: object
 
 
 def start_gather(keys: torch.Tensor, group) -> Gathering:
-    """Start to gather ``keys [tokens, ...]`` of every rank of ``group`` (``None``: one rank)."""
+    """Start to gather ``keys [tokens, ...]`` over ``group`` (``None``: one rank)."""
     gathered, gradient = all_gather_async(keys, group), Transfer()
     link = _Start.apply(keys, gradient) if several(group) else keys
     return Gathering(link, gathered, gradient, group)
 
 
 def finish_with_proxy(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wait for the keys.
-
-    Returns:
-        ``keys [tokens * ranks, D]`` without gradient, one rank's after the other (leading dims
-        flattened), and ``grad_proxy``, alike, in fp32 (fp64 for fp64).
-    """
+    """Return ``keys [tokens * ranks, D]`` by rank, and ``grad_proxy`` in fp32 (fp64 for fp64)."""
     if not several(gathering.group):
         gathering = gathering._replace(link=_Start.apply(gathering.link, gathering.gradient))
     return _FinishWithProxy.apply(gathering.link, gathering)
 
 
 def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.Tensor:
-    """Wait for keys that carry their gradient themselves, in their dtype.
+    """Wait for keys whose gradient is rounded before the sum.
 
-    Args:
-        gathering: from :func:`start_gather`.
-        pick: takes from the gradient of all tokens ``[tokens * ranks, D]`` the ones to sum over
-            ``group``, in the order of its ranks. ``None``: all tokens, summed over
-            the gathering's group.
-        group: see ``pick``.
+    ``pick`` slices the gradient ``[tokens * ranks, D]`` to the tokens to sum over ``group``, by
+    rank.
     """
     if pick is not None:
         gathering = gathering._replace(group=group)
@@ -76,7 +61,6 @@ def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.T
 
 
 def grad_proxy_for(keys: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory that stands for the fp32 gradient of ``keys [tokens, D]``."""
     return _without_memory(keys.shape, accumulation_dtype(keys.dtype), keys.device)
 
 
@@ -102,7 +86,7 @@ class _Start(torch.autograd.Function):
 
 
 def _send_back(gathering: Gathering, grad: torch.Tensor) -> torch.Tensor:
-    """Start to sum ``grad`` over ranks; return a gradient without content for the link."""
+    """Start to sum ``grad``; return an empty gradient for the link."""
     shape = gathering.gradient.take_over(reduce_scatter_async(grad, gathering.group))
     return _without_memory(shape, grad.dtype, grad.device)
 
@@ -113,7 +97,7 @@ class _FinishWithProxy(torch.autograd.Function):
         ctx.gathering = gathering
         keys = gathering.keys.wait().flatten(0, -2)
         ctx.mark_non_differentiable(keys)
-        ctx.set_materialize_grads(False)  # of the keys, which have none
+        ctx.set_materialize_grads(False)  # keys have no gradient
         proxy = grad_proxy_for(keys)
         ctx.of_proxy = proxy.shape, proxy.dtype, proxy.device
         return keys, proxy
@@ -143,17 +127,9 @@ class _FinishWithGradient(torch.autograd.Function):
 def gathered_product(
     x: torch.Tensor, grad_proxy: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``x @ weight.t()`` for gathered ``x``, whose gradient goes to its proxy unrounded.
+    """Return ``x @ weight.t()``; the gradient of ``x`` goes to its proxy unrounded.
 
-    The gradient of ``weight`` comes from this rank's queries.
-
-    Args:
-        x: ``[keys, A]`` of all ranks, without gradient; grad_proxy: fp32 (fp64 for fp64) ``[keys,
-            A]``. Both are columns of the results of :func:`finish_with_proxy`.
-        weight: ``[B, A]``.
-
-    Returns:
-        ``[keys, B]`` in the dtype of ``x``.
+    ``x``, ``grad_proxy``: ``[keys, A]`` from :func:`finish_with_proxy`; ``weight [B, A]``.
     """
     return _GatheredProduct.apply(x, grad_proxy, weight)
 

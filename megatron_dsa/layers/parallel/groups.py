@@ -1,7 +1,4 @@
-"""The ranks that share a microbatch, and the collectives of the attention core on them.
-
-Keys are gathered by :mod:`megatron_dsa.layers.parallel.gather`.
-"""
+"""Ranks that share a microbatch, and their collectives."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +23,10 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a microbatch: tensor-parallel ones (``tp``) times context-parallel.
+    """Tensor-parallel (``tp``) times context-parallel ranks that share a microbatch.
 
-    A rank *holds* its local tokens and makes keys of them; all ranks get the keys of all. For which
-    tokens it then has queries depends on ``tp_mode`` ("tp": the tokens that ``tp`` holds together):
+    Ranks compute keys of local tokens and get all keys. *Query tokens* are the indexer's, and
+    depend on ``tp_mode`` ("tp": all tokens of ``tp``):
 
     ============  ================  ==================  =====  ===========  ============
     tp_mode       indexer's tokens  attention's tokens  heads  indexer_tp   attention_tp
@@ -39,19 +36,13 @@ class Ranks:
     ``select``    local             tp                  local  ``None``     ``tp``
     ============  ================  ==================  =====  ===========  ============
 
-    *Query tokens* are the indexer's. A layer's layout is of these.
-
-    Attributes:
-        sharding: which tokens this rank holds.
-        group: all ranks that hold different tokens; ``None`` if one holds all.
-        tp: ranks of ``group`` with one context-parallel index (sequence parallelism), or ``None``.
-        cp: ranks of ``group`` with one tensor-parallel index, or ``None``.
-        tp_mode: see above; chosen by :mod:`megatron_dsa.config.attention_choice`.
-        by_sequence: attention is for local tokens and all heads.
-        indexer_tp: ranks that gather tokens before the indexer (and attend to them), or ``None``.
-        attention_tp: ranks that gather tokens between indexer and attention, or ``None``.
-        query_sharding: which query tokens this rank has.
-        query_group: ranks with different query tokens, or ``None``.
+    Attributes (groups are ``None`` for one rank):
+        group: ranks with different tokens.
+        tp: ranks of ``group`` with the same context-parallel index (sequence parallelism).
+        cp: ranks of ``group`` with the same tensor-parallel index.
+        indexer_tp: ranks that gather tokens before the indexer.
+        attention_tp: ranks that gather tokens between indexer and attention.
+        query_group: ranks with different query tokens.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -78,25 +69,22 @@ class Ranks:
             object.__setattr__(self, name, value)
 
     def count(self) -> None:
-        """Add the division of heads and tokens to the dispatch report."""
         if self.tp is not None:
             count("tensor_parallel_attention", self.tp_mode)
         if self.cp is not None:
             count("context_parallel_attention", self.sharding.cp_layout)
 
     def held(self, tables) -> Any:
-        """Slice tables of query tokens to the tokens that this rank holds."""
         return tuple(self._part(table, self.indexer_tp) for table in tables)
 
     def queries_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slice ``x`` of attention's tokens to this rank's query tokens."""
+        """Slice attention's tokens to query tokens."""
         return self._part(x, self.attention_tp)
 
     def _part(self, x: torch.Tensor, gathered_by) -> torch.Tensor:
         return x if gathered_by is None else x.chunk(self.sharding.sp)[self.sharding.sp_rank]
 
     def attention_layout(self, layout: Layout) -> Layout:
-        """Return the layout of attention's tokens for the layout of query tokens."""
         if self.attention_tp is None:
             return layout
         keys, whole = layout.key_ownership, self.sharding.whole()
@@ -107,7 +95,6 @@ class Ranks:
 
 
 def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
-    """Return the ranks of an attention module, from Megatron's process groups."""
     tp = pg_collection.tp if config.sequence_parallel and pg_collection.tp.size() > 1 else None
     cp = pg_collection.cp if config.context_parallel_size > 1 else None
     sharding = Sharding(
@@ -133,32 +120,29 @@ def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
 
 
 def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
     return all_gather_async(x, group).wait()
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather tokens. Every rank computes the same gradient, so the backward slices."""
+    """All-gather tokens; the backward slices: all ranks have the same gradient."""
     if not several(group):
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
 
 
 def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
-    """Return this rank's part (of equal parts along dim 0) of the sum of ``x`` over ``group``."""
+    """Sum over ``group``; return this rank's part along dim 0."""
     return reduce_scatter_async(x, group).wait()
 
 
 def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and wait for them; returns keys and ``grad_proxy``."""
     return finish_with_proxy(start_gather(kv, group))
 
 
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
-    """Wait for the indexer's keys of all ranks; each rank gets the gradient of its local ones.
+    """Wait for the indexer's keys of all ranks; local keys get their gradient.
 
-    By heads, the ranks of ``ranks.tp`` have the same query tokens and compute the same gradient:
-    the sum is over ``ranks.cp`` only.
+    By heads, ``ranks.tp`` have the same gradient: only ``ranks.cp`` sum.
     """
     if ranks.indexer_tp is None:
         return finish_with_gradient(gathering)
@@ -172,20 +156,11 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """Turn "all tokens of the group, local heads" into "this rank's tokens, all heads".
-
-    Args:
-        x: ``[tokens * ranks, H / ranks, D]``.
-        group: the tensor-parallel group; tokens and heads lie in the order of its ranks.
-
-    Returns:
-        ``[tokens, H, D]``. One all-to-all; its backward is :func:`sequence_to_heads`.
-    """
+    """All-to-all ``[tokens * ranks, H / ranks, D]`` to ``[tokens, H, D]``, by rank."""
     return _Exchange.apply(x, group, True)
 
 
 def sequence_to_heads(x: torch.Tensor, group) -> torch.Tensor:
-    """Undo :func:`heads_to_sequence`."""
     return _Exchange.apply(x, group, False)
 
 

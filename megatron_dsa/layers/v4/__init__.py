@@ -1,1 +1,1 @@
-"""Layers of DeepSeek-V4 only: hyper-connections, prediction on streams, hash routing."""
+"""Layers of DeepSeek-V4."""

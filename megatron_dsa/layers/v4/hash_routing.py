@@ -1,8 +1,7 @@
-"""Hash routing: the first layers look experts up by token id (DeepSeek-V4).
+"""Hash routing: experts by token id (DeepSeek-V4).
 
-Token ids reach the first hash layer as ``context`` (``patches/token_ids.py``), the tensor that
-Megatron passes from layer to layer for cross attention, which a GPT has not: they belong to their
-microbatch, and activation recompute saves and restores them like any other input.
+Token ids travel as ``context``, Megatron's unused argument for cross attention, which recompute
+saves.
 """
 
 import dataclasses
@@ -25,16 +24,14 @@ from megatron_dsa.layers.v4.hash_table import balanced_table, check_table
 
 
 class HashRouter(TopKRouter):
-    """Router that looks the experts of a token up in a table.
+    """Router with a table of experts per token id.
 
-    The gate is trained: its scores of these experts, normalised and scaled as Megatron does, are
-    their weights. Expert bias and load-balancing loss could not change the table, so there are
-    none; the z-loss stays.
+    The gate's scores weight the experts. Bias and load-balancing loss could not change the table,
+    so only the z-loss remains.
 
     Attributes:
-        tid2eid: buffer, int32 ``[vocabulary, topk]``: the experts of every token id. Saved and
-            loaded with the model; a new one comes from ``moe_hash_seed`` and the layer's number.
-        token_ids: int64 ``[s, b]`` of the next call, set by the layer of experts.
+        tid2eid: saved buffer, int32 ``[vocabulary, topk]``, from ``moe_hash_seed`` and the layer.
+        token_ids: int64 ``[s, b]`` of the next call.
     """
 
     tid2eid: torch.Tensor
@@ -42,7 +39,7 @@ class HashRouter(TopKRouter):
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Megatron finds the biases that it updates by these names.
+        # Megatron updates biases with these names.
         del self.expert_bias, self.local_tokens_per_expert
         self.enable_expert_bias = False
         rows = config.moe_hash_vocab_size
@@ -58,7 +55,6 @@ class HashRouter(TopKRouter):
         self._checked: Any = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number of the layer, from 1, and make its table."""
         if layer_number != self.layer_number and self.tid2eid.device.type != "meta":
             config, (rows, topk) = self.config, self.tid2eid.shape
             seed = config.moe_hash_seed * config.num_layers + layer_number - 1
@@ -66,7 +62,7 @@ class HashRouter(TopKRouter):
         super().set_layer_number(layer_number)
 
     def set_table(self, table: torch.Tensor) -> None:
-        """Take the table ``[n, topk]`` of a checkpoint; rows behind its last one stay (padding)."""
+        """Load a checkpoint's table ``[n, topk]``; padding tokens keep theirs."""
         name, rows = self._name(), len(self.tid2eid)
         check_table(table, self.topk, self.config.num_moe_experts, name)
         require(
@@ -79,10 +75,10 @@ class HashRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and map, both ``[tokens, experts]``, for logits ``[s, b, experts]``.
+        """Return weights and map ``[tokens, experts]`` for logits ``[s, b, experts]``.
 
         Raises:
-            ConfigError: there are no token ids for these tokens, or the table is wrong.
+            ConfigError: missing token ids, or a wrong table.
         """
         ids, self.token_ids = self.token_ids, None
         require(
@@ -118,7 +114,6 @@ class HashRouter(TopKRouter):
         return probs, routing_map
 
     def _check(self) -> None:
-        """Check the table whenever it has changed."""
         table = self.tid2eid
         if table.device.type == "meta":
             return
@@ -133,21 +128,20 @@ class HashRouter(TopKRouter):
 
 
 class HashMoELayer(MoELayer):
-    """Layer of experts with a :class:`HashRouter`; ``token_ids [s, b]`` are set before a call."""
+    """Experts with a :class:`HashRouter`; set ``token_ids [s, b]`` before each call."""
 
     token_ids: torch.Tensor | None = None
     moe_layer_recompute: bool
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Megatron's checkpoint function passes no token ids.
+        # Megatron's checkpointing passes no token ids.
         self._recompute: bool = self.moe_layer_recompute
         self.moe_layer_recompute = False
 
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors=None, padding_mask=None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``(output, bias)`` for ``hidden_states [s, b, C]``."""
         ids, self.token_ids = self.token_ids, None
 
         def run(hidden_states, ids, padding_mask):
@@ -172,11 +166,7 @@ class HashMoELayer(MoELayer):
 
 
 class HashRoutedLayer:
-    """Mixin for Megatron's transformer layer whose MLP is a :class:`HashMoELayer`.
-
-    Takes the ids of its tokens as ``context``, int64 ``[s, b]``, and hands them on while there are
-    more hash layers.
-    """
+    """Mixin for a transformer layer with a :class:`HashMoELayer`; ``context``: token ids."""
 
     takes_token_ids = True
     config: Any
@@ -186,7 +176,6 @@ class HashRoutedLayer:
     def forward(
         self, *args, context: torch.Tensor | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return hidden states, and the token ids or ``None``."""
         require(
             context is not None,
             f"context must hold the token ids of layer {self.layer_number} (--moe-hash-layers), "
@@ -194,14 +183,14 @@ class HashRoutedLayer:
         )
         self.mlp.token_ids = context
         try:
-            out, _ = super().forward(*args, **kwargs)  # type: ignore[misc]  # of the layer
+            out, _ = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.mlp.token_ids = None
         return out, context if self.layer_number < self.config.moe_hash_layers else None
 
     def _maybe_unflatten_for_moe(self, hidden_states, padding_mask, packed_seq_params):
-        """Arrange token ids like hidden states: by sample in some packed batches."""
-        out = super()._maybe_unflatten_for_moe(  # type: ignore[misc]  # of the layer
+        """Arrange token ids like hidden states: some packed batches are by sample."""
+        out = super()._maybe_unflatten_for_moe(  # type: ignore[misc]
             hidden_states, padding_mask, packed_seq_params
         )
         if out[2] is not None:
@@ -216,7 +205,6 @@ def _hash_routed(layer: type) -> type:
 
 
 def with_hash_routing(spec: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer with experts as the spec of a hash layer."""
     mlp = spec.submodules.mlp
     parts = dataclasses.replace(mlp.keywords["submodules"], router=HashRouter)
     hashed = functools.partial(HashMoELayer, *mlp.args, **mlp.keywords | {"submodules": parts})

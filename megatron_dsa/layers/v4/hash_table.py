@@ -1,4 +1,4 @@
-"""Tables of hash routing: token id -> experts."""
+"""Tables of hash routing."""
 
 import torch
 
@@ -6,19 +6,9 @@ from megatron_dsa.errors import ConfigError, require
 
 
 def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
-    """Return a random table in which every expert appears equally often, up to rounding.
+    """Return a random table ``[vocabulary, topk]`` with equally frequent experts, int32 on the CPU.
 
-    Random orders of the experts, one after the other, are cut into rows. Where a row would hold an
-    expert twice, the second one is exchanged within its order.
-
-    Args:
-        vocabulary: rows.
-        topk: experts of a row, all different.
-        experts: number of experts, at least ``topk``.
-        seed: equal seeds give equal tables.
-
-    Returns:
-        int32 ``[vocabulary, topk]`` on the CPU.
+    Random orders of the experts, cut every ``topk``; swaps within an order remove repetitions.
     """
     require(
         experts >= topk,
@@ -30,7 +20,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
     draws = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
     orders = draws.argsort(dim=1, stable=True).tolist()
     for number in range(1, rounds):
-        begun = number * experts % topk  # entries of the cut row that the order before has
+        begun = number * experts % topk  # experts of the cut token in the previous order
         if begun:
             _keep_apart(orders[number], set(orders[number - 1][-begun:]), topk - begun)
     table = torch.tensor(orders, dtype=torch.int32, device="cpu").flatten()
@@ -38,7 +28,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
 
 
 def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
-    """Exchange the ``first`` entries of an order that are taken with later ones, in place."""
+    """Swap taken experts among the ``first`` with later ones, in place."""
     later = first
     for index in range(first):
         if order[index] in taken:
@@ -49,16 +39,10 @@ def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
 
 
 def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None:
-    """Check the values of a table; reads them on the host.
-
-    Args:
-        table: integers ``[vocabulary, topk]``.
-        topk: experts of a token (``--moe-router-topk``).
-        experts: number of experts (``--num-experts``).
-        name: of the table, for messages.
+    """Check integers ``[vocabulary, topk]`` on the host.
 
     Raises:
-        ConfigError: another width or dtype, a missing expert, or one that is twice in a row.
+        ConfigError: wrong width or dtype, unknown or repeated experts.
     """
     require(
         table.dim() == 2 and table.shape[1] == topk and not table.is_floating_point(),

@@ -1,8 +1,7 @@
-"""Hyper-connections around Megatron's transformer layer: reads, write-backs and the end.
+"""Hyper-connections around Megatron's transformer layer.
 
-A layer's hidden states are ``[s, b, n * C]``, ``n`` streams one after the other. Megatron's layer
-takes a pair (output, residual) from its norms: here, the read and the streams. The write-back
-replaces its addition of output and residual, with weights of the read before it.
+Hidden states are ``n`` concatenated streams. Norms return (read, streams) as Megatron's (output,
+residual); the write-back replaces its addition.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megatron_dsa.ops.hyper_connections.api import (
     write_streams,
 )
 
-#: Sublayers: name in parameters, norm, addition of the output.
+#: Sublayers: prefix of parameters, norm, addition.
 _SUBLAYERS = (
     ("attn", "input_layernorm", "self_attn_bda"),
     ("ffn", "pre_mlp_layernorm", "mlp_bda"),
@@ -37,11 +36,11 @@ _PARTS = ("fn", "base", "scale")
 
 
 def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -> None:
-    """Add ``hc_{kind}_fn``, ``base`` and ``scale``, with the initial values of transformers."""
+    """Add ``hc_{kind}_fn``, ``base`` and ``scale``, initialised as in transformers."""
     width = config.hc_mult * config.hidden_size
     values = (new_parameter(config, *s) for s in ((outputs, width), (outputs,), (scales,)))
     for part, parameter in zip(_PARTS, values, strict=True):
-        # Every rank has other tokens, so gradients are summed over tensor-parallel ranks.
+        # Ranks have other tokens: sum their gradients.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         setattr(module, f"hc_{kind}_{part}", parameter)
     if config.perform_initialization:
@@ -57,19 +56,15 @@ def _connection(module: Any, kind: str, config) -> Connection:
 
 
 def _by_token(streams: torch.Tensor, config) -> torch.Tensor:
-    """Return ``[s, b, n * C]`` as ``[tokens, n, C]``."""
     return streams.reshape(-1, config.hc_mult, config.hidden_size)
 
 
 class StreamsNorm(MegatronModule):
-    """Read and norm of a sublayer, in place of its norm; ``weight [C]`` is the norm's.
-
-    The layer holds the other parameters; it sets ``connection`` and ``write``.
-    """
+    """Read and norm before a sublayer; the layer sets ``connection`` and ``write``."""
 
     connection: Callable[[], Connection]
     write: StreamsWrite
-    #: Megatron 0.20 reads this, 0.19 looks at the output.
+    #: Read by Megatron 0.20; 0.19 inspects the output.
     returns_residual = True
 
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
@@ -83,7 +78,7 @@ class StreamsNorm(MegatronModule):
         self.policy = options_of(config).policy
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[s, b, C]`` for attention or the MLP, and the streams ``[s, b, n * C]``."""
+        """Return ``[s, b, C]`` for attention or MLP, and the streams ``[s, b, n * C]``."""
         read = read_streams(
             _by_token(streams, self.config), self.connection(), self.weight, policy=self.policy
         )
@@ -92,17 +87,14 @@ class StreamsNorm(MegatronModule):
 
 
 class StreamsWrite:
-    """Write-back of a sublayer, in place of Megatron's bias, dropout and addition.
-
-    ``read`` is the last read of this sublayer's norm, ``None`` once it is written back.
-    """
+    """Write-back after a sublayer, instead of bias, dropout and addition."""
 
     def __init__(self) -> None:
         self.read: StreamsRead | None = None
         self.policy: Any = None
 
     def __call__(self, training: bool, _fused: bool) -> Callable:
-        """Return the function that Megatron calls ``(output and bias, streams, dropout)``."""
+        """Return the function to call with ``(output and bias, streams, dropout)``."""
         return functools.partial(self._write, training)
 
     def _write(self, training: bool, output_with_bias, streams: torch.Tensor, dropout: float):
@@ -113,18 +105,16 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Megatron's residual, so that its changes to that are in the graph.
+        # Megatron's residual keeps its changes in the graph.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
 
 
 class HyperConnections(Fp32Parameters):
-    """Mixin for Megatron's transformer layer, whose residual is ``n`` streams.
+    """Mixin for a transformer layer whose residual is ``n`` streams.
 
-    The layer takes ``[s, b, n * C]``, the decoder's first one ``[s, b, C]``, and returns
-    ``[s, b, n * C]``. Its spec has :class:`StreamsNorm` and :class:`StreamsWrite` for norms and
-    additions. Parameters: ``hc_attn_fn``, ``hc_ffn_base``, ...
+    Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``.
     """
 
     fp32_parameters = tuple(f"hc_{kind}_{part}" for kind, *_ in _SUBLAYERS for part in _PARTS)
@@ -145,7 +135,6 @@ class HyperConnections(Fp32Parameters):
 
     def _forward_attention(self, hidden_states: torch.Tensor, *args, **kwargs):
         if self.layer_number == 1 and not self.is_mtp_layer:
-            # Every stream starts as the embedding.
             hidden_states = hidden_states.repeat(1, 1, self.config.hc_mult)
         return super()._forward_attention(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
@@ -155,8 +144,6 @@ class HyperConnectionLayer(HyperConnections, TransformerLayer):
 
 
 class StreamsHead(Fp32Parameters, MegatronModule):
-    """Read and norm after the last layer, in place of the final norm."""
-
     fp32_parameters = tuple(f"hc_head_{part}" for part in _PARTS)
 
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
@@ -174,8 +161,6 @@ class StreamsHead(Fp32Parameters, MegatronModule):
 
 
 class StreamsMean(MegatronModule):
-    """Mean of the streams after the last layer and its norm, in place of the final norm."""
-
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
         super().__init__(config=config)
         self.weight, self.eps = new_norm_weight(config, hidden_size), eps

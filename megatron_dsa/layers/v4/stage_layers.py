@@ -1,4 +1,4 @@
-"""Decoder layers of a pipeline stage, and the splits that cannot be built."""
+"""Decoder layers of a pipeline stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,10 @@ from megatron_dsa.errors import require
 def layers_of_stage(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Sequence[int]:
-    """Return the layers of a virtual stage of a pipeline rank, counted from 0.
+    """Return the layers, from 0, of a pipeline stage.
 
     Raises:
-        ConfigError: the stages do not hold each layer once, or a stage starts with a layer that
-            reuses a selection.
+        ConfigError: stages that lose or repeat layers, or start with a reused selection.
     """
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
@@ -44,7 +43,6 @@ def layers_of_stage(
 
 
 def _require_whole_stages(config: Any) -> None:
-    """Raise unless Megatron's split gives every layer to one stage."""
     ranks = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
     stages = [None] if chunks is None else range(chunks)

@@ -1,8 +1,7 @@
-"""Multi-token prediction on residual streams, as in DeepSeek-V4.
+"""Multi-token prediction on residual streams (DeepSeek-V4).
 
-Megatron's layers predict from the output of the final norm. Here the first one takes the streams of
-the decoder's last layer, and the next one those of the layer before. So the main head returns the
-streams behind its output, and the block of layers splits the two.
+V4 predicts from the previous layer's streams, Megatron from the final norm's output: so the main
+head appends the streams.
 """
 
 import dataclasses
@@ -25,11 +24,7 @@ from megatron_dsa.layers.v4.hyper_connections import StreamsHead
 
 
 class HeadBeforePrediction(StreamsHead):
-    """Head of a model with multi-token prediction, which returns the streams behind its output.
-
-    Along the first dimension, as Megatron lays the outputs of its prediction layers: one tensor
-    reaches these layers, also on another pipeline stage.
-    """
+    """Head that appends the streams along dim 0, since one tensor crosses pipeline stages."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Return ``[(1 + n) * s, b, C]`` for streams ``[s, b, n * C]``."""
@@ -39,18 +34,14 @@ class HeadBeforePrediction(StreamsHead):
 
 @dataclasses.dataclass
 class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
-    """Parts of a :class:`StreamPredictionLayer`; replicated linears of embedding and streams."""
-
     e_proj: Any = None
     h_proj: Any = None
 
 
 class StreamPredictionLayer(MultiTokenPredictionLayer):
-    """Multi-token-prediction layer that reads and returns streams.
+    """Multi-token-prediction layer on streams.
 
-    ``hnorm`` and ``h_proj`` take every stream; ``e_proj(enorm(embedding of the next token))`` is
-    added to each. Both projections are replicated over tensor-parallel ranks: sharded, they would
-    gather all streams of all ranks before and after, under sequence parallelism.
+    Sharded projections would gather all streams under sequence parallelism.
     """
 
     submodules: StreamPredictionLayerSubmodules
@@ -70,17 +61,15 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
         return (streams + embedding.unsqueeze(-2)).flatten(-2)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> Any:
-        """Return ``[s, b, C]`` for the output layer, and the streams where a layer follows."""
+        """Return ``[s, b, C]`` for the output layer, then the streams for a next layer."""
         out = apply_module(self.final_layernorm)(hidden_states)
-        # Megatron frees what it has sent to the next pipeline stage, and no view can be freed.
+        # Megatron frees sent tensors, which fails for views.
         out = make_viewless_tensor(inp=out, requires_grad=True, keep_graph=True)
         return (out, hidden_states) if self.config.mtp_num_layers > 1 else (out,)
 
 
 class StreamPredictionBlock(MultiTokenPredictionBlock):
-    """All multi-token-prediction layers of a model, on streams."""
-
-    def forward(  # Megatron's takes the arguments one by one
+    def forward(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -89,9 +78,9 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
         extra_block_kwargs: dict | None = None,
         **layer_arguments,
     ) -> torch.Tensor:
-        """Return the outputs of main head and layers, ``[(1 + layers) * s, b, C]``.
+        """Return the outputs of head and layers, ``[(1 + layers) * s, b, C]``.
 
-        ``hidden_states``: ``[(1 + n) * s, b, C]`` of a :class:`HeadBeforePrediction`.
+        ``hidden_states [(1 + n) * s, b, C]`` come from a :class:`HeadBeforePrediction`.
         """
         count = hidden_states.shape[0] // (1 + self.config.hc_mult)
         main, streams = hidden_states.split((count, count * self.config.hc_mult))
@@ -116,8 +105,6 @@ class StreamPredictionBlock(MultiTokenPredictionBlock):
 
 
 def on_streams(block: MultiTokenPredictionBlockSubmodules, linear: type) -> ModuleSpec:
-    """Return the spec of a ``block`` whose layers take streams; ``linear``: of projections."""
-
     def converted(layer: ModuleSpec) -> ModuleSpec:
         parts = layer.submodules
         submodules = StreamPredictionLayerSubmodules(
