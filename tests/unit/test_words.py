@@ -45,7 +45,10 @@ RULES = {
     ),
 }  # fmt: skip
 #: Breaches that a folder may have; lower the number when a change removes some.
-BUDGETS: dict[str, int] = {}
+BUDGETS = {
+    "megatron_dsa": 5, "megatron_dsa/ops": 10, "megatron_dsa/layers": 0, "megatron_dsa/extras": 6,
+    "docs": 2, "tests": 23, "benchmarks": 16, "examples": 0,
+}  # fmt: skip
 
 
 def texts(path: Path) -> Iterator[tuple[int, str, str]]:
