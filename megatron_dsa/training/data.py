@@ -307,7 +307,7 @@ def check_cp_layout(args) -> None:
     data, fix = "--dsa-cp-layout contiguous", "Use --dsa-cp-layout zigzag"
     if packed:
         data = "packed documents"
-        fix = "Drop --dataloader-inter-document-masking or --mtp-num-layers"
+        fix = "Drop --dataloader-inter-document-masking, or pass --mtp-num-layers 0"
     require(
         not (args.mtp_num_layers and (packed or layout == "contiguous")),
         f"--mtp-num-layers must be unset with --context-parallel-size {ranks} and {data}: Megatron "
