@@ -158,8 +158,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return out if self.linear_gate is None else self._gated(out, hidden_states)
 
     def _gated(self, out: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate = self.maybe_recomputed(lambda x: self.linear_gate(x)[0], hidden_states)
-        return out * torch.sigmoid(gate).view_as(out)
+        gate = self.maybe_recomputed(lambda x: self.linear_gate(x)[0].sigmoid(), hidden_states)
+        return out * gate.view_as(out)
 
     def _latents(self, hidden_states: torch.Tensor, rope: TokenRope) -> _Latents:
         config, ranks = self.config, self.ranks

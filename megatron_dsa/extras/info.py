@@ -25,7 +25,14 @@ from megatron_dsa.layers.required_ops import (
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
 from megatron_dsa.ops.dispatch import OpCall, Operation, Policy, choices_unlogged
-from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.packages import (
+    CUDNN,
+    FLA,
+    FLASH_ATTENTION_4,
+    FLASH_MLA,
+    TILELANG,
+    TRITON,
+)
 from megatron_dsa.ops.dispatch.support import Support, short_dtype
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
@@ -290,12 +297,12 @@ the teacher": the backward also returns the indexer's teacher, the head sum of t
 which other implementations compute as an operation of its own.
 `--dsa-impl OPERATION=IMPLEMENTATION ...`, or `MEGATRON_DSA_IMPL=OPERATION=IMPLEMENTATION,...` in
 the environment, names implementations: they run, or start-up stops with the reason. "-" means any,
-except where the column "covers" names a condition.
+except where the column "covers" names a condition. Masked attention adds sinks outside its kernels.
 """
 
 _COLUMNS = (
-    "implementation", "package", "GPUs", "dtypes", "dims (qk, v)", "heads", "K", "packed", "sink",
-    "deterministic", "tried first for heads", "covers", "bridged by the adapter",
+    "implementation", "package", "GPUs", "dtypes", "dims (qk, v[, rope])", "heads", "K", "packed",
+    "sink", "deterministic", "tried first for heads", "covers", "bridged by the adapter",
 )  # fmt: skip
 
 
@@ -361,7 +368,7 @@ def _package(support: Support) -> str:
 
 def _versions() -> str:
     lines = ["## Versions of the packages\n"]
-    for package in (FLASH_MLA, CUDNN, TILELANG, FLASH_ATTENTION_4, TRITON):
+    for package in (FLASH_MLA, CUDNN, TILELANG, FLASH_ATTENTION_4, FLA, TRITON):
         install = package.install.format(floor=package.minimum)
         lines.append(f"**{package.module}**: {install}.\n")
         lines += [f"* before {fix}: {defect}" for fix, defect in package.fixes]

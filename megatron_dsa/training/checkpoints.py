@@ -37,6 +37,7 @@ from megatron_dsa.training.checkpoint_names import (
     other_kind,
     same_under_another_name,
 )
+from megatron_dsa.training.checkpoint_parts import check_parts
 from megatron_dsa.training.launching import this_rank
 
 
@@ -79,6 +80,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
         say_dropped_indexers(args, directory)
         check_hash_layers(args, directory)
         check_adapters(args, directory)
+        check_parts(args, entries_of(directory), _saved_args(directory), directory)
     return _loading_by(functions)
 
 

@@ -81,9 +81,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
             args.csa_compress_ratios
             or max(args.hc_mult, args.dsa_indexer_pool_size) > 1
             or args.softmax_type == "learnable"
+            or args.linear_attention_freq is not None
         ),
-        "--main-grads-dtype must be fp32 with --csa-compress-ratios or --softmax-type learnable, "
-        f"and with --hc-mult or --dsa-indexer-pool-size above 1, got {args.main_grads_dtype}: some "
+        "--main-grads-dtype must be fp32 with --csa-compress-ratios, --linear-attention-freq or "
+        "--softmax-type learnable, and with --hc-mult or --dsa-indexer-pool-size above 1, got "
+        f"{args.main_grads_dtype}: some "
         "parameters stay in fp32, and transformer-engine reads all gradients in one dtype to clip "
         "them; drop it",
     )

@@ -62,6 +62,12 @@ LAYERS = {
     "DSA masked, with sinks, recomputed": (DSA, (), SINKS | MASKED | RECOMPUTED),
     "DSA pooled": (DSA, (), POOLED),
     "DSA pooled masked sampled": (DSA, (), POOLED | MASKED | SAMPLED),
+    "DSA pooled masked recomputed": (DSA, (), POOLED | MASKED | RECOMPUTED),
+    "dense MLA without rope, visible, recomputed": (
+        DSA,
+        (),
+        VISIBLE | RECOMPUTED | {"qk_pos_emb_head_dim": 0},
+    ),
     "dense MLA, pooled warm-up": (
         DSA,
         (),

@@ -65,7 +65,7 @@ def test_every_token_is_on_one_rank(layout, offsets):
                 "mtp_num_layers": 1,
             },
             "--mtp-num-layers must be unset",
-            "or --mtp-num-layers",
+            "or pass --mtp-num-layers 0",
         ),
         (
             {"dsa_cp_layout": "contiguous", "mtp_num_layers": 1},

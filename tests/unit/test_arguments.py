@@ -285,7 +285,16 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
                 *("--softmax-type", "learnable", "--use-precision-aware-optimizer"),
                 *("--main-grads-dtype", "bf16"),
             ],
-            "--main-grads-dtype must be fp32 with --csa-compress-ratios or --softmax-type learnab",
+            "--main-grads-dtype must be fp32 with .* --softmax-type learnable",
+        ),
+        (
+            [
+                *("--num-layers", "4", "--linear-attention-freq", "2"),
+                *("--linear-num-key-heads", "4", "--linear-num-value-heads", "4"),
+                *("--linear-key-head-dim", "16", "--linear-value-head-dim", "16"),
+                *("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"),
+            ],
+            "--main-grads-dtype must be fp32 with --csa-compress-ratios, --linear-attention-freq",
         ),
         (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
         (

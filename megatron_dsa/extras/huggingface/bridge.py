@@ -129,13 +129,13 @@ def sparse_provider(
         load_weights: fill the model from the checkpoint.
 
     Raises:
-        ConfigError: config.json is not understood, or describes a DeepSeek-V4.
+        ConfigError: config.json is not understood, or describes another model.
     """
     hf = _described(bridge)
     if hf.names is not V3:
         raise ConfigError(
-            f"Megatron-Bridge's conversion of {hf.names.models} makes models of Megatron's "
-            "development branch: use python -m megatron_dsa import-hf"
+            f"Megatron-Bridge's conversion of {hf.names.models} does not fit these layers: use "
+            "python -m megatron_dsa import-hf"
         )
     provider = SparseModelProvider()
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)

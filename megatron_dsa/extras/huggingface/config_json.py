@@ -10,6 +10,7 @@ import torch
 from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.model import computes_topk, options_of, uses_indexer, uses_streams
 from megatron_dsa.config.presets import POOL_SIZE
+from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.files import read_json
 from megatron_dsa.extras.huggingface.keys import SIZE, check_keys, check_values, refuse, required
@@ -184,6 +185,8 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
             actual = options_of(config).indexer_pool_size
         if name == "moe_layer_freq" and isinstance(actual, int):
             actual = [int(layer % actual == 0) for layer in range(config.num_layers)]
+        if name == "linear_attention_freq" and isinstance(actual, int):
+            actual = [int(is_kda_layer(config, layer)) for layer in range(config.num_layers)]
         if name == "dsa_indexer_k_norm_epsilon" and actual is None:
             actual = config.layernorm_epsilon
         if name == "csa_compress_ratios" and actual is not None:

@@ -83,7 +83,7 @@ class Import:
         self._locations = {name: x for name, x in located.items() if x is not None}
         if unknown := sorted(names - self._locations.keys()):
             raise ConfigError(
-                f"checkpoint {directory}: {len(unknown)} tensors have no parallel_rank in Megatron's "
+                f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's "
                 f"model, the first is {unknown[0]}; give them lines in "
                 "megatron_dsa/extras/huggingface/names.py"
             )

@@ -268,7 +268,7 @@ class CheckpointWriter(WholeFiles):
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes must be positive, got {shard_bytes}")
         if any(os.path.lexists(self.folder / name) for name in (INDEX, SINGLE)):
-            raise ConfigError(f"{self.folder} holds a checkpoint already: choose another parallel_rank")
+            raise ConfigError(f"{self.folder} holds a checkpoint already: choose another place")
         require_own_name(self.folder / "config.json")  # fail before computing
         self.shard_bytes = shard_bytes
         _safetensors()

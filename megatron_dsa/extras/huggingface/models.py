@@ -403,8 +403,13 @@ def _kda(config: dict) -> Fields:
 
 def _pooled_indexer(config: dict) -> Fields:
     size, layers = required(config, "index_kpool"), config.get("layer_types") or ()
-    kinds = config.get("indexer_types")
-    if kinds and len(kinds) == len(layers) and any(_IS_KDA.get(kind) for kind in layers):
+    kinds, has_kda = config.get("indexer_types"), any(_IS_KDA.get(kind) for kind in layers)
+    if has_kda and not kinds:
+        for key in ("index_topk_pattern", "index_topk_freq"):
+            # These count all layers, but only DSA layers have selections.
+            if config.get(key) not in (None, 1):
+                refuse(key, config[key], "give indexer_types, with KDA layers")
+    if has_kda and kinds and len(kinds) == len(layers):
         own = [x for x, kind in zip(kinds, layers, strict=True) if not _IS_KDA.get(kind)]
         if any(kind not in ("full", "F") for kind in own):
             refuse("indexer_types", kinds, "no selection is shared across layers of KDA")

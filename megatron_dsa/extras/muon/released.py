@@ -33,12 +33,12 @@ def released_kinds(
 ) -> Counter[Kind]:
     """Count a preset's parameters by kind, without allocation."""
     released = PRESETS[name]
-    changes: dict[str, Any] = {}
+    streams = ("hc_mult", "hc_collapse")
+    changes: dict[str, Any] = {key: AROUND[name][key] for key in streams if key in AROUND[name]}
     if "csa_compress_ratios" in released:
         layers = released["num_layers"]
-        changes = {
+        changes |= {
             "csa_compress_ratios": released["csa_compress_ratios"][:layers],
-            "hc_mult": AROUND[name]["hc_mult"],
             "mtp_num_layers": None,
         }
     config = preset(

@@ -298,9 +298,7 @@ def test_v4_is_refused():
 
     config = PretrainedConfig()
     config.to_dict = lambda: tiny_v4()
-    with pytest.raises(
-        ConfigError, match="conversion of DeepSeek-V4 makes models of Megatron's development"
-    ):
+    with pytest.raises(ConfigError, match="conversion of DeepSeek-V4 does not fit these layers"):
         sparse_provider(SimpleNamespace(hf_pretrained=config))
 
 

@@ -182,5 +182,5 @@ def test_buffers_of_rope_are_no_weights(name, checkpoint):
 
 def test_other_tensors_of_a_rope_are_named(checkpoint):
     checkpoint.tensors["model.layers.0.self_attn.rotary_emb.scale"] = torch.ones(4)
-    with pytest.raises(ConfigError, match=r"no parallel_rank .*rotary_emb\.scale"):
+    with pytest.raises(ConfigError, match=r"no place .*rotary_emb\.scale"):
         checkpoint.load()

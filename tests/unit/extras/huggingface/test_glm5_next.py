@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
+from megatron_dsa.extras.huggingface.build import transformer_config
+from megatron_dsa.extras.huggingface.config_json import differences, parse_config, read_config
 from megatron_dsa.extras.huggingface.convert import export_model, import_model
 from megatron_dsa.extras.huggingface.names import HYPER_CONNECTIONS
 from tests.cases.released_formats import stored_bytes, write_glm_5_3
@@ -252,3 +253,19 @@ def predicted_by(text_model, config, weights, ids):
 def test_refusals(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(tiny_glm_5_3(**changes))
+
+
+@pytest.mark.parametrize("sharing", [{"index_topk_freq": 4}, {"index_topk_pattern": "FFFS"}])
+def test_sharing_is_not_counted_over_kda_layers(sharing):
+    config = tiny_glm_5_3(**KDA_FIRST)
+    del config["text_config"]["indexer_types"]
+    config["text_config"] |= sharing
+    with pytest.raises(ConfigError, match=r"give indexer_types, with KDA layers"):
+        parse_config(config)
+
+
+def test_a_frequency_of_kda_layers_is_the_released_list():
+    hf = parse_config(tiny_glm_5_3(layer_types=["linear_attention"] * 3 + ["indexed_attention"]))
+    config = transformer_config(hf, "sparse")
+    config.linear_attention_freq = 4
+    assert not any(name == "linear_attention_freq" for name in differences(hf, config))

@@ -146,7 +146,7 @@ def test_incomplete_and_foreign_tensors_are_refused(tmp_path):
 
     index.write_text(complete)
     edit_json(index, rename)
-    with pytest.raises(ConfigError, match=r"1 tensors have no parallel_rank.*model\.norm\.bias"):
+    with pytest.raises(ConfigError, match=r"1 tensors have no place.*model\.norm\.bias"):
         import_model(model, tmp_path)
     index.write_text(complete)
     edit_json(index, lambda x: x["weight_map"].update({"lm_head.weight": "lost.safetensors"}))

@@ -29,6 +29,7 @@ def shown(capsys, *arguments):
         ("v4-pro", "linear_o_group_proj.weight [16384, 4096] 61 16 blocks of 1024 rows"),
         ("v3.2", "linear_kv_up_proj.weight [32768, 512] 61 one matrix"),
         ("glm-5", "linear_q_up_proj.weight [16384, 2048] 78 one matrix"),
+        ("glm-5.3-flash", "linear_q_up_proj.weight [16384, 1536] 11 one matrix"),
     ],
 )
 def test_released_models(model, rows, capsys):
@@ -38,6 +39,7 @@ def test_released_models(model, rows, capsys):
     v4 = "v4" in model
     assert any(line.startswith("AdamW") and ".ape " in line for line in lines) == v4
     assert ("attn_sink" in lines[1]) == v4
+    assert any("hc_attn_fn" in line for line in lines) == (v4 or model == "glm-5.3-flash")
     assert not any(".mlp." in line or "output_layer.weight" in line for line in lines)
 
 
