@@ -1,4 +1,4 @@
-"""A job's ranks on one machine without a GPU or real process groups."""
+"""Emulation of a job's ranks on one machine, without a GPU or real process groups."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str,
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,  # costs no memory
+        L2_cache_size=50 * 2**20,  # no effect on memory
     )
     streams = dict.fromkeys(("Stream", "Event"), NoStream)
     ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
@@ -56,7 +56,7 @@ def _nothing(*_args, **_kwargs) -> None:
 
 
 def _random_state(*_args, **_kwargs) -> torch.Tensor:
-    return torch.get_rng_state()  # meta tensors draw nothing
+    return torch.get_rng_state()  # meta tensors draw no random numbers
 
 
 def _state_of_the_process() -> Iterator[Any]:
@@ -84,7 +84,7 @@ def _state_of_the_process() -> Iterator[Any]:
         (IndexerLog._state, "sums", None),
         (moe_logging, "_MOE_METRICS_TRACKER", None),
         (MTPLossLoggingHelper, "tracker", {}),
-        # Schedules keep device tensors there.
+        # Schedules store device tensors in these classes.
         (MoEAuxLossAutoScaler, scale, None),
         (MTPLossAutoScaler, scale, torch.tensor(1.0)),
     ):
@@ -143,7 +143,7 @@ def ranks(args, rank: int) -> Iterator:
                 create_gloo_process_groups=False,
             )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        # Batches need the device's backend.
+        # Batched transfers need the device's backend.
         with mock.patch.object(torch.distributed, "batch_isend_irecv", one_by_one):
             yield ProcessGroupCollection.use_mpu_process_groups()
     finally:

@@ -1,4 +1,4 @@
-"""Shards of a data set: written atomically, reused after restarts, joined."""
+"""Shards of a data set, which are written atomically, reused after restarts and joined."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ _OWN_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces that become one file, named by a digest."""
+    """Pieces that are written to one file; ``name`` is a digest."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -72,7 +72,7 @@ class Workspace:
         return Reader(self.key, self.skip_broken)
 
     def plan(self, paths: Iterable[str] | None, most: int) -> list[Shard]:
-        """Cut files (``None``: Python's documentation) into shards of ``most`` bytes."""
+        """Cut files, or Python's documentation by default, into shards of about ``most`` bytes."""
         pieces = [Piece(TOPICS_NAME, TOPICS, 0, 0, 0)]
         if paths is not None:
             pieces = [piece for path in paths for piece in cut(path, most, self.reader())]
@@ -107,7 +107,7 @@ class Workspace:
             for file in self.folder.iterdir():
                 if _OWN_FILE.fullmatch(file.name):
                     file.unlink()
-        with contextlib.suppress(OSError):  # may hold others' files
+        with contextlib.suppress(OSError):  # the folder may hold other files
             self.folder.rmdir()
 
     def record(self, shard: Shard) -> Record | None:
@@ -154,7 +154,7 @@ class Workspace:
                 builder = IndexedDatasetBuilder(
                     str(files.path(f"{_JOINED}.bin")), dtype=self.tokens.dtype
                 )
-                gc.freeze()  # add_index collects garbage every time
+                gc.freeze()  # each add_index collects garbage
                 try:
                     for part in parts:
                         builder.add_index(str(part))
@@ -189,7 +189,7 @@ class _Builder:
 
 
 def write_byte_dataset(documents: Iterable[str], prefix: str | Path) -> int:
-    """Write ``<prefix>.bin`` and ``<prefix>.idx`` of :func:`.byte_tokens`; return the token count.
+    """Write texts as :func:`.byte_tokens` to ``<prefix>.bin`` and ``.idx``; return the token count.
 
     Skips empty documents. Replaces existing files, the index last.
 

@@ -22,7 +22,7 @@ ON_REQUEST = {
 
 REST = "everything else"
 
-#: Lists of data files are long.
+#: Maximum characters of an argument: lists of data files are long.
 SHOWN = 200
 
 
@@ -41,7 +41,7 @@ def last(log: RunLog, tag: str) -> float | None:
 def compiled(log: RunLog, series: Series) -> Series:
     """Drop the points whose time includes compilation, unless none would remain.
 
-    Megatron's next ``iteration-time`` after a start includes the first iteration.
+    Megatron's first ``iteration-time`` after a start includes the first iteration.
     """
     times = [step for step, _ in log.scalars.get("iteration-time", ())]
     kept = series
@@ -52,10 +52,10 @@ def compiled(log: RunLog, series: Series) -> Series:
 
 
 def step_shares(log: RunLog) -> dict[str, float]:
-    """Return a step's seconds by operation, the rest last; negative if operations took longer.
+    """Return a step's seconds by operation, then the rest, negative if operations took longer.
 
-    Means over common steps of the last stage, trimmed: medians would not add up. Empty without
-    ``--dsa-time-operations``.
+    Values are trimmed means over the last stage's common steps, since medians would not add up.
+    The result is empty without ``--dsa-time-operations``.
     """
     times = log.scalars.get("iteration-time", [])
     end = times[-1][0] if times else 0

@@ -24,7 +24,7 @@ from megatron_dsa.training.files.whole import whole_file
 
 matplotlib.rcParams["text.parse_math"] = False  # run names may hold dollar signs
 
-#: Placeholders that the page replaces in light and dark mode.
+#: Placeholder colours that the page replaces in light and dark mode.
 _INK, _GRID = "#010203", "#040506"
 _LOOK = {
     "font.size": 9,

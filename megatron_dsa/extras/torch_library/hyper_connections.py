@@ -90,7 +90,7 @@ def _read_backward(
     gradients = [dnormed] if dpost is None or dcomb is None else [dnormed, dpost, dcomb]
     found = derivatives(run, (streams, fn, base, scale, weight), gradients)[1]
     dx, dfn, dbase, dscale, dweight = found
-    # Both are views of one tensor; results must not alias.
+    # dbase and dscale are views of one tensor; results must not alias.
     return dx, dfn, dbase, dscale.clone(), dweight
 
 

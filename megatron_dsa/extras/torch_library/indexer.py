@@ -113,7 +113,7 @@ def sparse_indexer_loss(
 
     Args:
         q, k, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        indices, topk_length: of :func:`indexer_topk`, instead of a layout.
+        indices, topk_length: results of :func:`indexer_topk`; they replace a layout.
         teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite, not
             negative, summed over ranks that shard heads. Not differentiable.
         policy: which implementations may run.
@@ -249,7 +249,7 @@ def _dense_loss(
 
 
 def _wide(x: Tensor, q_index: Tensor) -> Tensor:
-    """Widen fp16 to fp32: gradients exist before the loss scale is applied."""
+    """Widen fp16 to fp32: gradients are computed before the loss scale applies."""
     return x.float() if q_index.dtype == torch.float16 else x
 
 

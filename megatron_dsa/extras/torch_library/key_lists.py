@@ -38,7 +38,7 @@ def key_lists(
 
     Args:
         tokens: ``[Sq, ...]``, only its length and device are used.
-        window: latest positions that a query sees, including itself.
+        window: number of latest positions that a query sees, including itself.
         ratio: positions per compressed key; 0: only the window.
         selected, selected_length: of :func:`indexer_topk` at this ratio; ``None``: all compressed
             keys of the past.
@@ -79,7 +79,7 @@ def _key_lists(
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
     if selected is not None and selected.numel() > 0:
-        # It would address a token's key.
+        # A larger index would address a token's key.
         rule = f"selected must be compressed slots below {lists.offset}, or -1"
         fine = selected.amax() < lists.offset
         require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)

@@ -85,7 +85,7 @@ def masked_attention(
     want_p_sum: bool = False,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend; arguments: see :func:`megatron_dsa.dsa_kernels.masked_attention`.
+    """Compute attention; see :func:`megatron_dsa.dsa_kernels.masked_attention`.
 
     :func:`sparse_indexer_loss` trains the indexer on ``p_sum``, separately from this backward.
     """
