@@ -25,7 +25,7 @@ class Error:
     """One replacement.
 
     Attributes:
-        what: is wrong.
+        what: description.
         file: in ``megatron_dsa/``.
         right, wrong: text that occurs once, and its replacement.
         tests: paths below ``tests/``.

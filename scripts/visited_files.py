@@ -4,9 +4,9 @@
     python scripts/visited_files.py --root OLD      # of another checkout
 
 Trains two tiny models for two steps on the CPU, one of DSA and one of CSA layers, and lists the
-files of which a function runs in the last forward of a layer. Left out: files that all others use
-(``errors``, ``ops/common``; in older checkouts ``numerics``, ``checks``, ``ops/arithmetic``), the
-host without a GPU, and figures of the selection, which are measured once per iteration.
+files with a function that runs in the last forward of a layer. Omitted are files that all others
+use (``errors``, ``ops/common``; in older checkouts ``numerics``, ``checks``, ``ops/arithmetic``),
+the CPU host, and metrics of the selection, which run once per iteration.
 """
 
 import argparse

@@ -26,7 +26,7 @@ _ARGUMENTS = {
     "untie_embeddings_and_output_weights": ("tie_word_embeddings", True),
     "position_embedding_type": ("rope_theta", "rope"),
 }
-#: Epsilons that some model types fix; --norm-epsilon replaces unset ones.
+#: Epsilons that some model types fix; unset arguments are not compared.
 _FIXED = ("dsa_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon")
 
 
