@@ -82,7 +82,6 @@ def default_name(value) -> str:
 
 
 def parameter(value: inspect.Parameter) -> str:
-    """Return a parameter nearly as written."""
     stars = {value.VAR_POSITIONAL: "*", value.VAR_KEYWORD: "**"}.get(value.kind, "")
     text = stars + value.name
     if value.annotation is not value.empty:
@@ -130,7 +129,6 @@ def entry(value) -> str:
 
 
 def page() -> str:
-    """Return the whole page as Markdown."""
     parts = ["# API\n\nWritten from the docstrings by `python scripts/api_reference.py`.\n"]
     for name in MODULES:
         module = importlib.import_module(f"megatron_dsa.{name}")
@@ -141,7 +139,6 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the page to the named file or to standard output."""
     if not arguments:
         print(page(), end="")
         return

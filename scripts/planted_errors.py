@@ -158,7 +158,6 @@ ERRORS = (
 
 
 def main() -> None:
-    """Plant all errors, or the numbers of ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", type=int, nargs="+", help="numbers of errors, from 1")
     options = parser.parse_args()

@@ -41,7 +41,6 @@ def tracked(root: Path, folder: str, suffix: str) -> list[Path]:
 
 
 def module_of(path: Path, root: Path) -> str:
-    """Return a file's dotted module name."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -143,7 +142,6 @@ def print_sizes(root: Path) -> None:
 
 
 def print_graph(root: Path, with_edges: bool) -> None:
-    """Print the figures of the import graph, and its levels from the lowest."""
     modules = import_graph(root)
     graph = room_graph(modules)
     level = levels(graph)

@@ -45,7 +45,6 @@ def parts(run: str) -> tuple[str, str]:
 
 
 def styles(runs: list[str]) -> dict[str, dict]:
-    """Return colour and line style per run."""
     names = dict.fromkeys(parts(run)[0] for run in runs)
     others = [name for name in names if name not in COLOURS]
     colour = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}

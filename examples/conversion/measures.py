@@ -23,7 +23,6 @@ DOCUMENTS = ("step", "document", "band", "loss_sum", "tokens")
 
 
 def append(file: Path, columns: tuple[str, ...], rows: Iterable[tuple]) -> None:
-    """Append to a CSV, with a header if new."""
     new = not file.exists()
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", newline="", encoding="utf-8") as opened:
@@ -101,7 +100,6 @@ class Measures:
         append(args.measures / "documents.csv", DOCUMENTS, by_document)
 
     def _by_token(self, losses) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return losses, their mask, and the documents of predicted tokens."""
         values, counted = (torch.cat(found).cpu().numpy() for found in zip(*losses, strict=True))
         held_out = self._held_out
         require(

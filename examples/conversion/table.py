@@ -101,7 +101,6 @@ def write(file: Path, columns: Iterable[str], rows: Iterable[Iterable]) -> None:
 
 
 def document_sums(rows: list[dict[str, str]]) -> dict[int, Sums]:
-    """Return the losses of documents by step."""
     found: dict[int, Sums] = {}
     for row in rows:
         of_step = found.setdefault(int(row["step"]), {})

@@ -121,7 +121,6 @@ class Import:
         self._check_unused()
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the stored dtype of a parameter, ``None`` if absent."""
         if name not in self._matches:
             return None
         return functools.reduce(

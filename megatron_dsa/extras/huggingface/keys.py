@@ -55,7 +55,6 @@ _ONLY = {
 
 
 def check_keys(config: dict, model: Model) -> None:
-    """Reject unknown keys and unsupported values."""
     for key, value in (_ONLY | model.only).items():
         if config.get(key, value) not in (value, None):
             refuse(key, config[key], f"only {value!r} is supported; such a model cannot be used")
@@ -70,7 +69,6 @@ def refuse(key: str, value: Any, rule: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """Shorten a value for a message."""
     most = _CHARACTERS if isinstance(value, str) else _ENTRIES
     if not isinstance(value, list | str) or len(value) <= most:
         return repr(value)
@@ -195,7 +193,7 @@ def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
 
 
 def yarn_fields(rope: dict, where: str) -> Fields:
-    """Return YaRN's fields except the base and the attention factors."""
+    """Return YaRN's fields except base and attention factors."""
     for key in ("factor", "original_max_position_embeddings"):
         if rope.get(key) is None:
             refuse(f"{where}.{key}", None, "must be given with yarn")

@@ -20,8 +20,6 @@ def scale_names(name: str) -> tuple[str, ...]:
 
 
 class Format(enum.Enum):
-    """Storage of a weight."""
-
     PLAIN = "floating point numbers, or integers of a table"
     FP8 = "fp8 numbers with a scale for every block"
     FP4 = "two fp4 numbers to a byte, with a scale for every few numbers of a row"

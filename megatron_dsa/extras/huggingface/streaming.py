@@ -73,7 +73,6 @@ class StoredParameters:
         return self if stored or self._base is None else self._base
 
     def read(self, entry: Entry) -> torch.Tensor:
-        """Read a parameter in its stored dtype."""
         if isinstance(entry, ShardedTensorFactory):
             return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
         return self._read(entry)

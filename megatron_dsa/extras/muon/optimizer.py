@@ -20,8 +20,6 @@ def is_left_to_adamw(parameter: torch.Tensor) -> bool:
 
 
 class _ByBlock:
-    """Mixin for Megatron's Muon optimizers."""
-
     pg_collection: Any
     tp_mode: str
     scaled_orthogonalize_fn: Any

@@ -37,8 +37,6 @@ class Shard:
 
 @dataclass(frozen=True)
 class Record:
-    """Counts of a finished shard."""
-
     documents: int
     tokens: int
     longest: int

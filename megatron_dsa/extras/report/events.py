@@ -25,7 +25,6 @@ class RunLog:
         starts: first step and ``--dsa-stage`` (or "") of every process whose steps were not
             overwritten, ascending; empty if no arguments were written.
         sessions: first and last write of every process, Unix seconds.
-        folder: of the event files.
     """
 
     name: str
@@ -167,7 +166,6 @@ def _sessions(begun: set[float], times: set[float]) -> tuple[tuple[float, float]
 
 
 def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:
-    """Return first step and stage of each process whose steps were not overwritten."""
     stages = written.get("dsa_stage") or [(step, "") for step, _ in written.get("seq_length", ())]
     found: list[tuple[int, str]] = []
     for loaded, stage in stages:

@@ -186,8 +186,7 @@ def dense_indexer_loss(
     Args:
         q_index, k_index, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
         q, k, softmax_scale, other_lse, lse: of the teacher's attention; not differentiable.
-        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio, policy: see :func:`indexer_topk`.
 
     Returns:
         fp32 scalar, differentiable in the indexer's tensors; the forward also computes their

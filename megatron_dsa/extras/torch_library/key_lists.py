@@ -42,8 +42,7 @@ def key_lists(
         ratio: positions per compressed key; 0: only the window.
         selected, selected_length: of :func:`indexer_topk` at this ratio; ``None``: all compressed
             keys of the past.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, policy: see :func:`indexer_topk`.
 
     Returns:
         ``indices`` int32 ``[Sq, width]``, -1 padded, and ``length`` int32 ``[Sq]``.

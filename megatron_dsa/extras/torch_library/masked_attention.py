@@ -51,8 +51,7 @@ def visible_bits(
 
     Args:
         tokens: ``[Sq, ...]``, only its length and device are used.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, policy: see :func:`indexer_topk`.
     """
     return _visible_bits(tokens, cu_seqlens, cu_seqlens_padded, max_seqlen, policy_text(policy))
 

@@ -31,7 +31,6 @@ def policy_text(policy: Policy) -> str:
 
 @functools.lru_cache(maxsize=64)
 def policy_of(text: str) -> Policy:
-    """Parse the text of :func:`policy_text`."""
     known = {field.name for field in dataclasses.fields(Policy)}
     values: dict[str, Any] = {}
     try:
@@ -57,7 +56,6 @@ def registered[**Arguments, Result](
     Autocast is off inside, as in every backward. Results have the strides of ``new_empty(shape)``.
 
     Args:
-        name: name of the operation.
         fake: takes a namespace of the arguments and returns empty results; default: the function
             itself on fake tensors. Functions that call autograd must pass one, and functions that
             build a layout or run in blocks: their host sizes would compile a graph per number of
