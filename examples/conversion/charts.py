@@ -56,7 +56,6 @@ def styles(runs: list[str]) -> dict[str, dict]:
 
 
 def in_runs(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    """Group CSV entries by run."""
     found: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         found.setdefault(row["run"], []).append(row)

@@ -16,7 +16,6 @@ def bands(length: int) -> list[tuple[int, int]]:
 
 
 def name_of(band: tuple[int, int]) -> str:
-    """Return a band's name in the CSVs."""
     return f"{band[0]}-{band[1]}"
 
 

@@ -36,7 +36,6 @@ class Probe:
 
 
 def distances(length: int) -> list[int]:
-    """Return the distances between definition and use."""
     return [length // 8, length // 4, length // 2, length * 7 // 8]
 
 

@@ -269,7 +269,7 @@ def _loss(inputs, lists, teacher, layout, policy: Policy) -> tuple[torch.Tensor,
     return loss.detach(), *torch.autograd.grad(loss, [q, k, weights])
 
 
-#: (check, function that labels a shape): shapes with equal labels are checked once.
+#: Pairs (check, labelling function): a check runs once per distinct label.
 CHECKS: tuple[tuple[Callable, Callable[[Shape], str]], ...] = (
     (attention, Shape.attention_label),
     (selection, Shape.indexer_label),

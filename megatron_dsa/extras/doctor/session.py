@@ -136,7 +136,7 @@ class Session:
             where = "at full size: "
             if self.timed:
                 self._time(verdict, check, policy, call)
-        except Exception as error:  # includes failed comparisons
+        except Exception as error:  # failed comparisons also raise
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
             if not self._alive():

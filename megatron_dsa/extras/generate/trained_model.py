@@ -175,7 +175,7 @@ def trained_model(
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:
     model = model_config_from_args(args)
-    training.initialize_megatron(  # on CPU hosts, a replacement of this attribute
+    training.initialize_megatron(  # CPU hosts patch this function
         get_embedding_ranks=embedding_ranks(model), store=torch.distributed.HashStore()
     )
     with prepare_loading(args):

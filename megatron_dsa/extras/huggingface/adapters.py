@@ -268,7 +268,7 @@ def _check_initial_values(method: Any, where: str) -> None:
         "convert it with PEFT: model.save_pretrained(directory, "
         "path_initial_model_for_weight_conversion=the adapter before training)"
     )
-    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT converts these
+    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT converts these methods
         convert = "merge it with PEFT into the base that it was trained on, and import that"
     raise ConfigError(
         f"{where} init_lora_weights = {method!r}: adapters of this method go with a base whose "

@@ -119,7 +119,7 @@ class IndexerMetrics(Callback):
 def sparse_provider(
     bridge: AutoBridge, options: DSAOptions = DSAOptions(), load_weights: bool = True
 ) -> SparseModelProvider:
-    """Return Bridge's provider of a model, with our layers.
+    """Return Bridge's model provider with our layers.
 
     Rope, router, norms and indexer follow config.json, all other settings Bridge.
 

@@ -44,7 +44,7 @@ from megatron_dsa.training.one_process import one_process
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
-    """Write a Megatron checkpoint without optimizer state (a release)."""
+    """Write a Megatron release checkpoint, which has no optimizer state."""
     output = Path(arguments.output)
     if any(os.path.lexists(output / name) for name in (TRACKER, RELEASE)):
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")

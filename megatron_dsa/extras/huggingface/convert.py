@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """Names of parameters, filled, ``fresh`` (not filled) or rounded, and of unused tensors."""
+    """Names of filled, unfilled (``fresh``) and rounded parameters, and of unused tensors."""
 
     filled: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -251,7 +251,7 @@ def _piece(
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
     padding = words.new_zeros(shape[0] - len(words), *full[1:])
-    if found.is_table:  # valid, distinct experts
+    if found.is_table:  # padding needs valid, distinct experts
         padding += torch.arange(full[1], dtype=words.dtype)
     return torch.cat([words, padding])
 
@@ -272,7 +272,7 @@ def export_model(
     values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
     precision: ReleasedPrecision | None = None,
 ) -> None:
-    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
+    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint with adapters merged.
 
     Args:
         model: unwrapped ``GPTModel`` with all layers and experts.
@@ -313,7 +313,7 @@ def export_model(
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
-        nonfinite.check()  # before the index is written
+        nonfinite.check()  # raise before the index exists
         said = {k: v for k, v in config.items() if k != "quantization_config"}
         text = said
         if TEXT in said:

@@ -60,7 +60,7 @@ def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection
 def left_tensors(
     hf: HFModel, reader: CheckpointReader, config: Any, without: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return unread tensors by feature, with multi-token prediction only if in ``without``.
+    """Return unread tensors by feature; include multi-token prediction only if in ``without``.
 
     Raises:
         ConfigError: model, checkpoint and ``without`` disagree on a feature.

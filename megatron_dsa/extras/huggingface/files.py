@@ -34,7 +34,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         content = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    # Covers UnicodeDecodeError and JSONDecodeError.
+    # ValueError covers UnicodeDecodeError and JSONDecodeError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not valid JSON ({error}): correct it, or download it again"

@@ -126,7 +126,7 @@ _SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_ski
 
 
 def _index_sharing(config: dict) -> Fields:
-    """Convert a list of indexers to Megatron's frequency and offset."""
+    """Convert the list of indexer layers to Megatron's frequency and offset."""
 
     def rule(freq: int, offset: int) -> Fields:
         return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
@@ -298,7 +298,7 @@ def _csa(config: dict) -> Fields:
 
 def _streams(config: dict) -> Fields:
     streams = config.get("hc_mult") or 1
-    if streams == 1:  # plain residual
+    if streams == 1:  # one stream is a plain residual
         return {"hc_mult": 1}
     return {key: required(config, key) for key in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
 
@@ -332,7 +332,7 @@ _DEEPSEEK_V4 = Model(
     },
     only={"num_key_value_heads": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
     same=(
-        ("v_head_dim", "head_dim"),  # one head of keys and values
+        ("v_head_dim", "head_dim"),  # keys and values share one head
         ("qk_head_dim", "head_dim"),
         ("head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
     ),
@@ -412,7 +412,7 @@ def _pooled_indexer(config: dict) -> Fields:
     return _dsa_indexer(config, interleaved=True) | {
         POOL_SIZE: size,
         "dsa_indexer_rotate_activation": False,
-        "rope_type": "rope",  # rotates no dims
+        "rope_type": "rope",  # unused: MLA has no rope dims
         "rotary_scaling_factor": 1.0,
     }
 
@@ -455,7 +455,7 @@ MODELS = {
     "deepseek_v4": _DEEPSEEK_V4,
 }
 
-#: Field -> its key, if the names differ.
+#: Field -> its config.json key, if the names differ.
 _KEYS = {
     "rotary_base": "rope_theta",
     "csa_compress_rotary_base": "compress_rope_theta",

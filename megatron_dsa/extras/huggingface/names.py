@@ -296,7 +296,7 @@ GLM_5_3 = dataclasses.replace(
     },
     writes_copies=False,
     quantised=re.compile(r".*\.mlp\.(.*\.)?(gate|up|down)_proj\.weight"),
-    # Text-only checkpoints omit the middle part.
+    # Text-only checkpoints omit ``language_model.``.
     rename=functools.partial(
         re.sub, r"^model\.(?!language_model\.|visual\.)", "model.language_model."
     ),
@@ -370,7 +370,7 @@ V4 = Names(
         _entry("hnorm.weight", "hnorm.weight"),
         # One projection of [embedding, hidden state].
         _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
-        # With streams, one projection of the embedding and one of each stream.
+        # With streams, the embedding and every stream are projected separately.
         _entry("e_proj.weight", "e_proj.weight"),
         _entry("h_proj.weight", "h_proj.weight"),
         _entry("norm.weight", "final_layernorm.weight"),

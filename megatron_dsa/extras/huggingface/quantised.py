@@ -11,7 +11,7 @@ from megatron_dsa.errors import ConfigError, require
 #: Magnitudes of the 4-bit e2m1 codes.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-#: Slice of dim 0 dequantised at a time.
+#: Size of the dim-0 slices that are dequantised at a time.
 _ROWS = 1024
 
 

@@ -119,7 +119,7 @@ def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str
 
 
 def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
-    """Return the configuration of a training, by any program, for one process."""
+    """Return the configuration of a training, run by any program, for one process."""
     generate = load_extra("generate.trained_model", "export-hf")
     planner = load_extra("planner.command", "export-hf")
     said = generate.taken_over(saved, data=False)

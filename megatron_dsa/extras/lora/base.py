@@ -106,7 +106,7 @@ def saving_without(base: Path, reference: Reference) -> Callable:
         return held()[found.key].global_shape == found.global_shape
 
     def save(sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.is_initialized():  # ranks must save equal arguments
+        if torch.distributed.is_initialized():  # all ranks must save the same digest
             content = [reference["content"]]
             torch.distributed.broadcast_object_list(content, src=0)
             reference["content"] = content[0]

@@ -30,7 +30,7 @@ _MANY_LAYERS = 100
 
 
 def dry_run(argv: list[str]) -> int:
-    """Plan and print the job of ``argv`` (with the program's name).
+    """Plan and print the job of ``argv``, which begins with the program's name.
 
     Returns:
         0 if the job fits, 1 if its memory does not, 2 if it would not start.

@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
-    """Emulate a GPU of ``capability`` (``None``: a CPU)."""
+    """Emulate a GPU of ``capability``, or a CPU if ``None``."""
     cuda = mock.patch.multiple(torch.cuda, **_cuda(capability, device))
     patches = [cuda, *_state_of_the_process()]
     with contextlib.ExitStack() as stack:
@@ -37,7 +37,7 @@ def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str,
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,  # no effect on memory
+        L2_cache_size=50 * 2**20,  # arbitrary: no effect on memory
     )
     streams = dict.fromkeys(("Stream", "Event"), NoStream)
     ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
@@ -112,7 +112,7 @@ def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def ranks(args, rank: int) -> Iterator:
-    """Emulate one rank (pipeline outermost); yield Megatron's groups."""
+    """Emulate one rank, with pipeline ranks outermost; yield Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore

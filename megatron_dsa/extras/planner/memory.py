@@ -97,7 +97,7 @@ def _state_bytes(args, weights: Weights) -> int:
 
 
 def _keeps_main_parameters(args) -> bool:
-    # Otherwise transformer-engine's precision-aware Adam holds them.
+    # If not, transformer-engine's precision-aware Adam holds the main parameters.
     if args.main_params_dtype != torch.float32:
         return True
     return args.fp8_recipe in (None, "delayed")  # Megatron tests only the recipe

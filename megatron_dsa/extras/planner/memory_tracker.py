@@ -56,7 +56,7 @@ class MemoryTracker(TorchDispatchMode):
         return self.live
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Exclude tensors (parameters) that operations may return views of."""
+        """Exclude parameters and buffers, since operations may return views of them."""
         for tensor in tensors:
             self._bytes.setdefault(tensor.untyped_storage()._cdata, 0)
 

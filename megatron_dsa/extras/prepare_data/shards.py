@@ -101,7 +101,7 @@ class Workspace:
         return self
 
     def __exit__(self, kind, _error, _traceback) -> None:
-        if kind is None:  # else keep finished shards
+        if kind is None:  # on errors, keep finished shards
             for file in self.folder.iterdir():
                 if _OWN_FILE.fullmatch(file.name):
                     file.unlink()
@@ -170,7 +170,7 @@ class Workspace:
 
 
 class _Builder:
-    """Megatron's builder, with document lengths."""
+    """Megatron's data-set builder, which also records document lengths."""
 
     def __init__(self, files: WholeFiles, name: str, dtype: type[numpy.number]) -> None:
         self._files, self._name = files, name
@@ -182,7 +182,7 @@ class _Builder:
         self.lengths.append(len(ids))
 
     def finish(self) -> None:
-        self._builder.data_file.flush()  # attribute errors to this file
+        self._builder.data_file.flush()  # so that errors name this file
         self._builder.finalize(str(self._files.path(f"{self._name}.idx")))
 
 

@@ -11,7 +11,7 @@ from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.training.provenance import MACHINE, SOFTWARE
 
-#: Optional figures -> tag prefix, and flags to enable them.
+#: Optional metric -> tag prefix, and flags that enable the metric.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -52,7 +52,7 @@ def compiled(log: RunLog, series: Series) -> Series:
 
 
 def step_shares(log: RunLog) -> dict[str, float]:
-    """Return a step's seconds by operation, then the rest, negative if operations took longer.
+    """Return a step's seconds per operation and the remaining seconds, which may be negative.
 
     Values are trimmed means over the last stage's common steps, since medians would not add up.
     The result is empty without ``--dsa-time-operations``.
@@ -81,7 +81,6 @@ def step_shares(log: RunLog) -> dict[str, float]:
 
 
 def tokens_per_second(log: RunLog) -> Series:
-    """Return the job's tokens per second by step; empty if unknown."""
     length = log.texts.get("seq_length", "")
     batches = dict(log.scalars.get("batch-size", ()))
     if not length.isdigit():

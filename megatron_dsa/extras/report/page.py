@@ -88,7 +88,6 @@ def _links(files: dict[str, Path], page: Path) -> dict[str, str]:
 
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
-    """Return a chart as SVG; ``None`` if empty."""
     colors = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK}
     colors |= {"xtick.color": _INK, "ytick.color": _INK, "grid.color": _GRID}
     with pyplot.rc_context(_LOOK | colors):

@@ -47,7 +47,7 @@ class Panel:
         axis.set(xlabel="step", ylabel=self.ylabel)
         if self.format is not None:
             axis.yaxis.set_major_formatter(self.format)
-        if axis.get_yscale() == "log":  # page.py draws no formulas
+        if axis.get_yscale() == "log":  # page.py disables math text
             axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
         if drawn:
             if len(axis.get_legend_handles_labels()[1]) > 1:

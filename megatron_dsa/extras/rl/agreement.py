@@ -13,7 +13,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
 from megatron_dsa.ops.layout.positions import check_form
 
-#: Sorts after every position.
+#: Sentinel that sorts after every position.
 _NONE = torch.iinfo(torch.int32).max
 _BYTES_PER_ENTRY = 48
 

@@ -84,7 +84,7 @@ _DIFFERENTIABLE = ("values", "scores", "ape")
 
 
 def _fake_gradients(a):
-    _fake_keys(a)  # checks the arguments
+    _fake_keys(a)
     return like(*_DIFFERENTIABLE)(a)
 
 

@@ -96,7 +96,7 @@ def _read_backward(
 
 @registered("write_streams")
 def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = "") -> Tensor:
-    # A write ignores ``normed``.
+    # write_streams ignores ``normed``.
     read = StreamsRead(output, streams, post, comb)
     return api.write_streams(output, read, policy=policy_of(policy))
 

@@ -86,7 +86,7 @@ def _topk(
         IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
         policy=policy_of(policy),
     )  # fmt: skip
-    return indices, length.clone()  # the layout keeps a reference
+    return indices, length.clone()  # the layout keeps ``length``
 
 
 def _check(inputs: IndexerInputs, lengths: tuple[Any, ...], ratio: int, **queries: Tensor) -> None:

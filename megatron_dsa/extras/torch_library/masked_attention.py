@@ -69,7 +69,7 @@ def _visible_bits(
 ) -> Tensor:  # fmt: skip
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     bits = api.visible_bits(layout, policy_of(policy))
-    # The layout caches its bits.
+    # Copy: the layout caches its bits.
     return bits.clone() if cu_seqlens is None else bits
 
 
