@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Error:
-    """One replacement.
+    """One replacement in a file.
 
     Attributes:
         what: description.

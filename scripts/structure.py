@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = "megatron_dsa"
-#: Folders in ``ops/`` and ``layers/`` that are rooms of their own: others build on them.
+#: Folders in ``ops/`` and ``layers/`` that are separate rooms, since others build on them.
 INNER = ("ops/dispatch", "ops/common", "ops/layout", "layers/parallel", "layers/required_ops")
 PARTS = {
     "package": ("megatron_dsa", ".py"),

@@ -83,7 +83,7 @@ def visit(kind: str) -> None:
 
 
 def main() -> None:
-    """Read the command line; train each kind of layer in a process of its own."""
+    """Read the command line; train each kind of layer in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--visit", choices=LAYERS, help=argparse.SUPPRESS)

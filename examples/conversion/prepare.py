@@ -53,7 +53,7 @@ def find_units(
 def join_small(
     source: Path, units: dict[str, list[Path]], least: int
 ) -> tuple[dict[str, list[Path]], dict[str, int]]:
-    """Join units of less than ``least`` bytes with the folder above; return units and bytes."""
+    """Join units smaller than ``least`` bytes with the folder above; return units and sizes."""
     joined: dict[str, list[Path]] = {}
     for name, files in units.items():
         small = sum((source / file).stat().st_size for file in files) < least
@@ -130,7 +130,7 @@ def documents(files: Iterable[numpy.ndarray], least: int) -> Iterator[list[numpy
 
 
 class Writer:
-    """Writer of a data set, with counts."""
+    """Writer of a data set that also counts documents."""
 
     def __init__(self, prefix: Path, vocabulary: int):
         self.prefix, self.end = prefix, vocabulary - 1

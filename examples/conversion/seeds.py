@@ -127,7 +127,7 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
 
 
 def mean[Key](several: list[dict[Key, tuple[float, int]]]) -> dict[Key, tuple[float, float]]:
-    """Divide sums by numbers of tokens and average.
+    """Average sums and numbers of tokens.
 
     Seeds cut documents differently, so a band has different tokens of a document.
     """

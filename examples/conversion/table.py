@@ -33,7 +33,7 @@ RUNS = (
     "v4",
 )
 REFERENCE = "dense_on"
-#: Runs after a warm-up: number of selected keys if different, and variant.
+#: Names of runs after a warm-up, with number of selected keys and variant.
 SHARE = r"q\d+(?:h\d+)?"
 WARMED = re.compile(
     rf"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores|frozen|{SHARE}))?"
@@ -46,7 +46,7 @@ STEP = re.compile(
     r"iteration +(\d+)(?:/ *\d+)? \|.*?elapsed time per iteration \(ms\): (\S+)"
     r"(?:.*?dsa attention mass captured: (\S+))?"
 )
-#: Figures of layers in TensorBoard, by column of ``layers.csv``.
+#: Column of ``layers.csv`` -> TensorBoard tag per layer.
 LAYERS = {"mass": "dsa/mass-captured", "indexer_loss": "dsa/indexer-loss"}
 
 #: (document, band) -> sum of losses and number of tokens.

@@ -83,7 +83,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A loaded model (one chunk), its validated arguments, checkpoint and iteration."""
+    """A loaded model of one chunk, its validated arguments, checkpoint and iteration."""
 
     args: argparse.Namespace
     chunks: list[torch.nn.Module]

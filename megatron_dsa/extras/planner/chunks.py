@@ -39,7 +39,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A model chunk (one virtual pipeline stage), in bytes per microbatch.
+    """A model chunk, i.e. a virtual pipeline stage, with bytes per microbatch.
 
     Attributes:
         outside: modules other than layers.

@@ -196,8 +196,7 @@ def experts_of(
     padded_lengths: Sequence[int] | None = None,
     alternating: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Convert records to routed experts of a microbatch: layer number -> int64 ``[tokens,
-    experts]``.
+    """Convert records to a microbatch's experts: layer number -> int64 ``[tokens, experts]``.
 
     ``RouterReplay.set_replay_data`` takes a list of these (``--moe-enable-routing-replay``).
     Arguments and errors: :func:`selections_of`. A sequence's last token and padding get the first
