@@ -16,7 +16,7 @@ _DEFAULT_OFFSET = 2
 
 
 def resolved(config: dict[str, Any], model: Model) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return config.json without aliases with one rope object, and notes on the choices.
+    """Return config.json without aliases and with one rope object, and notes on the choices.
 
     Raises:
         ConfigError: a contradiction that transformers does not resolve.
