@@ -57,7 +57,7 @@ def finetune_config(
 ) -> ConfigContainer:
     """Fine-tune a checkpoint on the answers of ``data/training.jsonl``, packed.
 
-    A line has ``messages``. The loss is a mean over all tokens of answers in a global batch.
+    Each line has ``messages``. The loss is the mean over all answer tokens of a global batch.
     """
     dataset = GPTSFTDatasetConfig(
         dataset_root=data, seq_length=sequence_length, do_validation=False, do_test=False,
@@ -66,7 +66,7 @@ def finetune_config(
         offline_packing_specs=PackedSequenceSpecs(packed_sequence_size=sequence_length),
     )  # fmt: skip
     bridge = AutoBridge.from_hf_pretrained(checkpoint)
-    model = sparse_provider(bridge, options, load_weights=False)  # finetune loads them
+    model = sparse_provider(bridge, options, load_weights=False)  # finetune loads the weights
     model.calculate_per_token_loss = True
     config = _config(checkpoint, model, dataset, learning_rate=5e-6)
     config.checkpoint.pretrained_checkpoint = checkpoint
@@ -92,7 +92,7 @@ def _config(checkpoint: str, model, dataset, learning_rate: float) -> ConfigCont
         scheduler=SchedulerConfig(
             lr_decay_style="cosine", lr_warmup_iters=50, start_weight_decay=0.1,
             end_weight_decay=0.1, weight_decay_incr_style="constant",
-            override_opt_param_scheduler=True,  # a longer run resumes
+            override_opt_param_scheduler=True,  # lets a longer run resume
         ),
         ddp=DistributedDataParallelConfig(use_distributed_optimizer=True),
         logger=LoggerConfig(log_interval=1),
@@ -107,7 +107,7 @@ def main() -> None:
         "pretrain": (pretrain_config, pretrain),
         "finetune": (finetune_config, finetune),
     }[kind]
-    # IndexerMetrics: the indexers' loss in Bridge's log line.
+    # IndexerMetrics adds the indexer loss to Bridge's log.
     train(recipe(checkpoint, data), forward_step, callbacks=[IndexerMetrics()])
 
 

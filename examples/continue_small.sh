@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A Hugging Face checkpoint is trained on text and conversations and exported, small enough for a CPU: the path
-# of docs/guide/continue.md with a tiny random model (tiny_checkpoint.py) in place of a released one.
+# Trains a Hugging Face checkpoint on text and conversations and exports it, small enough for a CPU: the steps
+# of docs/guide/continue.md with a tiny random model (tiny_checkpoint.py) instead of a released one.
 #   warmup  the model is frozen, its indexers learn to predict the attention
 #   sparse  every token attends to the keys that the indexers select; text, with the checkpoint's tokenizer
 #   sft     conversations, the loss on the assistant's tokens

@@ -153,7 +153,7 @@ class Model(nn.Module):
         pair = torch.arange(0, c.qk_rope_head_dim, 2, device=ids.device)
         angles = position[:, None] * c.rope_theta ** (-pair / c.qk_rope_head_dim)
         rope = angles.cos(), angles.sin()
-        # Operations take flattened tokens: a batch is packed sequences of one length.
+        # Operations take flattened tokens: a batch is packed sequences of equal length.
         cu_seqlens = length * torch.arange(batch + 1, device=ids.device, dtype=torch.int32)
         x, losses = self.model["embed_tokens"](ids.flatten()), []
         for layer in self.model["layers"]:
@@ -180,7 +180,7 @@ def global_batch(step: int, size: int, length: int) -> Tensor:
 
 
 def sharded_model(options, device: torch.device) -> Model:
-    """Return the model on this rank, its parameters shared with all others."""
+    """Return the model, with parameters sharded over all ranks."""
     config, weights = CONFIG, None
     if options.load:
         from safetensors.torch import load_file  # needed here only
@@ -189,7 +189,7 @@ def sharded_model(options, device: torch.device) -> Model:
         weights = {
             k: v for f in options.load.glob("*.safetensors") for k, v in load_file(f).items()
         }
-    torch.manual_seed(1)  # alike on all ranks, before parameters are shared
+    torch.manual_seed(1)  # equal on all ranks before sharding
     model = Model(SimpleNamespace(**CONFIG | config))
     if weights is None:
         for parameter in model.parameters():
@@ -212,7 +212,7 @@ def backward(model: Model, batch: Tensor, indexer_loss_coeff: float) -> Tensor:
     """Compute the gradients of this rank's sequences; return both losses."""
     logits, indexer_loss = model(batch[:, :-1])
     lm_loss = cross_entropy(logits.float(), batch[:, 1:].flatten())
-    # FSDP averages gradients: every rank has as many tokens.
+    # FSDP averages gradients: all ranks must have equally many tokens.
     (lm_loss + indexer_loss_coeff * indexer_loss).backward()
     return torch.stack([lm_loss.detach(), indexer_loss.detach().float()])
 

@@ -69,15 +69,15 @@ else
 fi
 if [[ $stage == warmup ]]; then : "${RECOMPUTE:=none}"; fi
 case ${RECOMPUTE:=selective} in
-  # Attention and the projections from its latents run again in the backward.
+  # Recompute attention and the projections from its latents in the backward.
   selective) recompute=(--recompute-granularity selective --recompute-modules core_attn mla_up_proj) ;;
-  # Every layer runs again: the least memory, a third more time.
+  # Recompute every layer: least memory, a third more time.
   full) recompute=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
   none) recompute=() ;;
   *) echo "RECOMPUTE must be selective, full or none, got $RECOMPUTE" >&2 && exit 2 ;;
 esac
 parallel=(
-  # Heads are shared by TP ranks, and what is not attention or experts by sequence of the sequence.
+  # TP ranks share heads in attention, and the tokens of the sequence outside attention and experts.
   --tensor-model-parallel-size "${TP:-8}" --sequence-parallel
   # Layers.
   --pipeline-model-parallel-size "${PP:-1}"
@@ -85,24 +85,24 @@ parallel=(
   --context-parallel-size "${CP:-1}"
   # Experts, whole ones.
   --expert-model-parallel-size "${EP:-8}" --expert-tensor-parallel-size 1
-  # Optimizer state is shared by data-parallel ranks; their traffic runs beside the computation. Its
-  # checkpoints fit any number of these ranks; with --dist-ckpt-optim-fully-reshardable any layout.
+  # Shard optimizer state over data-parallel ranks, with communication overlapped. Its checkpoints
+  # fit any number of these ranks; with --dist-ckpt-optim-fully-reshardable any layout.
   --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 if [[ -n ${PIPELINE_LAYOUT:-} ]]; then
   parallel+=(--pipeline-model-parallel-layout "$PIPELINE_LAYOUT")
 fi
 training=(
-  # Sparse attention, by fused kernels where they can run (--dsa-strict: nothing else).
+  # Sparse attention, with fused kernels where they can run (--dsa-strict: only fused kernels).
   --attention-backend dsa_fused --dsa-stage "$stage"
-  # Weight of the indexers' loss; in stage sparse over the chosen keys, in stage warmup over all.
+  # Weight of the indexers' loss: over selected keys in stage sparse, over all keys in stage warmup.
   --dsa-indexer-loss-coeff "${INDEXER_LOSS_COEFF:-1.0}"
   # All experts of a rank in one GEMM; tokens travel all to all.
   --moe-grouped-gemm --moe-token-dispatcher-type alltoall
   # bf16 weights and arithmetic; gradients are summed and weights are kept in fp32.
   --bf16
   --seq-length "${SEQ_LENGTH:-4096}"
-  # Sequences a rank works on at a time, and of a step.
+  # Sequences per microbatch and per step.
   --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH" --train-iters "$TRAIN_STEPS"
   # Schedule: MORE_FLAGS (--lr-decay-style, --lr-warmup-iters, --min-lr), Megatron's default is linear.
   # A later stage has other steps and rates than the checkpoint says.
@@ -123,7 +123,7 @@ fi
 flags=(
   "${model[@]}" "${parallel[@]}" "${recompute[@]}" "${training[@]}" "${more[@]}" "$@"
 )
-# Megatron's communication under computation needs one queue to the GPU.
+# Megatron's overlap of communication and computation needs one hardware queue.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 python=${PYTHON:-$(scripts/environment.sh)}
 if $dry_run; then

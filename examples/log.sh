@@ -1,6 +1,6 @@
-# Sourced by the scripts that train. `logged FILE COMMAND...` runs a command and appends all that it prints
-# to FILE; the terminal shows what `training_lines` lets through. Where the command fails, the end of FILE
-# is shown, too. The exit code is the command's; `stopped` is true after a signal.
+# Sourced by the scripts that train. `logged FILE COMMAND...` runs a command and appends its output to FILE;
+# the terminal shows only lines that pass `training_lines`, and the end of FILE if the command fails. The
+# exit code is the command's; `stopped` is true after a signal.
 stopped=false
 
 training_lines() { # losses, validations, checkpoints, warnings, errors, and what megatron_dsa says
@@ -20,7 +20,7 @@ logged() { # file, command
   local log=$1 status signalled shown training
   shift
   mkdir -p "$(dirname "$log")"
-  # Signals are the training's: what it prints after one is shown and kept.
+  # Leave signals to the training, so that its output after a signal is shown and logged.
   exec 3> >(trap '' INT TERM HUP && tee -a --output-error=warn-nopipe "$log" | training_lines)
   shown=$!
   "$@" >&3 2>&1 &

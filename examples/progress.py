@@ -33,7 +33,7 @@ def left(seconds: float) -> str:
 
 
 class Terminal:
-    """Lines that stay, and one of progress that is rewritten in place."""
+    """Printer of permanent lines, and of a progress line that is rewritten in place."""
 
     def __init__(self, label: str):
         self.label = label
@@ -51,7 +51,7 @@ class Terminal:
         self._draw()
 
     def update(self, text: str, last: bool) -> None:
-        """Show the progress; ``last``: it stays."""
+        """Show the progress; keep the line if ``last``."""
         text = f"{self.label}, {text}"
         if self.rewrites:
             self.progress = text[: shutil.get_terminal_size().columns - 1]
@@ -63,7 +63,7 @@ class Terminal:
             print(text, flush=True)
 
     def end(self) -> None:
-        """Keep the progress and go on below it."""
+        """Keep the progress line and continue below."""
         if self.progress:
             print(flush=True)
         self.progress = ""
@@ -76,9 +76,9 @@ class Terminal:
 
 
 def progress_of(line: re.Match[str], first: bool) -> tuple[str, bool]:
-    """Return the progress that a log line of Megatron describes, and whether it is the last one.
+    """Return the progress in a Megatron log line, and whether the line is the last.
 
-    The time of the ``first`` step after a start holds compilation: nothing is estimated from it.
+    The ``first`` step after a start includes compilation, so it gives no estimate.
     """
     step, last = int(line[1]), int(line[2])
     values = dict(part.strip().split(": ", 1) for part in line[3].split(" |") if ": " in part)

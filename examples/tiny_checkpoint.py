@@ -101,7 +101,7 @@ def main() -> None:
     config = AutoConfig.for_model(**MODELS[options.model])
     model = AutoModelForCausalLM.from_config(config).float()
     for name, table in model.state_dict().items():
-        if name.endswith("tid2eid"):  # transformers leaves the experts of a token at zero
+        if name.endswith("tid2eid"):  # transformers leaves this table at zero
             draws = torch.rand(len(table), config.n_routed_experts)
             table.copy_(draws.argsort(1)[:, : table.shape[1]])
     model.save_pretrained(checkpoint)

@@ -3,7 +3,7 @@
 # launch.sh explains the variables; its defaults are those of 64 nodes of 8 GPUs here. Arguments override
 # flags. The script has not been run at full size; look at the plan first:
 #   examples/v4_pro.sh --dsa-dry-run
-# What v4_flash.sh says of the model and its training holds here, too; there are 16 output groups.
+# The comments in v4_flash.sh on model and training also hold here; there are 16 output groups.
 set -euo pipefail
 : "${NODES:=64}" "${TP:=8}" "${PP:=8}" "${CP:=1}" "${EP:=64}"
 # Embedding and 7 layers, 6 times 8 layers, 6 layers with MTP (m) and loss (L).

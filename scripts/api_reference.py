@@ -15,7 +15,7 @@ from typing import ForwardRef
 from megatron_dsa.config.fields import option_fields
 from megatron_dsa.training.files.whole import whole_file
 
-#: The public modules, in the order of the page; ``docs/design/architecture.md`` names them, too.
+#: The public modules in page order; ``docs/design/architecture.md`` also lists them.
 MODULES = (
     "dsa_kernels",
     "extras.torch_library",
@@ -45,12 +45,12 @@ MODULES = (
     "ops.dispatch.support",
     "errors",
 )
-#: Longer ones are Megatron's configurations with all their fields.
+#: Longer signatures, of Megatron's configurations, are omitted.
 LONGEST_SIGNATURE = 1500
 
 
 def public(module) -> list:
-    """Return the classes and functions that a module offers: by ``__all__``, or what it defines."""
+    """Return a module's classes and functions: in ``__all__``, or defined in the module."""
     if hasattr(module, "__all__"):
         found = [getattr(module, name) for name in module.__all__]
         return [value for value in found if is_documented(value)]
@@ -63,7 +63,7 @@ def public(module) -> list:
 
 
 def is_documented(value) -> bool:
-    """Return whether it is a class or a function, decorated or not."""
+    """Return whether a value is a class or function, decorated or not."""
     return inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value))
 
 
@@ -75,14 +75,13 @@ def type_name(annotation) -> str:
 
 
 def default_name(value) -> str:
-    """Return a default in a few words; functions and factories say nothing in print."""
+    """Return a default as short text, ``...`` for functions and factories."""
     if is_dataclass(value):
         return f"{type(value).__name__}()"
     return "..." if callable(value) or repr(value).startswith("<") else repr(value)
 
 
 def parameter(value: inspect.Parameter) -> str:
-    """Return a parameter as it was written, or nearly so."""
     stars = {value.VAR_POSITIONAL: "*", value.VAR_KEYWORD: "**"}.get(value.kind, "")
     text = stars + value.name
     if value.annotation is not value.empty:
@@ -93,7 +92,7 @@ def parameter(value: inspect.Parameter) -> str:
 
 
 def signature(value) -> str:
-    """Return the call of a class or function, wrapped; its name alone where that says nothing."""
+    """Return the wrapped signature of a class or function, or only its name."""
     if inspect.isclass(value) and issubclass(value, Exception):
         return value.__name__
     found = inspect.signature(value)
@@ -111,7 +110,7 @@ def signature(value) -> str:
 
 
 def options(value: type) -> list[str]:
-    """Return a line for every field of a configuration that has a flag: its help text."""
+    """Return the help text of each configuration field that has a flag."""
     fields = option_fields(value) if is_dataclass(value) else ()
     return [f".{each.name} ({about.flag})\n    {about.help}" for each, about in fields]
 
@@ -130,7 +129,6 @@ def entry(value) -> str:
 
 
 def page() -> str:
-    """Return the whole page as Markdown."""
     parts = ["# API\n\nWritten from the docstrings by `python scripts/api_reference.py`.\n"]
     for name in MODULES:
         module = importlib.import_module(f"megatron_dsa.{name}")
@@ -141,7 +139,6 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the page to the file that is named, or to the standard output."""
     if not arguments:
         print(page(), end="")
         return

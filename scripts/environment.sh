@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 say() { echo "$*" >&2; }
 
 find_python() {
-  # The newest usable interpreter wins nothing: 3.12 is what megatron-core has wheels for.
+  # Prefer 3.12, for which megatron-core has wheels.
   local candidates=("${PYTHON:-}" python3.12 python3.13 python3 python)
   local pyenv_root=${PYENV_ROOT:-$HOME/.pyenv}
   candidates+=("$pyenv_root"/versions/3.12*/bin/python3 "$pyenv_root"/versions/3.13*/bin/python3)
@@ -24,10 +24,10 @@ find_python() {
   return 1
 }
 
-# The lock of versions that the tests were run with; torch's CUDA build also runs on the CPU,
-# and tilelang compiles for GPUs that are not there.
+# Locked versions of the tests; torch's CUDA build also runs on the CPU, and tilelang compiles
+# without a GPU.
 packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,tilelang,muon,test]")
-# What some tests compare with; they are skipped without it.
+# Packages that some tests compare with; without them those tests are skipped.
 peers=("transformers==5.23.0" "peft==0.21.2" "pyarrow==26.0.1" "playwright==1.65.2" -r docs/requirements.txt)
 stamp=$(printf '%s\n' "${packages[@]}" "${peers[@]}" "$(cksum setup.py docs/requirements.txt)")
 if [[ -x .venv/bin/python && -f .venv/stamp && $(cat .venv/stamp) == "$stamp" ]]; then

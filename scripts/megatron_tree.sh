@@ -20,7 +20,7 @@ read -r suffix python_include torch_include < <("$python" -c '
 import sysconfig, importlib.util
 torch = importlib.util.find_spec("torch").submodule_search_locations[0]
 print(sysconfig.get_config_var("EXT_SUFFIX"), sysconfig.get_path("include"), torch + "/include")')
-# torch brings the headers of pybind11.
+# torch includes the headers of pybind11.
 ${CXX:-g++} -O2 -shared -std=c++17 -fPIC -I"$python_include" -I"$torch_include" \
   "$datasets/helpers.cpp" -o "$datasets/helpers_cpp$suffix"
 echo "$links"

@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Error:
-    """One replacement.
+    """One replacement in a file.
 
     Attributes:
-        what: is wrong.
+        what: description.
         file: in ``megatron_dsa/``.
         right, wrong: text that occurs once, and its replacement.
         tests: paths below ``tests/``.
@@ -158,7 +158,6 @@ ERRORS = (
 
 
 def main() -> None:
-    """Plant all errors, or the numbers of ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", type=int, nargs="+", help="numbers of errors, from 1")
     options = parser.parse_args()

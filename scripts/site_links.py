@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import appendix  # noqa: E402
 
-#: Pages that lie elsewhere on the site: file in the repository -> page.
+#: Pages at another path on the site: file in the repository -> page.
 MOVED = {
     "README.md": "index.md",
     "docs/README.md": "pages.md",
@@ -22,7 +22,7 @@ MOVED = {
 #: CSV -> its page, which is built and not in git.
 MEASURED = {f"benchmarks/{name}.csv": f"measurements/{name}.md" for name in appendix.families()}
 SOURCES = {page: source for source, page in MOVED.items()}
-#: Tabs: title -> beginnings of the names of its pages, in order.
+#: Tab title -> prefixes of its pages' paths, in order.
 TABS = {
     "Start": ("index.md", "guide/start.md", "pages.md"),
     "Guides": ("guide/",),
@@ -32,7 +32,7 @@ TABS = {
     "Performance": ("performance.md", "evidence.md", "measurements/"),
 }
 TITLES = {"index.md": "megatron-dsa", "pages.md": "All pages", "changes.md": "Changes"}
-#: A relative link, or code, in which there is none.
+#: A relative link, or code, which has no links.
 LINK = re.compile(
     r"^```.*?^```$|`[^`\n]*`"
     r"|(?P<image>!?)\[(?P<text>[^]]*)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)",
@@ -41,7 +41,7 @@ LINK = re.compile(
 
 
 def on_config(config):
-    """Build the navigation from the index of all pages, whose links name and order them."""
+    """Build the navigation from the links in the index of all pages."""
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     titles = dict(TITLES)
     for link in LINK.finditer(index):

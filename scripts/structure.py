@@ -3,11 +3,10 @@
     python scripts/structure.py                 # of this clone
     python scripts/structure.py --root OLD      # of another checkout
     python scripts/structure.py --edges         # also every import between two rooms
-    python scripts/structure.py --forward       # also the files that the forward of a layer visits
 
 A room is a file or folder directly in ``megatron_dsa/``, or one of ``INNER``. Levels count the
-longest chain of imports; rooms of one cycle share a level. Imports inside functions count like
-others, those under ``TYPE_CHECKING`` do not.
+longest chain of imports; rooms of one cycle share a level. Imports inside functions count, imports
+under ``TYPE_CHECKING`` do not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = "megatron_dsa"
-#: Folders in ``ops/`` and ``layers/`` that are rooms of their own: others build on them.
+#: Folders in ``ops/`` and ``layers/`` that are separate rooms, since others build on them.
 INNER = ("ops/dispatch", "ops/common", "ops/layout", "layers/parallel", "layers/required_ops")
 PARTS = {
     "package": ("megatron_dsa", ".py"),
@@ -31,7 +30,7 @@ PARTS = {
 
 
 def tracked(root: Path, folder: str, suffix: str) -> list[Path]:
-    """Return the files of ``folder`` that git tracks, or all of it where there is no git."""
+    """Return the files that git tracks in ``folder``, or all files without git."""
     command = ["git", "-C", str(root), "ls-files", "--", folder]
     listed = subprocess.run(command, capture_output=True, text=True)
     if listed.returncode == 0 and listed.stdout:
@@ -42,7 +41,6 @@ def tracked(root: Path, folder: str, suffix: str) -> list[Path]:
 
 
 def module_of(path: Path, root: Path) -> str:
-    """Return the dotted name of a file of the package."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -70,20 +68,18 @@ def walk_without_type_checking(tree: ast.AST):
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Return, for every module of the package, the modules of the package that it imports."""
+    """Return module -> imported modules, within the package."""
     files = {module_of(path, root): path for path in tracked(root, PACKAGE, ".py")}
     return {name: imported_modules(path, set(files)) - {name} for name, path in files.items()}
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module."""
     parts = module.split(".")[1:]
     inner = "/".join(parts[:2])
     return inner if inner in INNER else parts[0] if parts else "__init__"
 
 
 def room_graph(modules: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the import graph of the rooms."""
     graph: dict[str, set[str]] = defaultdict(set)
     for module, imports in modules.items():
         room = room_of(module)
@@ -134,7 +130,6 @@ def levels(graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def print_sizes(root: Path) -> None:
-    """Print files and lines of each part."""
     for name, (folder, suffix) in PARTS.items():
         files = tracked(root, folder, suffix)
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
@@ -147,7 +142,6 @@ def print_sizes(root: Path) -> None:
 
 
 def print_graph(root: Path, with_edges: bool) -> None:
-    """Print the figures of the import graph, and its levels from the lowest."""
     modules = import_graph(root)
     graph = room_graph(modules)
     level = levels(graph)
@@ -168,7 +162,6 @@ def print_graph(root: Path, with_edges: bool) -> None:
 
 
 def main() -> None:
-    """Read the command line and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--edges", action="store_true", help="print every import between rooms")

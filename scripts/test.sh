@@ -15,9 +15,9 @@ else
   "$python" -m ruff check . && "$python" -m ruff format --check .
   "$python" -m mypy
 fi
-# Two files at a time where there is no GPU to share; every process gets one thread.
+# Without a GPU, run two files at a time; every process gets one thread.
 workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() or os.cpu_count() < 2 else 2)')
 export OMP_NUM_THREADS=1 NO_VCS_VERSION=1
-# Container images set it: every process of a test would compile torch and Megatron anew.
+# Container images set this variable, which would recompile torch and Megatron in every process.
 unset PYTHONDONTWRITEBYTECODE
 exec "$python" -m pytest -W ignore -n "$workers" --dist loadfile "$@"

@@ -4,9 +4,9 @@
     python scripts/visited_files.py --root OLD      # of another checkout
 
 Trains two tiny models for two steps on the CPU, one of DSA and one of CSA layers, and lists the
-files of which a function runs in the last forward of a layer. Left out: files that all others use
-(``errors``, ``ops/common``; in older checkouts ``numerics``, ``checks``, ``ops/arithmetic``), the
-host without a GPU, and figures of the selection, which are measured once per iteration.
+files with a function that runs in the last forward of a layer. Omitted are files that all others
+use (``errors``, ``ops/common``; in older checkouts ``numerics``, ``checks``, ``ops/arithmetic``),
+the CPU host, and metrics of the selection, which run once per iteration.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def visit(kind: str) -> None:
 
 
 def main() -> None:
-    """Read the command line; train each kind of layer in a process of its own."""
+    """Read the command line; train each kind of layer in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--visit", choices=LAYERS, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What it costs to make a dense model sparse: prepares the corpus, trains all runs, and prints tables
-# of their losses on held-out text and of the measures, which are also written to CSVs in RUN_DIR, and
-# drawn where matplotlib is installed. Runs that are done are not done again.
+# Measures the cost of making a dense model sparse: prepares the corpus, trains all runs, and prints
+# tables of held-out losses and other measures. Writes CSVs to RUN_DIR, and charts if matplotlib is
+# installed. Completed runs are not repeated.
 #   SMALL=1 examples/conversion/all.sh    the same in minutes on a CPU
 #   GPU30=1 examples/conversion/all.sh    in 16 minutes on one H200, without the model from scratch
 #   all.sh NAME...                        these runs and those that they start from; runs.sh has the names
@@ -23,7 +23,7 @@ list_runs "${runs[@]}"
 if [[ -n ${PLAN:-} ]]; then exit; fi
 examples/conversion/data.sh
 stopped=false
-# A signal goes on to the run, which saves a checkpoint.
+# Pass signals on to the run, which saves a checkpoint.
 trap 'stopped=true; kill -TERM "$child" 2>/dev/null || true' INT TERM
 for name in "${runs[@]}"; do
   (run "$name" "$@") &

@@ -1,9 +1,9 @@
 """Four charts of the runs of ``all.sh``, from the CSVs that ``table.py`` writes.
 
 ``python charts.py RUN_DIR FOLDER`` writes ``losses.png``, ``positions.png``, ``selection.png`` and
-``probes.png``, as far as there is data. Error bars are standard errors over documents (losses) or
-sequences (probes). CSVs of several seeds (``seeds.py``) give a line per seed in the first chart,
-means in the others, with the larger error, over seeds or as before. Variants share a run's colour.
+``probes.png`` where data exist. Error bars are standard errors over documents (losses) or sequences
+(probes). With several seeds (``seeds.py``) the first chart has a line per seed; the others show
+means, with the error over seeds if it is larger. Variants share their run's colour.
 """
 
 import argparse
@@ -45,7 +45,6 @@ def parts(run: str) -> tuple[str, str]:
 
 
 def styles(runs: list[str]) -> dict[str, dict]:
-    """Return colour and line style per run."""
     names = dict.fromkeys(parts(run)[0] for run in runs)
     others = [name for name in names if name not in COLOURS]
     colour = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
@@ -57,7 +56,6 @@ def styles(runs: list[str]) -> dict[str, dict]:
 
 
 def in_runs(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    """Group CSV entries by run."""
     found: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         found.setdefault(row["run"], []).append(row)
@@ -73,7 +71,7 @@ def by_seed(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
 
 
 def over_seeds(values: list[float], error: float) -> tuple[float, float]:
-    """Return the mean, and its error over seeds or ``error``, whichever is larger."""
+    """Return the mean, and the larger of ``error`` and the error over seeds."""
     if len(values) < 2:
         return values[0], error
     spread = stdev(values) / math.sqrt(len(values))
@@ -83,7 +81,7 @@ def over_seeds(values: list[float], error: float) -> tuple[float, float]:
 def means(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """Average the entries of ``measures.csv`` over seeds.
 
-    All seeds are measured on the same sequences, so their errors over these stay.
+    Seeds share their sequences, so a mean over seeds keeps the error over sequences.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
@@ -97,13 +95,12 @@ def means(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def labels(last: dict[str, int]) -> dict[str, str]:
-    """Label runs, with their last step where runs end apart."""
+    """Label runs, with the last step of runs that end early."""
     end = max(last.values(), default=0)
     return {run: run if step == end else f"{run} (step {step})" for run, step in last.items()}
 
 
 def save(figure, target: Path) -> Path:
-    """Write a figure; return the file."""
     for axis in figure.axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -119,7 +116,7 @@ def save(figure, target: Path) -> Path:
 def draw_losses(
     validation: list[dict[str, str]], sums: dict[str, dict[str, dict[int, Sums]]], target: Path
 ):
-    """Draw losses against tokens, and the gaps to the dense model that went on."""
+    """Draw losses against tokens, and gaps to the continued dense model."""
     style = styles(list(in_runs(validation)))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4))
     labelled = set()
@@ -149,7 +146,7 @@ def draw_losses(
 def last_gaps(
     sums: dict[str, dict[str, dict[int, Sums]]],
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return gaps and errors of the last step of every run, by band of positions."""
+    """Return each run's gaps and errors at its last step, by position band."""
     of_seeds: dict[str, list[tuple[Sums, Sums]]] = {}
     for documents in sums.values():
         theirs = documents.get(REFERENCE, {})
@@ -168,7 +165,7 @@ def last_gaps(
 
 
 def draw_positions(sums: dict[str, dict[str, dict[int, Sums]]], target: Path):
-    """Draw the gaps by position in the sequence, of the last step of every run."""
+    """Draw each run's gaps at its last step, by position in the sequence."""
     found = last_gaps(sums)
     if not found:
         return None
@@ -192,7 +189,7 @@ def draw_positions(sums: dict[str, dict[str, dict[int, Sums]]], target: Path):
 
 
 def of_layers(rows: list[dict[str, str]], measure: str) -> dict[int, tuple[float, float]]:
-    """Return value and error by layer, of the last step of a run that has this measure."""
+    """Return value and error by layer at the last step with this measure."""
     of_measure = [row for row in rows if row["measure"] == measure]
     last = max((int(row["step"]) for row in of_measure), default=0)
     return {
@@ -206,10 +203,9 @@ def draw_selection(
     measures: list[dict[str, str]], training: list[dict[str, str]],
     layers: list[dict[str, str]], target: Path,
 ):  # fmt: skip
-    """Draw captured mass (dashed: of the best K keys), recall and the indexer's loss by layer.
+    """Draw captured mass, recall and indexer loss by layer; dashed lines are for the best K keys.
 
-    Over steps of the training, the mass is drawn by layer where ``layers.csv`` has it, else its
-    mean over layers from ``training.csv``.
+    Also draw captured mass over steps, by layer if ``layers.csv`` exists, else its mean.
     """
     of_runs = {
         run: rows
@@ -250,7 +246,7 @@ def draw_selection(
 
 
 def draw_probes(measures: list[dict[str, str]], target: Path):
-    """Draw the accuracy of copies and look-ups by distance, of the last step of every run."""
+    """Draw each run's accuracy in copies and look-ups at its last step, by distance."""
     runs = {
         run: rows
         for run, rows in in_runs(measures).items()

@@ -19,8 +19,8 @@ source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 run=${RUN_DIR:-runs/conversion${SMALL:+_small}${GPU30:+_gpu30}}
 data=$run/data
-# Rates: the highest and the last of the dense model, and of the warm-up. What follows a dense model
-# keeps its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
+# Learning rates: the dense model's highest and last, and the warm-up's. Stages after a dense model
+# keep its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
 if [[ -n ${SMALL:-} ]]; then
   read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-60 20 40}"
   topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=${LENGTH:-512} batch=${BATCH:-2} micro_batch=2
@@ -76,7 +76,7 @@ training=(
   --micro-batch-size "$micro_batch" --global-batch-size "$batch" --seed "${SEED:-1}"
   --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
   --train-data-path "$data/train" --valid-data-path "$data/held_out"
-  # All of the held-out set each time, which Megatron evaluates one by one and as one of several sets.
+  # Evaluate the whole held-out set each time, sequence by sequence and as one of several sets.
   --full-validation --eval-global-batch-size 1 --eval-micro-batch-size 1
   --multiple-validation-sets --validation-set-names held_out
   --tokenizer-type NullTokenizer --vocab-size "$vocabulary"

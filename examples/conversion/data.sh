@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Prepares the corpus in RUN_DIR/data: the source and the documentation of Linux 6.1, from Debian's
 # package linux-source-6.1 (138 MB, 1.3 GB unpacked; apt-get and its package lists are needed, not root).
-# Where there is no apt, set LINUX_SOURCE to an unpacked source tree. Nothing is done a second time.
-# With GPU30=1 it is the kernel without drivers and architectures; with SMALL=1 it is packages of
-# Python's standard library, which are there already.
+# Without apt, set LINUX_SOURCE to an unpacked source tree. Completed steps are not repeated. With
+# GPU30=1 the corpus is the kernel without drivers and architectures; with SMALL=1, packages of
+# Python's standard library, which are already installed.
 #   RUN_DIR, SMALL, GPU30, PYTHON   as in common.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -40,7 +40,7 @@ else
       )
     fi
   fi
-  # A quarter of all bytes are tables of registers, made by a program.
+  # A quarter of all bytes are generated tables of registers.
   choice=(--without drivers/gpu/drm/amd/include)
   if [[ -n ${GPU30:-} ]]; then # 50 M tokens
     choice=(--held-out 0.025

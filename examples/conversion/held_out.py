@@ -2,12 +2,12 @@
 
 import numpy
 
-#: Ends of the bands of positions; shorter sequences have an eighth, a half and all of their length.
+#: Ends of the position bands; in shorter sequences 1/8, 1/2 and all of the length.
 ENDS = (1024, 4096, 8192, 16384)
 
 
 def bands(length: int) -> list[tuple[int, int]]:
-    """Return first and last position, plus 1, of the bands of a sequence."""
+    """Return a sequence's bands as (first position, last position + 1)."""
     if length < ENDS[2]:
         ends = [length // 8, length // 2, length]
     else:
@@ -16,22 +16,21 @@ def bands(length: int) -> list[tuple[int, int]]:
 
 
 def name_of(band: tuple[int, int]) -> str:
-    """Return a band as the CSVs write it."""
     return f"{band[0]}-{band[1]}"
 
 
 def sums_by_document(
     losses: numpy.ndarray, counted: numpy.ndarray, documents: numpy.ndarray
 ) -> dict[tuple[int, str], tuple[float, int]]:
-    """Add up the losses of every document in every band.
+    """Sum the losses of each document in each band.
 
     Args:
         losses: ``[sequences, length]``, nats per token.
-        counted: bool, same shape: which of them count.
-        documents: int, same shape: the document of the token that was predicted.
+        counted: bool, same shape: losses to include.
+        documents: int, same shape: document of the predicted token.
 
     Returns:
-        By document and band, sum of the losses and number of tokens; only where there are any.
+        (document, band) -> (sum of losses, number of tokens), without empty bands.
     """
     found = {}
     for first, end in bands(losses.shape[1]):
@@ -46,12 +45,12 @@ def sums_by_document(
 
 
 def mean_over_clusters(totals, counts) -> tuple[float, float]:
-    """Return the mean of all entries and its standard error, with entries in clusters.
+    """Return the mean of clustered entries and its standard error.
 
-    The linearised error of a ratio of sums. It is NaN for a single cluster.
+    The error is linearised for a ratio of sums, and NaN for a single cluster.
 
     Args:
-        totals: sum of the entries of each cluster; counts: their numbers.
+        totals: sum of each cluster's entries; counts: number of each cluster's entries.
     """
     totals, counts = numpy.asarray(totals, float), numpy.asarray(counts, float)
     mean = totals.sum() / counts.sum()
@@ -65,7 +64,7 @@ def mean_over_clusters(totals, counts) -> tuple[float, float]:
 def by_band(
     sums: dict[tuple[int, str], tuple[float, int]],
 ) -> dict[str, dict[int, tuple[float, int]]]:
-    """Return sum and number of tokens by document, by band and of ``all``."""
+    """Return band or ``all`` -> document -> (sum, number of tokens)."""
     parts: dict[str, dict[int, tuple[float, int]]] = {"all": {}}
     for (document, band), (total, tokens) in sums.items():
         parts.setdefault(band, {})[document] = (total, tokens)
@@ -77,12 +76,12 @@ def by_band(
 def gaps(
     sums: dict[tuple[int, str], tuple[float, int]], others: dict[tuple[int, str], tuple[float, int]]
 ) -> dict[str, tuple[float, float]]:
-    """Return how much higher the mean loss of one model is, and its error, by band and of ``all``.
+    """Return the difference of two models' mean losses and its error, by band and for ``all``.
 
-    Both saw the same tokens: what a document adds to both has no part in the error.
+    The error is of paired differences, over documents.
 
     Raises:
-        ValueError: they did not.
+        ValueError: the models were measured on different tokens.
     """
     if {key: tokens for key, (_, tokens) in sums.items()} != {
         key: tokens for key, (_, tokens) in others.items()
@@ -98,7 +97,7 @@ def gaps(
 def summary(
     sums: dict[tuple[int, str], tuple[float, int]],
 ) -> dict[str, tuple[float, float, int]]:
-    """Return mean, standard error over documents and their number, by band and of ``all``."""
+    """Return mean, standard error and number of documents, by band and for ``all``."""
     return {
         part: (*mean_over_clusters(*zip(*found.values(), strict=True)), len(found))
         for part, found in by_band(sums).items()

@@ -11,7 +11,7 @@ from seeds import gap_of, sessions
 
 from benchmarks.charts import Chart
 
-#: Selected keys of 8192 tokens -> run.
+#: Number of selected keys at 8192 tokens -> run.
 RUNS = {2048: "sparse", 1024: "sparse_1024", 512: "sparse_512", 256: "sparse_256"}
 
 
@@ -29,7 +29,6 @@ def ratios(folder: Path) -> tuple[list, list]:
 
 
 def chart(longer: Path, shorter: Path) -> Chart:
-    """Return the chart of two studies."""
     long_tokens, long_updates = ratios(longer)
     short_tokens, short_updates = ratios(shorter)
     tokens, updates = (100 * (line[0][1] - 1) for line in (long_tokens, long_updates))

@@ -1,4 +1,4 @@
-"""Measures of every evaluation of a training, for ``train.py``."""
+"""Measurements in every evaluation of a training, for ``train.py``."""
 
 import csv
 from collections.abc import Iterable
@@ -23,7 +23,6 @@ DOCUMENTS = ("step", "document", "band", "loss_sum", "tokens")
 
 
 def append(file: Path, columns: tuple[str, ...], rows: Iterable[tuple]) -> None:
-    """Append to a CSV, with a header if new."""
     new = not file.exists()
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", newline="", encoding="utf-8") as opened:
@@ -32,7 +31,7 @@ def append(file: Path, columns: tuple[str, ...], rows: Iterable[tuple]) -> None:
 
 
 class Measures:
-    """Collector of an evaluation's losses, which measures when it ends.
+    """Collector of an evaluation's losses, and measurements at its end.
 
     Raises:
         ConfigError: more than one process, or a partial held-out set.
@@ -49,11 +48,11 @@ class Measures:
         )
         self._args, self._held_out, self._last = args, None, None
         self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: Means per sequence, by layer and figure.
+        #: (layer, figure) -> means per sequence.
         self._selected: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def data_sets(self):
-        """Return Megatron's data-set provider, which keeps the held-out set."""
+        """Wrap Megatron's data-set provider to keep the held-out set."""
 
         def build(samples, vp_stage=None):
             found = train_valid_test_datasets(samples, vp_stage)
@@ -101,7 +100,6 @@ class Measures:
         append(args.measures / "documents.csv", DOCUMENTS, by_document)
 
     def _by_token(self, losses) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return losses, their mask, and the documents of predicted tokens."""
         values, counted = (torch.cat(found).cpu().numpy() for found in zip(*losses, strict=True))
         held_out = self._held_out
         require(
@@ -133,7 +131,7 @@ class Measures:
         sequences = torch.stack([self._held_out[number]["tokens"] for number in range(count)])
         found = probes.probe(predictor(model), sequences)
         if IndexerLog.is_on():
-            IndexerLog.reduce()  # drop the loss on probes
+            IndexerLog.reduce()  # discard the indexer loss on probes
         return [
             (kind, part, *figures)
             for kind, parts in found.items()

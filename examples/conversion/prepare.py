@@ -1,13 +1,13 @@
 """Conversion of text files to a tokenizer and two Megatron data sets of long documents.
 
 ``python prepare.py --source FOLDER --output FOLDER`` writes ``tokenizer.json``, ``train.bin`` and
-``.idx``, ``held_out.bin`` and ``.idx``, and ``corpus.json`` (their content). Train with the flags
-of the last line printed.
+``.idx``, ``held_out.bin`` and ``.idx``, and ``corpus.json``, which describes their content. Train
+with the flags in the last printed line.
 
 A unit is a folder two levels below the source (``drivers/net``); files above belong to their
 folder, and units too small for a document join the folder above (``Documentation``). A unit's
-files, sorted by path, fill documents of at least ``--document-tokens`` tokens, and are never
-divided. Held-out units are unseen by the tokenizer.
+files, sorted by path and never divided, fill documents of at least ``--document-tokens`` tokens.
+The tokenizer is not trained on held-out units.
 """
 
 import argparse
@@ -38,7 +38,7 @@ AT_A_TIME = 256
 def find_units(
     source: Path, folders: list[str], without: list[str], suffixes: list[str]
 ) -> dict[str, list[Path]]:
-    """Return each unit's files (relative to ``source``), sorted, without links."""
+    """Return each unit's sorted files, relative to ``source``, without symlinks."""
     units: dict[str, list[Path]] = {}
     for folder in folders or ["."]:
         for path in sorted((source / folder).rglob("*")):
@@ -53,7 +53,7 @@ def find_units(
 def join_small(
     source: Path, units: dict[str, list[Path]], least: int
 ) -> tuple[dict[str, list[Path]], dict[str, int]]:
-    """Join units of less than ``least`` bytes with the folder above; return units and bytes."""
+    """Join units smaller than ``least`` bytes with the folder above; return units and sizes."""
     joined: dict[str, list[Path]] = {}
     for name, files in units.items():
         small = sum((source / file).stat().st_size for file in files) < least
@@ -81,7 +81,7 @@ def held_out_units(sizes: dict[str, int], share: float) -> set[str]:
 
 
 def read(source: Path, file: Path) -> str:
-    """Return a file's text below a line with its path."""
+    """Return a file's text after a line with its path."""
     text = (source / file).read_text(encoding="utf-8", errors="replace")
     return f"==> {file.as_posix()} <==\n{text}"
 
@@ -105,7 +105,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[numpy.ndarray]:
-    """Return the ids ``[n]`` (int32) of each text."""
+    """Yield the int32 ids ``[n]`` of each text."""
     texts = iter(texts)
     while some := list(itertools.islice(texts, AT_A_TIME)):
         for encoded in tokenizer.encode_batch_fast(some):
@@ -113,9 +113,9 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[numpy.ndarray
 
 
 def documents(files: Iterable[numpy.ndarray], least: int) -> Iterator[list[numpy.ndarray]]:
-    """Group a unit's files, as ids, into documents of at least ``least`` tokens.
+    """Group the ids of a unit's files into documents of at least ``least`` tokens.
 
-    The last document takes the remaining files; a small unit has none.
+    The last document takes the remaining files; a small unit has no document.
     """
     last: list[numpy.ndarray] = []
     pending: list[numpy.ndarray] = []
@@ -130,7 +130,7 @@ def documents(files: Iterable[numpy.ndarray], least: int) -> Iterator[list[numpy
 
 
 class Writer:
-    """Writer of a data set, with counts."""
+    """Writer of a data set that also counts documents."""
 
     def __init__(self, prefix: Path, vocabulary: int):
         self.prefix, self.end = prefix, vocabulary - 1
@@ -140,7 +140,7 @@ class Writer:
         self.lengths: list[int] = []
 
     def add(self, unit: str, found: Iterable[list[numpy.ndarray]]) -> bool:
-        """Write a unit's documents; return whether there is one."""
+        """Write a unit's documents; return whether it has any."""
         before = len(self.lengths)
         for files in found:
             ids = numpy.concatenate([*files, [self.end]])
@@ -186,7 +186,7 @@ def main() -> None:
     units = find_units(source, arguments.folders, arguments.without, arguments.suffixes)
     if not units:
         sys.exit(f"error: {source} has no file that ends in {' '.join(arguments.suffixes)}")
-    # More than four bytes per token are rare.
+    # Tokens rarely have more than four bytes.
     units, sizes = join_small(source, units, 4 * arguments.document_tokens)
     held_out = held_out_units(sizes, arguments.held_out)
     output.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """Accuracy of copies and look-ups over thousands of tokens.
 
 Probes are held-out text with some tokens replaced. *copy*: a passage of another sequence appears
-twice, and the model continues it the second time (its first quarter is not counted); ``none`` lacks
-the first passage, as a baseline of guessing. *look-up*: four records of a name (3 random tokens)
-and a value (1 token) appear again in another order; guessing among the values is right a quarter
-of the time. Queries are in the last eighth of a sequence.
+twice, and the model continues the second copy, whose first quarter is not counted; ``none`` omits
+the first copy, as a guessing baseline. *look-up*: four records of a name (3 random tokens) and a
+value (1 token) appear again in another order; guessing among the values is right a quarter of the
+time. Queries are in the last eighth of a sequence.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from held_out import mean_over_clusters
 NAME, VALUE, RECORDS, PASSAGE = 3, 1, 4, 32
 NOTHING = "none"
 
-#: ``tokens [s]``, positions ``[n]`` -> the likeliest next token of each.
+#: ``tokens [s]``, positions ``[n]`` -> likeliest next token at each position.
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -36,7 +36,6 @@ class Probe:
 
 
 def distances(length: int) -> list[int]:
-    """Return the distances between definition and use."""
     return [length // 8, length // 4, length // 2, length * 7 // 8]
 
 
@@ -61,7 +60,7 @@ def copies(sequences: torch.Tensor, generator: torch.Generator) -> Iterator[Prob
 
 
 def lookups(sequences: torch.Tensor, generator: torch.Generator) -> Iterator[Probe]:
-    """Yield a probe per sequence of ``sequences [n, s]``; names and values are tokens of them."""
+    """Yield a probe per sequence of ``sequences [n, s]``, with names and values from its tokens."""
     number, length = sequences.shape
     known = sequences.unique()
     width = NAME + VALUE
@@ -80,7 +79,7 @@ def lookups(sequences: torch.Tensor, generator: torch.Generator) -> Iterator[Pro
 
 
 def accuracies(predict: Predict, probes: Iterator[Probe]) -> dict[str, tuple[float, float, int]]:
-    """Return accuracy, its standard error over sequences and their number, by distance."""
+    """Return accuracy, standard error and number of sequences, by distance."""
     right: dict[str, list[tuple[int, int]]] = {}
     for probe in probes:
         positions = torch.tensor([p for asked in probe.asked.values() for p in asked])
@@ -109,7 +108,7 @@ def check(sequences: torch.Tensor) -> None:
 def probe(
     predict: Predict, sequences: torch.Tensor, seed: int = 1
 ) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Return the :func:`accuracies` of both kinds; the same probes for the same ``seed``."""
+    """Return the :func:`accuracies` of both kinds of probes, drawn with ``seed``."""
     check(sequences)
     kinds = {"copy": copies, "look-up": lookups}
     return {

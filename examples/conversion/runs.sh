@@ -1,10 +1,10 @@
-# Sourced by common.sh: what every run is. `run NAME FLAGS...` trains one, `list_runs NAMES...` says
-# what is done and how many minutes are left.
+# Sourced by common.sh: definitions of the runs. `run NAME FLAGS...` trains one; `list_runs NAMES...`
+# prints which runs are done and how many minutes the others take.
 #   SECONDS_PER_STEP  of stages dense, warm-up and sparse, for the estimate of runs without a log
 #                     (of an H200: 0.068, 0.178 and 0.145 times BATCH * LENGTH / 8192; small "0.2 0.2 0.3")
 
-# Without names: those that the gap needs. A model from scratch takes two thirds as long as all
-# others of GPU30.
+# Default: the runs that the gap needs. A model from scratch takes two thirds as long as all other
+# runs of GPU30.
 default_runs=(dense dense_on warmup sparse)
 for topk in "${topks[@]:1}"; do default_runs+=("sparse_$topk"); done
 default_runs+=(sparse_without_warmup)

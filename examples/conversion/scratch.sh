@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A sparse model from random weights, with the rates of the dense model and of what follows it.
+# Trains a sparse model from random weights, with the learning rates of the dense model and its
+# continuation.
 # common.sh explains the variables.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

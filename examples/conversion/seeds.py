@@ -1,11 +1,11 @@
 """Tables of ``results.sh`` over several seeds, or several sessions of one.
 
 ``python seeds.py OUTPUT RUN_DIR...`` joins the CSVs of every ``RUN_DIR`` in ``OUTPUT``, with a
-column ``seed`` in front, and prints a table. Gaps are means over seeds, each against the same
-seed's continued dense model, by document. Variants are also compared with their run, and runs with
-fewer keys or without a warm-up with ``sparse``. The first error is over documents, the same for all
-seeds; the second over seeds, if several. Two sessions of a run count once, with the mean gap; the
-CSVs have the first. ``OUTPUT`` can be a ``RUN_DIR`` of a later call.
+first column ``seed``, and prints a table. A gap is the mean difference to the same seed's continued
+dense model. Variants are also compared with their run; runs with fewer keys or without a warm-up,
+with ``sparse``. The first error is over documents, which all seeds share; the second is over seeds.
+Two sessions of a run count once, with their mean gap; the CSVs have the first session. ``OUTPUT``
+can be a ``RUN_DIR`` of a later call.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Session:
 
 
 def sessions(folders: Iterable[Path]) -> tuple[list[Session], str, int]:
-    """Read folders that differ in their seeds; return sessions, settings and steps of the warm-up.
+    """Read folders of different seeds; return sessions, settings and number of warm-up steps.
 
     A folder written by :func:`main` gives a session per seed.
     """
@@ -66,7 +66,7 @@ def sessions(folders: Iterable[Path]) -> tuple[list[Session], str, int]:
 
 
 def combined(found: list[Session], name: str) -> Iterator[list]:
-    """Yield the header and entries of one CSV over all sessions, a run of a seed once."""
+    """Yield a CSV's header and its entries of all sessions, each run of a seed once."""
     columns: list[str] = []
     there: set[tuple[int, str]] = set()
     for session in found:
@@ -81,7 +81,7 @@ def combined(found: list[Session], name: str) -> Iterator[list]:
 
 @dataclass(frozen=True)
 class Gap:
-    """A mean over seeds, in nats per token, and its errors; NaN for one cluster."""
+    """Mean gap over seeds in nats per token, and its errors, NaN for one cluster."""
 
     seeds: int
     value: float
@@ -93,10 +93,10 @@ class Gap:
 def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Gap | None:
     """Return the gap of a run's ``step`` to ``other``'s step ``at``, ``None`` without common seeds.
 
-    Prefers sessions that have both.
+    Prefer sessions that have both runs.
 
     Raises:
-        ValueError: they were measured on different text.
+        ValueError: the runs were measured on different text.
     """
     of_seeds: dict[int, list[dict[int, tuple[float, int]]]] = {}
     references: dict[int, float] = {}
@@ -127,9 +127,9 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
 
 
 def mean[Key](several: list[dict[Key, tuple[float, int]]]) -> dict[Key, tuple[float, float]]:
-    """Divide sums by numbers of tokens and average.
+    """Average sums and numbers of tokens.
 
-    Seeds cut documents differently: a band has other tokens of a document.
+    Seeds cut documents differently, so a band has different tokens of a document.
     """
     return {
         key: (
@@ -157,7 +157,6 @@ def comparisons(found: list[Session], warmup: int) -> Iterator[tuple[str, int, s
 
 
 def table(found: list[Session], warmup: int) -> list[str]:
-    """Return the lines of the table."""
     lines = ["| run | step | to | seeds | gap | error: documents | seeds |", "|" + "---|" * 7]
     for run, step, other, at in comparisons(found, warmup):
         gap = gap_of(found, run, step, other, at)

@@ -17,7 +17,7 @@ from megatron_dsa.ops.indexer_loss.torch_dense import teacher_lse, teacher_tile
 
 @contextmanager
 def measured(model: torch.nn.Module, record: Callable[[int, Attended], None]) -> Iterator[None]:
-    """Let selecting layers call ``record`` with their number (from 1) and attention inputs."""
+    """Make selecting layers call ``record`` with layer number (from 1) and attention inputs."""
     cores = [core for core in model.modules() if isinstance(core, DSACoreAttention)]
     cores = [core for core in cores if core.indexer is not None]
     for core in cores:
@@ -32,10 +32,10 @@ def measured(model: torch.nn.Module, record: Callable[[int, Attended], None]) ->
 
 @torch.no_grad()
 def quality(attended: Attended, count: int) -> dict[str, torch.Tensor]:
-    """Return values ``[r]`` of up to ``count`` queries, evenly spread.
+    """Return measures ``[r]`` of up to ``count`` evenly spaced queries.
 
     ``mass``: share of dense attention's probability on the selected keys, mean over heads;
-    ``best mass``: on the best K keys; ``recall``: selected share of these.
+    ``best mass``: share on the best K keys; ``recall``: selected share of the best keys.
     """
     layout, topk, q = attended.layout, attended.topk, attended.q
     queries = sampled_queries(layout, count)

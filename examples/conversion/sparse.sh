@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The dense model gains indexers, which learn while it is frozen; then all of it trains with selected
-# keys. The warm-up attends to all keys and serves every number of selected keys: after `sparse`, with
-# the first of TOPK, come `sparse_1024` and so on. common.sh explains the variables.
+# Adds indexers to the dense model, trains them while it is frozen, then trains everything with
+# selected keys. All numbers of selected keys share the warm-up, which attends to all keys: `sparse`
+# has the first of TOPK, then come `sparse_1024` and so on. common.sh explains the variables.
 #   ONLY   one of TOPK: no other run of the sparse stage   (all)
 set -euo pipefail
 cd "$(dirname "$0")/../.."

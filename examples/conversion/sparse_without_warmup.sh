@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The dense model gains indexers and trains with the keys that they select, from the first step on.
+# Adds indexers to the dense model and trains with the keys that they select from the first step.
 # common.sh explains the variables.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -33,7 +33,7 @@ RUNS = (
     "v4",
 )
 REFERENCE = "dense_on"
-#: Runs after a warm-up: number of selected keys if different, and variant.
+#: Names of runs after a warm-up, with number of selected keys and variant.
 SHARE = r"q\d+(?:h\d+)?"
 WARMED = re.compile(
     rf"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores|frozen|{SHARE}))?"
@@ -46,7 +46,7 @@ STEP = re.compile(
     r"iteration +(\d+)(?:/ *\d+)? \|.*?elapsed time per iteration \(ms\): (\S+)"
     r"(?:.*?dsa attention mass captured: (\S+))?"
 )
-#: Figures of layers in TensorBoard, by column of ``layers.csv``.
+#: Column of ``layers.csv`` -> TensorBoard tag per layer.
 LAYERS = {"mass": "dsa/mass-captured", "indexer_loss": "dsa/indexer-loss"}
 
 #: (document, band) -> sum of losses and number of tokens.
@@ -54,12 +54,12 @@ Sums = dict[tuple[int, str], tuple[float, int]]
 
 
 def losses(log: str) -> dict[int, float]:
-    """Return a log's validation losses by step, the later one of repeated steps."""
+    """Return a log's validation losses by step, the last of repeated steps."""
     return {int(step): float(value) for step, value in LINE.findall(log)}
 
 
 def training_steps(log: str) -> dict[int, tuple[float, float | None]]:
-    """Return milliseconds per step and captured mass (of runs that select), by logged step."""
+    """Return milliseconds per step and captured mass, if any, by logged step."""
     return {
         int(step): (float(time), float(mass) if mass else None)
         for step, time, mass in STEP.findall(log)
@@ -67,7 +67,7 @@ def training_steps(log: str) -> dict[int, tuple[float, float | None]]:
 
 
 def runs_of(folder: Path) -> list[str]:
-    """Return the runs that have a log, in the order of the table."""
+    """Return the runs that have a log, in table order."""
     found = {file.parent.name for file in folder.glob("*/train.log")}
     others = [name for name in found if name not in RUNS and WARMED.fullmatch(name)]
     others.sort(key=warmed)
@@ -88,7 +88,7 @@ def warmed(name: str) -> tuple[float, str]:
 
 
 def read(file: Path) -> list[dict[str, str]]:
-    """Read a CSV, as empty if it is absent."""
+    """Read a CSV; return no entries if it is absent."""
     if not file.is_file():
         return []
     with open(file, newline="", encoding="utf-8") as opened:
@@ -96,13 +96,11 @@ def read(file: Path) -> list[dict[str, str]]:
 
 
 def write(file: Path, columns: Iterable[str], rows: Iterable[Iterable]) -> None:
-    """Write a CSV."""
     with whole_file(file) as path, open(path, "w", newline="", encoding="utf-8") as opened:
         csv.writer(opened, lineterminator="\n").writerows([list(columns), *map(list, rows)])
 
 
 def document_sums(rows: list[dict[str, str]]) -> dict[int, Sums]:
-    """Return the losses of documents by step."""
     found: dict[int, Sums] = {}
     for row in rows:
         of_step = found.setdefault(int(row["step"]), {})
@@ -119,7 +117,7 @@ def compared(name: str, last: int, warmup_steps: int) -> list[int]:
 
 
 def gap(mine: dict[int, Sums], theirs: dict[int, Sums], step: int, other: int) -> dict[str, str]:
-    """Format the gaps with their errors by band and of ``all``; empty if not measured."""
+    """Format the gaps with their errors by band and for ``all``; empty if not measured."""
     if step not in mine or other not in theirs:
         return {}
     found = gaps(mine[step], theirs[other])
@@ -130,10 +128,7 @@ def table(
     curves: dict[str, dict[int, float]], documents: dict[str, dict[int, Sums]],
     masses: dict[str, float], times: dict[str, float], warmup_steps: int,
 ) -> list[str]:  # fmt: skip
-    """Return the lines of the table of losses of evaluated runs.
-
-    ``times`` are in milliseconds per step.
-    """
+    """Return the lines of the loss table; ``times`` are in milliseconds per step."""
     dense = curves.get(REFERENCE, {})
     lines = ["| run | step | held-out loss | gap | to step | mass | ms |", "|" + "---|" * 7]
     for name, curve in curves.items():
@@ -154,7 +149,7 @@ def table(
 
 
 def position_table(documents: dict[str, dict[int, Sums]]) -> list[str]:
-    """Return the lines of the table of gaps by position, at equal tokens."""
+    """Return the lines of the gap table, by position at equal tokens."""
     theirs = documents.get(REFERENCE, {})
     rows = {}
     for name, mine in documents.items():
@@ -172,7 +167,7 @@ def position_table(documents: dict[str, dict[int, Sums]]) -> list[str]:
 
 
 def probe_table(measures: dict[str, list[dict[str, str]]]) -> list[str]:
-    """Return the lines of the table of probes, of the last step of every run."""
+    """Return the lines of the probe table, at each run's last step."""
     lines = []
     for kind in ("copy", "look-up"):
         rows: dict[str, dict[str, str]] = {}
@@ -194,7 +189,7 @@ def probe_table(measures: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def layer_rows(folder: Path, names: Iterable[str]) -> list[tuple]:
-    """Read ``layers.csv``'s entries from the runs' TensorBoard files, of every tenth step."""
+    """Read every tenth step for ``layers.csv`` from the runs' TensorBoard files."""
     from megatron_dsa.extras.report.events import read_run
 
     rows = []

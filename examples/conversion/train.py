@@ -1,4 +1,4 @@
-"""Megatron's training with a sparse model, as ``python -m megatron_dsa.pretrain``, and measures.
+"""Training like ``python -m megatron_dsa.pretrain``, with measurements in every evaluation.
 
     python train.py <flags of the training> --measures FOLDER
 
@@ -6,7 +6,7 @@ Every evaluation goes over the held-out text once, in Megatron's own loop, and a
 ``FOLDER/measures.csv``: ``loss`` by position (error over documents), ``mass``, ``best mass`` and
 ``recall`` of the selection and ``indexer KL`` by layer, ``copy`` and ``look-up`` (accuracy by
 distance, see ``probes.py``), and ``peak memory`` in GiB. ``FOLDER/documents.csv`` has the losses of
-every document. With ``--skip-train`` the checkpoint of ``--load`` is measured. One process.
+every document. ``--skip-train`` measures the checkpoint of ``--load``. Runs in one process.
 """
 
 import argparse

@@ -36,7 +36,7 @@ RANGES: dict[str, Range] = {
 
 
 def _run(module: str, function: str, *paths: str) -> Callable[[argparse.Namespace], int]:
-    """Defer the import of a command's module until it runs.
+    """Defer the import of a command's module until the command runs.
 
     ``paths``: arguments whose files or folders must exist.
     """

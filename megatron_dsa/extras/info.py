@@ -114,7 +114,7 @@ def model_ops(name: str) -> dict[str, RequiredOp]:
         if options.selected_attention == "masked" and _is_v4(name):
             continue
         config = model_config(name, options)
-        # V4's layers with an indexer call all operations.
+        # V4 layers with an indexer call every operation.
         ratios = getattr(config, "csa_compress_ratios", None) or [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
@@ -130,7 +130,7 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-#: Defaults that calls depend on.
+#: Megatron defaults that the operations' calls depend on.
 _MEGATRON = {
     "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
     "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
@@ -198,7 +198,7 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-#: Package -> entry with the reason for not using it.
+#: Package -> key of the reason why it is unused.
 _UNUSED = {
     "transformer-engine": "transformer_engine_unused",
     "flash-attn-4": "flash_attention_4_unused",

@@ -19,7 +19,7 @@ from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SWITCH = {"off": (False,), "on": (True,), "both": (False, True)}
-#: Fewer would leave too few valid tokens and keys.
+#: Minimum values: smaller ones leave too few valid tokens and keys.
 _LEAST = {"seq": 64, "rows": 16}
 
 

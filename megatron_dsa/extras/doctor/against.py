@@ -36,16 +36,16 @@ from megatron_dsa.specs import dsa_layer_spec
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 from megatron_dsa.training.one_process import one_process
 
-#: Without the commit of a checkout.
+#: Version without the commit that a checkout appends.
 MEGATRON = megatron.core.__version__.split("+")[0]
 _UNUSED = ("dims", "index_heads", "index_dim", "dtype", "sink", "packed", "rows", "allow_unfused")
-#: The bundled spec requires transformer-engine otherwise.
+#: With other settings, the bundled spec requires transformer-engine.
 _LOCAL: dict[str, Any] = {
     "num_layers": 1, "hidden_dropout": 0.0, "transformer_impl": "local",
     "normalization": "RMSNorm", "persist_layer_norm": False, "bias_dropout_fusion": False,
     "gradient_accumulation_fusion": False,
 }  # fmt: skip
-#: Fewer index heads give more scores of 0, and the layers break ties differently.
+#: With fewer index heads more scores are 0, and the layers break ties differently.
 _SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 32,
     "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "dsa_indexer_n_heads": 16,
@@ -133,7 +133,7 @@ def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: floa
     options = DSAOptions(indexer_loss_queries=1.0)
     config = preset("v3.2", dsa=options, **_LOCAL | _SMALL | _ROPES[rope] | {
         "dsa_indexer_use_sparse_loss": _LOSSES[loss], "dsa_indexer_loss_coeff": 0.7,
-        # Megatron rotates in bf16 only; the rotation cancels in products.
+        # Megatron rotates only in bf16; the rotation cancels in dot products.
         "dsa_indexer_rotate_activation": False,
         "use_cpu_initialization": cpu_host.needed(), "params_dtype": torch.float32,
     })  # fmt: skip
@@ -156,14 +156,14 @@ def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: floa
 
 
 def _layers(config, kernels: str, device: torch.device):
-    """Return our layer, megatron-core's with equal weights, and a remark."""
+    """Return our layer, megatron-core's layer with equal weights, and a remark."""
     spec = dsa_layer_spec(config).submodules.self_attention
     ours = build_module(spec, config=config, layer_number=1).to(device, config.params_dtype)
     generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for _, weight in sorted(ours.named_parameters()):
             drawn = torch.randn(weight.shape, generator=generator, device=device)
-            # For attention far from uniform.
+            # The factor 1.5 keeps attention far from uniform.
             weight.copy_(drawn * 1.5 * weight.shape[1] ** -0.5 if weight.dim() > 1 else
                          1 + 0.2 * drawn)  # fmt: skip
     theirs, remark = bundled_layer(config, kernels)

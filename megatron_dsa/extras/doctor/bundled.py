@@ -21,7 +21,7 @@ FUSED = ("cudnn", "tilelang")
 
 
 def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
-    """Build megatron-core's DSA layer; return it with a remark on its differences to ours.
+    """Build megatron-core's DSA layer; return the layer and a remark on how it differs from ours.
 
     ``kernels``: ``none`` (torch), or one of :data:`FUSED`.
 
@@ -38,7 +38,7 @@ def bundled_layer(config, kernels: str) -> tuple[torch.nn.Module, str]:
         remarks.append("no Hadamard rotation (fast_hadamard_transform is missing)")
     backend = get_backend(config.transformer_impl)
     spec = get_dsa_module_spec_for_backend(config, backend)
-    # Without transformer-engine it needs column-parallel layers.
+    # Without transformer-engine the down projections must be column-parallel.
     down = backend.latent_linear()
     spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
     return build_module(spec, config=config, layer_number=1), "; ".join(remarks)
@@ -58,7 +58,7 @@ def csa_modules() -> list[str]:
 
 @contextlib.contextmanager
 def declined_hooks() -> Iterator[list[str]]:
-    """Collect the functions that megatron-core declines to fuse, from its DEBUG log."""
+    """Collect the functions that megatron-core reports in its DEBUG log as not fused."""
     found: list[str] = []
 
     class Listener(logging.Handler):

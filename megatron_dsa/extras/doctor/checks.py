@@ -1,4 +1,4 @@
-"""Checks: operation calls at a shape, compared with float64."""
+"""Checks that compare the operations at one shape with float64."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -46,10 +46,10 @@ FORWARD, BACKWARD, TEACHER = (
 )
 SCORES, TOPK, ENGINE_SCORES = "indexer_scores", "indexer_topk", "indexer_engine_scores"
 LOSS = "sparse_indexer_loss"
-#: Tokens of a full-size call that are compared.
+#: Number of tokens compared in a full-size call.
 _FULL_SIZE_TOKENS = 8
 
-#: A call that returns a tuple, and its comparison.
+#: A call that returns a tuple, and the function that compares its result.
 type Step = tuple[Callable[[], tuple], Callable[..., None]]
 type Steps = Callable[[Policy, Comparison], list[Step]]
 
@@ -59,8 +59,8 @@ class Check:
     """Comparison of all implementations of some operations.
 
     Attributes:
-        calls: operation -> call; all their implementations are combined.
-        steps: the first step must repeat bit for bit.
+        calls: operation -> call; every combination of their implementations runs.
+        steps: calls to compare; the first must repeat bit for bit.
         full_size: the timed call; by default the first step.
         unsupported: reason to skip this shape.
     """
@@ -269,7 +269,7 @@ def _loss(inputs, lists, teacher, layout, policy: Policy) -> tuple[torch.Tensor,
     return loss.detach(), *torch.autograd.grad(loss, [q, k, weights])
 
 
-#: Checks, and labels; equal labels are checked once.
+#: Pairs (check, labelling function): a check runs once per distinct label.
 CHECKS: tuple[tuple[Callable, Callable[[Shape], str]], ...] = (
     (attention, Shape.attention_label),
     (selection, Shape.indexer_label),

@@ -18,12 +18,13 @@ class Verdict(Comparison):
 
     Attributes:
         implementations: operation -> name.
-        fused, deterministic: any is fused; all are declared deterministic.
-        chosen: dispatch picks exactly these.
+        fused: at least one implementation is fused.
+        deterministic: all are declared deterministic.
+        chosen: dispatch picks exactly these implementations.
         crashed: the exception as text.
         same_bits: repeats agree bit for bit; ``None`` if not repeated.
         ms: median time.
-        first_calls_s: seconds of first calls: imports, compilation, loading.
+        first_calls_s: seconds of the first calls, including imports and compilation.
         remarks: notes that do not fail the check.
     """
 
@@ -77,7 +78,7 @@ class Report:
 
     Attributes:
         asked, shapes: requested and checked shapes.
-        chosen: shape -> operation -> dispatch's pick, with reasons.
+        chosen: shape -> operation -> implementation that dispatch picks, with reasons.
         incomplete: checks that ran out of memory.
     """
 
@@ -94,7 +95,7 @@ class Report:
         return [result for result in self.results if not result.ok]
 
     def exit_code(self, allow_unfused: bool) -> int:
-        """See ``python -m megatron_dsa doctor --help``."""
+        """Return the exit code; see ``python -m megatron_dsa doctor --help``."""
         if self.wrong():
             return WRONG
         if self.incomplete or not self.results:
@@ -156,7 +157,7 @@ def _row(result: Verdict) -> dict[str, str]:
 
 def print_table(rows: list[dict[str, str]]) -> None:
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    columns.sort(key=lambda column: column == "verdict")  # variable width
+    columns.sort(key=lambda column: column == "verdict")  # last: its width varies
     widths = {c: max(len(c), *(len(row.get(c, "-")) for row in rows)) for c in columns}
     for row in [{c: c for c in columns}, *rows]:
         line = "  ".join(row.get(c, "-").ljust(widths[c]) for c in columns)
@@ -181,7 +182,7 @@ def _verdict(report: Report, code: int) -> str:
 
 
 def as_json(report: Report, code: int) -> dict:
-    """Convert to plain data; non-finite numbers become strings."""
+    """Convert to JSON types; non-finite numbers become strings."""
     results = [
         _plain(x) | {"ok": x.ok, "verdict": x.verdict, "wrong": x.wrong()} for x in report.results
     ]

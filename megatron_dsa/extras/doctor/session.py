@@ -21,10 +21,10 @@ REPEATS = 3
 
 
 class Session:
-    """Runs implementations on ``device`` and files results in ``report``.
+    """Runner of implementations on ``device``; appends the results to ``report``.
 
     Attributes:
-        timed: make and time full-size calls (GPU only).
+        timed: run and time full-size calls (GPU only).
         lost: the implementation that left the GPU unusable; nothing runs after it.
     """
 
@@ -55,7 +55,7 @@ class Session:
                         f"{checks.__name__} of {label}: out of memory in the float64 reference; "
                         "try --rows 64"
                     )
-                except RuntimeError:  # inputs on a lost GPU
+                except RuntimeError:  # a lost GPU cannot hold inputs
                     if self.lost is None:
                         raise
                     self.skip(checks.__name__, "(all)", label, self._lost())
@@ -132,11 +132,11 @@ class Session:
                 verdict.same_bits = verdict.same_bits is not False and same_bits(result, again)
             for step in others:
                 self._run(verdict, step)
-            del result, again  # memory for the full size
+            del result, again  # frees memory for the full-size call
             where = "at full size: "
             if self.timed:
                 self._time(verdict, check, policy, call)
-        except Exception as error:  # also a failing comparison
+        except Exception as error:  # failed comparisons also raise
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
             if not self._alive():
@@ -190,7 +190,7 @@ def same_bits(first: tuple, second: tuple) -> bool:
 
 
 def _dirty_memory(results: tuple) -> None:
-    """Leave NaN (or a huge id) in freed memory, to expose results that are not fully written."""
+    """Fill freed memory with NaN or huge integers, to expose results that are not fully written."""
     blocks = [
         torch.full_like(x, float("nan") if x.is_floating_point() else 2**30, requires_grad=False)
         for x in results

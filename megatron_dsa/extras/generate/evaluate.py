@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 def losses(trained: TrainedModel) -> list[tuple[str, int, float]]:
     """Return name, number of sequences and loss per token of every data set.
 
-    Without ``--full-validation``: the sequences of the training's first evaluation.
+    Without ``--full-validation``, evaluate the sequences of the training's first evaluation.
     """
     args, model, found = trained.args, trained.chunks, []
     with contextlib.redirect_stdout(io.StringIO()):

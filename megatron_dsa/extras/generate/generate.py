@@ -1,4 +1,4 @@
-"""Command ``generate``: text of a trained model, one uncached forward pass per token."""
+"""Command ``generate``: text generation with one uncached forward pass per token."""
 
 import argparse
 import logging
@@ -14,7 +14,7 @@ from megatron_dsa.extras.generate.trained_model import trained_model
 from megatron_dsa.ops.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
-#: Tables and kernels are built per length.
+#: Pad to multiples of this length: tables and kernels are built for each length.
 LENGTHS = 64
 
 
@@ -31,7 +31,7 @@ class Bytes:
 
 
 class Tokenizer:
-    """Megatron's tokenizer of the training."""
+    """The Megatron tokenizer that the training used."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -102,10 +102,10 @@ def generate(
         count: tokens to write; fewer if ``end`` comes first.
         vocabulary: upper bound of ids, exclusive.
         end: id that ends the text.
-        maximum: most tokens the model takes, including the prompt.
+        maximum: the model's context length, including the prompt.
         temperature: 0 takes the most probable token; otherwise sample softmax(logits /
             temperature).
-        generator: for sampling, on the host.
+        generator: CPU generator for sampling.
     """
     total, most = len(prompt) + count, max(maximum - len(prompt), 0)
     require(
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-#: Megatron requires an interval.
+#: Megatron requires an evaluation interval even without evaluations.
 _NO_DATA = ["--eval-iters", "0", "--eval-interval", "1"]
 
 

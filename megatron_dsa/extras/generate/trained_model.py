@@ -1,6 +1,6 @@
 """A trained model in one process, rebuilt from its checkpoint's arguments.
 
-They become the parser's defaults: flags of this machine and all checks still apply.
+The saved arguments become the parser's defaults, so flags and all checks still apply.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.quiet_output import quiet_output
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Configuration fields of a run, not its model.
+#: Configuration fields that describe a run, not its model.
 _OF_THE_RUN = (
     *("transformer_impl", "apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
@@ -48,10 +48,10 @@ _OF_THE_RUN = (
 )
 _KINDS_OF_THE_RUN = (
     *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
-    # Only for transformer-engine.
+    # These need transformer-engine.
     *("moe_router_padding_", "fine_grained_", "offload_"),
 )
-#: Model arguments outside the configuration.
+#: Model arguments that are not configuration fields.
 _MODEL = (
     *("seq_length", "max_position_embeddings", "num_experts", "swiglu", "squared_relu"),
     "hybrid_layer_pattern",
@@ -83,7 +83,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A loaded model (one chunk), its validated arguments, checkpoint and iteration."""
+    """A loaded model of one chunk, its validated arguments, checkpoint and iteration."""
 
     args: argparse.Namespace
     chunks: list[torch.nn.Module]
@@ -102,7 +102,7 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
 
 
 def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
-    """Select the arguments of the model and its data reading; with ``data`` also its data sets."""
+    """Select the arguments of the model and of reading data; with ``data`` also the data sets."""
     saved = arguments_of_gpt(saved)
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
@@ -118,7 +118,7 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     if found.get("hybrid_layer_pattern") is not None:
         found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     if found.get("train_samples") is not None:
-        found.pop("train_iters", None)  # derived
+        found.pop("train_iters", None)  # derived from train_samples
     return found
 
 
@@ -175,7 +175,7 @@ def trained_model(
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:
     model = model_config_from_args(args)
-    training.initialize_megatron(  # CPU hosts replace the attribute
+    training.initialize_megatron(  # CPU hosts patch this function
         get_embedding_ranks=embedding_ranks(model), store=torch.distributed.HashStore()
     )
     with prepare_loading(args):

@@ -49,9 +49,9 @@ _PLAIN: dict[str, Any] = {
     "monteclora_config": None,
     "megatron_config": None,
 }
-#: Initial values that leave the base unchanged.
+#: Values of ``init_lora_weights`` that leave the base weights unchanged.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-#: Settings that tensors or other checks cover, or that affect only PEFT's training.
+#: Settings that other checks cover, or that affect only training with PEFT.
 _NO_MATTER = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
@@ -91,7 +91,7 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
 def merged(
     model: torch.nn.Module, values: Callable[[str], torch.Tensor], name: str, like: torch.Tensor
 ) -> torch.Tensor:
-    """Add a linear's adapters in fp32 (fp64 models: fp64), then round to ``like``'s dtype."""
+    """Add a linear's adapters in fp32 or wider, then round to ``like``'s dtype."""
     module_name, _, own = name.rpartition(".")
     linear: Any = model.get_submodule(module_name)
     adapted: tuple[str, ...] = getattr(linear, "adapted", ())  # set by extras/lora
@@ -168,7 +168,7 @@ def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
 
 
 def _target_modules(config: Any) -> list[str]:
-    """Name the adapted linears by their last words, in full where these are ambiguous."""
+    """Return the last part of each adapted linear's name, or the full name if ambiguous."""
     adapted = linears_with_adapters(config)
     others = set(existing_linears(config, options_of(config))) - set(adapted)
     taken = {name.rpartition(".")[2] for name in others}
@@ -182,7 +182,7 @@ def import_adapter(
     names: Names,
     parallel_rank: ParallelRank = ParallelRank(),
 ) -> int:
-    """Fill the adapters of a GPT model, or a stage of one, from a PEFT directory.
+    """Fill the adapters of a GPT model, or of one pipeline stage, from a PEFT directory.
 
     Returns:
         Number of unfilled parameters (multi-token prediction).
@@ -243,7 +243,7 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
     require(kind == "LORA", f"{where} peft_type must be LORA, got {kind!r}: take a LoRA adapter")
     for name, value in given.items():
         ours = _PLAIN.get(name)
-        # Later versions of PEFT write new settings, switched off.
+        # Later PEFT versions write new settings, with values that disable them.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         same = (value or None) == (ours or None) and (name in _PLAIN or not is_number)
         if name not in _NO_MATTER and not same:
@@ -268,7 +268,7 @@ def _check_initial_values(method: Any, where: str) -> None:
         "convert it with PEFT: model.save_pretrained(directory, "
         "path_initial_model_for_weight_conversion=the adapter before training)"
     )
-    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT converts these
+    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT converts these methods
         convert = "merge it with PEFT into the base that it was trained on, and import that"
     raise ConfigError(
         f"{where} init_lora_weights = {method!r}: adapters of this method go with a base whose "

@@ -64,7 +64,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
     def stream_weights_megatron_to_hf(
         self, megatron_model, *args, **kwargs
     ) -> Iterator[HFWeightTuple]:
-        """Yield also MTP's copies of embedding and head, which Bridge's strict saving requires."""
+        """Also yield MTP's copies of embedding and head, which Bridge's strict saving requires."""
         config = get_model_config(megatron_model[0])
         prefixes = V3.mtp_prefixes(config.mtp_num_layers or 0, config.num_layers)
         for found in super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs):
@@ -96,7 +96,7 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
         )
 
     def provide(self, *args, **kwargs) -> GPTModel:
-        # The parent calls this function for transformer-engine layers.
+        # The parent's function builds MTP layers of transformer-engine.
         with mock.patch.object(gpt_provider, "mtp_block_spec", dsa_mtp_block_spec):
             model = super().provide(*args, **kwargs)
         return freeze_for_stage([model])[0]
@@ -119,13 +119,13 @@ class IndexerMetrics(Callback):
 def sparse_provider(
     bridge: AutoBridge, options: DSAOptions = DSAOptions(), load_weights: bool = True
 ) -> SparseModelProvider:
-    """Return Bridge's provider of a model, with our layers.
+    """Return Bridge's model provider with our layers.
 
-    Rope, router, norms and indexer follow config.json, the rest Bridge.
+    Rope, router, norms and indexer follow config.json, all other settings Bridge.
 
     Args:
-        bridge: of DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
-        options: ``latent_norm_epsilon`` follows the model.
+        bridge: for DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
+        options: the model's ``latent_norm_epsilon`` overrides theirs.
         load_weights: fill the model from the checkpoint.
 
     Raises:
@@ -140,8 +140,8 @@ def sparse_provider(
     provider = SparseModelProvider()
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
     provider.__dict__.update(hf.fields)
-    provider.experimental_attention_variant = None  # Megatron's
-    if not hf.mtp_layers:  # transformers' default may have them
+    provider.experimental_attention_variant = None  # would select Megatron's DSA
+    if not hf.mtp_layers:  # transformers' default may add MTP
         provider.mtp_num_layers = None
     provider.transformer_layer_spec = dsa_block_spec
     provider.dsa = dataclasses.replace(options, latent_norm_epsilon=hf.latent_norm_epsilon)
@@ -152,7 +152,7 @@ def _described(bridge: AutoBridge) -> HFModel:
     source: Any = bridge.hf_pretrained
     if isinstance(source, PretrainedConfig):
         return parse_config(source.to_dict())
-    # Read the file: classes of transformers change keys.
+    # Read the file: transformers' config classes change keys.
     found, _ = PretrainedConfig.get_config_dict(
         source.model_name_or_path, revision=bridge.hf_model_revision
     )

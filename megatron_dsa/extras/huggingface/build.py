@@ -1,4 +1,4 @@
-"""Megatron models of a config.json, on the meta device."""
+"""Megatron models built from config.json on the meta device."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -19,9 +19,9 @@ from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 def transformer_config(
     hf: HFModel, stage: Any, features: Collection[str] = (), **settings: Any
 ) -> DSATransformerConfig | CSATransformerConfig:
-    """Return the transformer configuration of a model, with ``settings`` on top.
+    """Return the transformer configuration of a model; ``settings`` override its fields.
 
-    Other ``features`` and, without ``mtp_num_layers``, multi-token prediction are left out.
+    Omit features outside ``features``, and multi-token prediction without ``mtp_num_layers``.
     """
     fields = fields_of(hf, features)
     kind = DSATransformerConfig
@@ -100,7 +100,7 @@ def empty_model(
 def widest_dtype(
     model: torch.nn.Module, stored: Callable[[str], torch.dtype | None]
 ) -> torch.dtype:
-    """Return a dtype that rounds no parameter (``stored``: its stored dtype, if any)."""
+    """Return a dtype that holds all parameters unrounded; ``stored``: name -> stored dtype."""
     config: Any = model.config
     free = [
         name

@@ -10,12 +10,12 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.names import Location
 
-#: Tensors listed in an error.
+#: Number of tensors listed in an error.
 _NAMED = 20
 
 
 class NonFinite:
-    """Count of non-finite values over a whole conversion, for one error."""
+    """Counter of non-finite values in a conversion, reported in one error."""
 
     def __init__(self, source: str, fix: str):
         self._source, self._fix = source, fix
@@ -52,7 +52,7 @@ def is_unused_bias(name: str, names: Collection[str]) -> bool:
 
 
 def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:
-    """Reject tensors of layers and experts that config.json does not count."""
+    """Reject tensors of layers or experts beyond the numbers in config.json."""
 
     def refuse(complaint: str) -> NoReturn:
         fix = "use the config.json that came with the weights"

@@ -1,4 +1,4 @@
-"""``import-hf`` and ``export-hf``: one process, no GPU, memory for a file or two."""
+"""``import-hf`` and ``export-hf``: one process without GPU, memory for one or two files."""
 
 import argparse
 import os
@@ -44,7 +44,7 @@ from megatron_dsa.training.one_process import one_process
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
-    """Write a Megatron checkpoint without optimizer state (a release)."""
+    """Write a Megatron release checkpoint, which has no optimizer state."""
     output = Path(arguments.output)
     if any(os.path.lexists(output / name) for name in (TRACKER, RELEASE)):
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
@@ -72,7 +72,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
         tensors = {name: x for name, x in state.items() if name not in objects}
 
         def values(name: str):
-            # A bias starts at zero, as in a whole model.
+            # A missing router bias starts at zero.
             fresh = name in source.report.fresh
             return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
 
@@ -193,7 +193,7 @@ def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, 
         lora_targets=saved.lora_targets,
         latent_norm_epsilon=saved.dsa_latent_norm_epsilon,
     )
-    # Without it a model has no indexer adapters.
+    # Without a loss coefficient a model has no indexer adapters.
     return {"dsa": options, "dsa_indexer_loss_coeff": saved.dsa_indexer_loss_coeff}
 
 

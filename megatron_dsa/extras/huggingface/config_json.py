@@ -28,7 +28,7 @@ _COMMON = {
     "add_bias_linear": False,
     "multi_latent_attention": True,
 }
-#: Megatron's defaults of fields that config.json cannot set.
+#: Megatron's defaults for fields that config.json cannot set.
 UNSAID: dict[str, Any] = {
     "layernorm_zero_centered_gamma": False,
     "apply_residual_connection_post_layernorm": False,
@@ -41,7 +41,7 @@ UNSAID: dict[str, Any] = {
     "glu_linear_offset": 0.0,
     POOL_SIZE: 1,
 }
-#: Text part of a multimodal config.json, and outer keys that apply to it.
+#: Key of a multimodal config.json's text part, and outer keys that apply to the text part.
 TEXT = "text_config"
 _BESIDE_TEXT = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
 
@@ -56,7 +56,7 @@ class HFModel:
         vocab_size: without padding.
         dtype: of unquantised weights; ``None``: as stored.
         latent_norm_epsilon: for MLA's latents; ``None``: as in all norms.
-        remarks: small differences of Megatron's layers.
+        remarks: small differences in Megatron's layers.
     """
 
     raw: dict[str, Any]
@@ -131,7 +131,7 @@ def _text_of(config: dict) -> dict:
 
 def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
     said = config.get("quantization_config")
-    # Releases put fp4's key at either level.
+    # Releases set ``expert_dtype`` at either level.
     fp4 = "fp4" in (config.get("expert_dtype"), (said or {}).get("expert_dtype"))
     if said is None:
         return Quantisation(None, fp4, dtype)
@@ -165,7 +165,7 @@ def model_features(config: Any) -> set[str]:
 
 
 def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return field -> (value in ``config``, value by config.json) where they differ."""
+    """Return each differing field -> (value in ``config``, value from config.json)."""
     # features.py checks whether omissions are intended.
     left_out = {
         name
@@ -193,7 +193,7 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
             # Multi-token prediction is optional.
             expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
         if name in ("moe_router_num_groups", "moe_router_group_topk"):
-            # One group means ungrouped.
+            # A single group is equal to no groups.
             actual = actual if (config.moe_router_num_groups or 1) > 1 else None
         if name == "moe_router_topk_scaling_factor" and actual is None:
             actual = 1.0

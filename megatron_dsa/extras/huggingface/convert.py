@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """Parameters ``filled``, ``fresh`` (not filled) and ``rounded``; tensors ``unused``."""
+    """Names of filled, unfilled (``fresh``) and rounded parameters, and of unused tensors."""
 
     filled: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -60,7 +60,7 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Import:
-    """Tensors of each parameter, read on demand; see :func:`import_model`."""
+    """Reader of each parameter's tensors, on demand; see :func:`import_model`."""
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class Import:
         self._check_unused()
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the stored dtype of a parameter, ``None`` if absent."""
         if name not in self._matches:
             return None
         return functools.reduce(
@@ -164,7 +163,7 @@ class Import:
         if not (whole and all(ends)):  # other ranks read the rest
             used = [self._locations[name] for match in self._matches.values() for name in match.hf]
             unused = left_by_rank(unused, used)
-        # Indexers (stage dense) and multi-token prediction are optional.
+        # The dense stage has no indexers; multi-token prediction is optional.
         left = [x.name for x in unused if not is_indexer_parameter(x.name) and not x.is_mtp]
         if left:
             raise ConfigError(
@@ -177,7 +176,7 @@ class Import:
         logger.info("imported %d tensors of %s", len(report.filled), self._directory)
         fresh = sum(map(is_indexer_parameter, report.fresh))
         indexers = sum(map(is_indexer_parameter, report.unused))
-        # With multi-token prediction, unread copies are expected.
+        # Multi-token prediction leaves its copies of shared tensors unread.
         unused = () if _mtp_layers(self._model) else report.unused
         prediction = sum(self._locations[name].is_mtp for name in unused)
         announced = 0 if self._has_mtp else self.hf.mtp_layers
@@ -196,7 +195,7 @@ class Import:
 
 
 def open_checkpoint(directory: str | Path, hf: HFModel) -> CheckpointReader:
-    """Open a checkpoint under released names."""
+    """Open a checkpoint; its tensors get released names."""
     return CheckpointReader(directory, hf.quantisation, hf.names.rename)
 
 
@@ -206,7 +205,7 @@ def import_model(
     parallel_rank: ParallelRank = ParallelRank(),
     without: Iterable[str] = (),
 ) -> Report:
-    """Fill a Megatron GPT model, in its own dtype, from a Hugging Face checkpoint.
+    """Fill a Megatron GPT model, in the model's dtype, from a Hugging Face checkpoint.
 
     Keeps the model's indexers if the checkpoint has none.
 
@@ -252,7 +251,7 @@ def _piece(
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
     padding = words.new_zeros(shape[0] - len(words), *full[1:])
-    if found.is_table:  # experts that exist, each once
+    if found.is_table:  # padding needs valid, distinct experts
         padding += torch.arange(full[1], dtype=words.dtype)
     return torch.cat([words, padding])
 
@@ -273,11 +272,11 @@ def export_model(
     values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
     precision: ReleasedPrecision | None = None,
 ) -> None:
-    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
+    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint with adapters merged.
 
     Args:
         model: unwrapped ``GPTModel`` with all layers and experts.
-        directory: without a checkpoint.
+        directory: must hold no checkpoint.
         config: the model's config.json.
         shard_bytes: maximum shard size.
         values: reads a parameter that the model does not hold.
@@ -314,7 +313,7 @@ def export_model(
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
-        nonfinite.check()  # an index would make it a checkpoint
+        nonfinite.check()  # raise before the index exists
         said = {k: v for k, v in config.items() if k != "quantization_config"}
         text = said
         if TEXT in said:
@@ -342,7 +341,7 @@ def _check_rows(hf_name: str, rows: int, hf: HFModel) -> None:
 
 
 def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:
-    """Write identity hyper-connections for plain residuals; return changes of config.json."""
+    """Write identity hyper-connections for plain residuals; return changes to config.json."""
     changes: dict[str, Any] = {}
     features = model_features(model.config)
     if HYPER_CONNECTIONS in hf.names.features.keys() - features:

@@ -1,4 +1,4 @@
-"""Optional features of a model, left out with ``--without``."""
+"""Optional features of a model, which ``--without`` omits."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def described_features(hf: HFModel) -> set[str]:
 
 
 def check_prediction(hf: HFModel, features: Collection[str]) -> None:
-    """Reject prediction other than the counted layers, such as V4-Flash-0731's DSpark stages."""
+    """Reject prediction modules that config.json does not count, such as DSpark's."""
     listed = len(hf.text.get("compress_ratios") or ())
     require(
         PREDICTION not in features or listed <= hf.num_layers + hf.mtp_layers,
@@ -45,7 +45,7 @@ def check_prediction(hf: HFModel, features: Collection[str]) -> None:
 
 
 def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection[str]) -> set[str]:
-    """Return the features to build, without identity hyper-connections."""
+    """Return the features to build, except identity hyper-connections."""
     check_names(hf, without)
     tensors = hf.names.by_feature(reader.names())
     features = described_features(hf) - set(without)
@@ -60,7 +60,7 @@ def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection
 def left_tensors(
     hf: HFModel, reader: CheckpointReader, config: Any, without: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return a checkpoint's unread tensors by feature; multi-token prediction only if named.
+    """Return unread tensors by feature; include multi-token prediction only if in ``without``.
 
     Raises:
         ConfigError: model, checkpoint and ``without`` disagree on a feature.
@@ -126,7 +126,7 @@ def _refuse(directory: Path, lost: dict[str, list[str]]) -> NoReturn:
 
 
 # V4 weights are f(scale * (fn @ streams) + base): f is a sigmoid for reading, twice a sigmoid for
-# adding, doubly stochastic for mixing. scale 0 and these bases use stream 0 and mix nothing.
+# adding, doubly stochastic for mixing. With scale 0, these bases use stream 0 without mixing.
 
 #: Saturates the sigmoid in fp32.
 _LARGE = 200.0
@@ -135,7 +135,7 @@ _LARGE = 200.0
 def _bases(streams: int) -> dict[str, torch.Tensor]:
     mix = torch.full((streams, streams), -_LARGE).fill_diagonal_(_LARGE)
     read = mix[0]
-    add = read.clamp(max=0)  # twice sigmoid(0)
+    add = read.clamp(max=0)  # 2 * sigmoid(0) = 1
     layer = torch.cat([read, add, mix.flatten()])
     return {"attn": layer, "ffn": layer, "head": read}
 
@@ -143,7 +143,7 @@ def _bases(streams: int) -> dict[str, torch.Tensor]:
 def identity(
     streams: int, hidden: int, layers: list[str], heads: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield fp32 hyper-connections that leave plain residuals, for prefixes of layers and heads."""
+    """Yield fp32 hyper-connections that act as plain residuals, by prefix of layer or head."""
     bases = _bases(streams)
     read = [(prefix, kind) for prefix in layers for kind in ("attn", "ffn")]
     for prefix, kind in read + [(prefix, "head") for prefix in heads]:

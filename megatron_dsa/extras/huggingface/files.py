@@ -34,7 +34,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         content = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    # Covers UnicodeDecodeError and JSONDecodeError.
+    # ValueError covers UnicodeDecodeError and JSONDecodeError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not valid JSON ({error}): correct it, or download it again"
@@ -70,7 +70,7 @@ def _safetensors():
 
 @dataclass(frozen=True)
 class _Stored:
-    """An unread tensor: dtype after reading, scales and their block."""
+    """A stored tensor before reading; ``dtype`` is its dtype after reading."""
 
     tensor: Any
     form: Format
@@ -82,7 +82,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of a quantised weight as stored, and their block."""
+    """Stored scales of a quantised weight, with the block size."""
 
     form: Format
     values: torch.Tensor
@@ -91,7 +91,7 @@ class Scales:
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint directory, memory-mapped; ``rename`` gives released names.
+    """Reader of a checkpoint's memory-mapped tensors; ``rename`` returns released names.
 
     Raises:
         ConfigError: no safetensors checkpoint, a broken index, missing or damaged shards, or scales
@@ -109,7 +109,7 @@ class CheckpointReader:
         package = _safetensors()
         self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
         self._shards: dict[str, Any] = {}
-        # Name -> (shard, name in it).
+        # Name -> (shard, name in the shard).
         self._where: dict[str, tuple[str, str]] = {}
         for there, shard in self._read_index().items():
             name = rename(there)
@@ -190,7 +190,7 @@ class CheckpointReader:
         if form is Format.PLAIN:
             return _Stored(tensor, form, shape, AS_STORED[dtype])
         assert scale is not None
-        if form is Format.FP4 and shape:  # two columns to a byte
+        if form is Format.FP4 and shape:  # a byte holds two columns
             shape = (*shape[:-1], 2 * shape[-1])
         scales = self._slice(scale)
         block = self.quantisation.scale_block(
@@ -205,7 +205,7 @@ class CheckpointReader:
         return self._stored(name).dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read and dequantise a tensor or its part (one bounded slice per dim)."""
+        """Read and dequantise a tensor, or its ``part``: one bounded slice per dim."""
         stored = self._stored(name)
         if part is None:
             part = tuple(slice(0, extent) for extent in stored.shape)
@@ -242,7 +242,7 @@ def _check_weight_map(index: Path, shard_of: Any) -> None:
     )
     for shard in sorted(set(shard_of.values())):
         path = PurePosixPath(shard)
-        # Hugging Face's cache consists of links.
+        # Allow symlinks: Hugging Face's cache consists of them.
         require(
             not path.is_absolute() and ".." not in path.parts and "\0" not in shard,
             f"{index}: {shard!r} leads out of the directory of the checkpoint, which is not "
@@ -256,7 +256,7 @@ def _check_weight_map(index: Path, shard_of: Any) -> None:
 
 
 class CheckpointWriter(WholeFiles):
-    """Writer of a checkpoint in bounded shards, as a context manager; a failure leaves no files.
+    """Context manager that writes a checkpoint in shards; a failure leaves no files.
 
     Raises:
         ConfigError: the directory holds a checkpoint, or ``shard_bytes`` is not positive.
@@ -284,7 +284,7 @@ class CheckpointWriter(WholeFiles):
         if self._held and self._held_bytes + size > self.shard_bytes:
             self._flush()
         self._names.add(name)
-        # Shards reject views of shared memory.
+        # safetensors rejects tensors that share memory.
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._held_bytes += size
         self._total_bytes += size

@@ -1,4 +1,4 @@
-"""Megatron flags of a config.json, without importing Megatron (seconds)."""
+"""Megatron flags for a config.json; the slow import of Megatron is not needed."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Ranges, refusals and readers of ``config.json`` keys that models share."""
+"""Ranges, checks and readers of ``config.json`` keys that models share."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from megatron_dsa.extras.huggingface.names import Names
 Fields = dict[str, Any]
 
 _LARGEST = sys.float_info.max
-#: Limits of values quoted in messages.
+#: Maximum lengths of lists and strings quoted in messages.
 _ENTRIES, _CHARACTERS = 8, 60
 
 
@@ -21,14 +21,14 @@ class Model:
     """A model type, mapped to Megatron's transformer configuration.
 
     Attributes:
-        fields: required key -> equal field.
+        fields: required key -> field with the same value.
         only: optional key -> its only supported value.
-        same: keys (or sums, ``"a + b"``) that must agree.
-        closed: key prefix -> supported keys.
-        aliases: other key -> key.
+        same: pairs of keys, or sums ``"a + b"``, that must agree.
+        closed: key prefix -> all supported keys.
+        aliases: alternative key -> key.
         converters: functions of config.json for the other fields, in order.
         latent_norm_epsilon: default ``rms_norm_eps``.
-        remarks: optional key -> a small difference of Megatron's layers.
+        remarks: optional key -> a small difference in Megatron's layers.
     """
 
     architecture: str
@@ -55,7 +55,6 @@ _ONLY = {
 
 
 def check_keys(config: dict, model: Model) -> None:
-    """Reject unknown keys and unsupported values."""
     for key, value in (_ONLY | model.only).items():
         if config.get(key, value) not in (value, None):
             refuse(key, config[key], f"only {value!r} is supported; such a model cannot be used")
@@ -70,7 +69,6 @@ def refuse(key: str, value: Any, rule: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """Shorten a value for a message."""
     most = _CHARACTERS if isinstance(value, str) else _ENTRIES
     if not isinstance(value, list | str) or len(value) <= most:
         return repr(value)
@@ -134,13 +132,13 @@ _NUMBERS = {
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE),
     **dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE),
     "hc_eps": Number(least=0, most=0.01),
-    # Releases have 1e-6 and 1e-5; 1e-2 outweighs activations.
+    # Releases use 1e-6 and 1e-5; larger values than 1e-2 would outweigh activations.
     "rms_norm_eps": Number(above=0, most=0.01),
     "factor": Number(least=1),
     "partial_rotary_factor": Number(above=0, most=1),
     "swiglu_limit": Number(least=0),
 }
-#: Other keys -> type, and its JSON name.
+#: Other keys -> (Python type, its name in JSON).
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
@@ -182,7 +180,7 @@ _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_s
 
 
 def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
-    """Return whether rope is YaRN's, with further keys ``yarn`` (``None``: forbidden)."""
+    """Return whether ``rope`` is YaRN; ``yarn``: its further keys, ``None`` to forbid YaRN."""
     keys = {"default": _PLAIN_KEYS}
     if yarn is not None:
         keys["yarn"] = _PLAIN_KEYS | _YARN_KEYS | yarn
@@ -221,7 +219,7 @@ def indexer_fields(config: dict, rope_interleaved: bool) -> Fields:
 
 
 def expert_fields(config: dict, pattern: list[int]) -> Fields:
-    """Return the fields of experts; ``pattern`` is 1 for layers with experts, else 0."""
+    """Return the expert fields; ``pattern`` has 1 for layers with experts, else 0."""
     fields = {ours: required(config, key) for key, ours in EXPERTS.items()}
     chosen = fields["moe_router_topk"]
     if chosen < 2:

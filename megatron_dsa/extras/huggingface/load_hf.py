@@ -1,4 +1,4 @@
-"""Runs from a Hugging Face checkpoint (``--dsa-load-hf``) or PEFT adapters (``--lora-load``)."""
+"""Start from a Hugging Face checkpoint (``--dsa-load-hf``) or PEFT adapters (``--lora-load``)."""
 
 import argparse
 from collections.abc import Callable

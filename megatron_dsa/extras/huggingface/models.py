@@ -1,6 +1,6 @@
 """Table of models: keys of ``config.json`` and tensor names.
 
-A misread key loads silently and gives a worse model, so unknown ones are errors.
+A misread key loads silently and gives a worse model, so unknown keys are errors.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def _heads(config: dict) -> Fields:
 
 
 def _mla(config: dict) -> Fields:
-    """Return rope's fields; both packages pair neighbouring dims."""
+    """Return the rope fields; transformers and Megatron both pair neighbouring dims."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(where) or {}
     stretched = is_yarn(rope, where, set(_MSCALES))
@@ -126,7 +126,7 @@ _SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_ski
 
 
 def _index_sharing(config: dict) -> Fields:
-    """Convert a list of indexers to Megatron's frequency and offset."""
+    """Convert the list of indexer layers to Megatron's frequency and offset."""
 
     def rule(freq: int, offset: int) -> Fields:
         return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
@@ -200,13 +200,13 @@ def _with_indexer(architecture: str, interleaved: bool) -> Model:
 # ----------------------------------------------------------------------------------- DeepSeek-V4
 
 HASH_LAYERS = "moe_hash_layers"
-#: Optional features -> their fields.
+#: Optional feature -> its fields.
 FEATURE_FIELDS = {
     HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters", "hc_collapse"),
     HASH_ROUTING: (HASH_LAYERS,),
 }
 
-#: Layer types -> compression ratio.
+#: Layer type -> compression ratio.
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": CSA_RATIO,
@@ -215,7 +215,7 @@ _LAYER_TYPES = {
 
 
 def layer_ratios(config: dict) -> list[int]:
-    """Return each layer's compression ratio, multi-token prediction last."""
+    """Return each layer's compression ratio; multi-token prediction comes last."""
     layers = required(config, "num_hidden_layers")
     total = layers + (config.get("num_nextn_predict_layers") or 0)
     rates = _LAYER_TYPES | (config.get("compress_rates") or {})
@@ -239,12 +239,12 @@ def layer_ratios(config: dict) -> list[int]:
 
 
 def _v4_rope(config: dict) -> Fields:
-    """Return both rope bases; YaRN applies to compressed layers."""
+    """Return both rope bases; YaRN applies only to compressed layers."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope: Any = config.get(where) or {}
     nested, plain = bool({"main", "compress"} & rope.keys()), {}
     if nested:
-        for name in ("compress", "main"):  # transformers reads a single one as plain rope
+        for name in ("compress", "main"):  # transformers reads one object as plain rope
             if not isinstance(rope.get(name), dict):
                 refuse(f"{where}.{name}", rope.get(name), "must be a JSON object, as its neighbour")
         plain, rope = rope["main"], rope["compress"]
@@ -257,7 +257,7 @@ def _v4_rope(config: dict) -> Fields:
     }
     if not is_yarn(rope, where, {"attention_factor"}):
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    # transformers derives it from the factor in a nested object.
+    # In a nested object, transformers derives the attention factor from ``factor``.
     factor = rope.get("attention_factor", None if nested else 1.0)
     if factor != 1.0:
         refuse(f"{where}.attention_factor", factor, "must be given, and only 1.0 is supported")
@@ -298,7 +298,7 @@ def _csa(config: dict) -> Fields:
 
 def _streams(config: dict) -> Fields:
     streams = config.get("hc_mult") or 1
-    if streams == 1:  # plain residual
+    if streams == 1:  # one stream is a plain residual
         return {"hc_mult": 1}
     return {key: required(config, key) for key in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
 
@@ -332,7 +332,7 @@ _DEEPSEEK_V4 = Model(
     },
     only={"num_key_value_heads": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
     same=(
-        ("v_head_dim", "head_dim"),  # one head of keys and values
+        ("v_head_dim", "head_dim"),  # keys and values share one head
         ("qk_head_dim", "head_dim"),
         ("head_dim", "qk_nope_head_dim + qk_rope_head_dim"),
     ),
@@ -348,7 +348,7 @@ _DEEPSEEK_V4 = Model(
 
 # --------------------------------------------------------------------------------- GLM-5.3-Flash
 
-#: Layer types -> whether they are KDA.
+#: Layer type -> 1 for KDA, else 0.
 _IS_KDA = {
     "linear_attention": 1,
     "indexed_attention": 0,
@@ -417,7 +417,7 @@ def _pooled_indexer(config: dict) -> Fields:
     return _dsa_indexer(config, interleaved=True) | {
         POOL_SIZE: size,
         "dsa_indexer_rotate_activation": False,
-        "rope_type": "rope",  # no dims
+        "rope_type": "rope",  # unused: MLA has no rope dims
         "rotary_scaling_factor": 1.0,
     }
 
@@ -451,7 +451,7 @@ _GLM_5_3_FLASH = dataclasses.replace(
 )
 
 
-#: By ``model_type``.
+#: Models by ``model_type``.
 MODELS = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _with_indexer("DeepseekV32ForCausalLM", interleaved=False),
@@ -460,7 +460,7 @@ MODELS = {
     "deepseek_v4": _DEEPSEEK_V4,
 }
 
-#: Fields read from differently named keys.
+#: Field -> its config.json key, if the names differ.
 _KEYS = {
     "rotary_base": "rope_theta",
     "csa_compress_rotary_base": "compress_rope_theta",

@@ -1,6 +1,6 @@
 """Tensors of a Hugging Face checkpoint for each parameter of a Megatron model.
 
-Released names against Megatron-Bridge's; tensors are joined, never permuted.
+Tables map released names to Megatron-Bridge's; tensors are joined, never permuted.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter.
+    """Mapping of one parameter.
 
     Attributes:
         hf: Hugging Face's names, joined along dim ``join``.
-        megatron: names, one per layer set.
-        split: over tensor-parallel ranks, each ``hf`` tensor by itself.
+        megatron: Megatron's names, one per layer spec.
+        split: tensor-parallel division, applied to each ``hf`` tensor separately.
     """
 
     hf: tuple[str, ...]
@@ -74,12 +74,12 @@ class Names:
         models: family name in messages.
         model, layer: parameters outside and inside layers.
         mtp: further parameters of multi-token prediction.
-        mtp_prefix: ``None``: numbered behind the decoder.
-        copies: repeated tensor of multi-token prediction -> original, which Megatron shares.
+        mtp_prefix: of MTP layers; ``None``: numbered after the decoder layers.
+        copies: repeated tensor in MTP -> original tensor, which Megatron shares.
         features: optional feature -> its tensors.
         quantised: weights quantised in releases.
-        scale: their scales' name.
-        rename: translates a file's name to the released one.
+        scale: name of their scales.
+        rename: translates a stored tensor name to the released name.
         outside: tensors outside the text model.
     """
 
@@ -117,7 +117,7 @@ class Names:
         )
 
     def prefix(self, layer: int, is_mtp: bool, num_layers: int) -> str:
-        """Return a layer's name prefix; ``layer`` counts from 0 in its kind."""
+        """Return a layer's name prefix; decoder and MTP layers each count from 0."""
         if is_mtp and self.mtp_prefix is not None:
             return self.mtp_prefix.format(layer)
         return self.layer_prefix.format(layer + num_layers * is_mtp)
@@ -167,7 +167,7 @@ def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) ->
     return Entry(hf, megatron, *rest)
 
 
-#: Linears of gated MLPs; experts also have a name in a grouped linear.
+#: Names of gated MLPs' linears; experts have a second name in grouped linears.
 _DENSE = ("mlp.linear_{fc}.weight",)
 _SHARED = ("mlp.shared_experts.linear_{fc}.weight",)
 _EXPERT = (
@@ -192,7 +192,7 @@ _CORE = f"{_ATTN}core_attention."
 INDEXER = f"{_CORE}indexer."
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
-# Second names: layers with a fused norm.
+# Second names are for layers with a fused norm.
 
 _V3_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -256,7 +256,7 @@ V3 = Names(
 )
 
 # ------------------------------------------------------------------------------- GLM-5.3-Flash
-# transformers saves under released names.
+# transformers saves released names.
 
 
 def _kda(hf: str, ours: str, split: Split = Split.ROWS) -> Entry:
@@ -296,7 +296,7 @@ GLM_5_3 = dataclasses.replace(
     },
     writes_copies=False,
     quantised=re.compile(r".*\.mlp\.(.*\.)?(gate|up|down)_proj\.weight"),
-    # Text-only checkpoints omit the middle part.
+    # Text-only checkpoints omit ``language_model.``.
     rename=functools.partial(
         re.sub, r"^model\.(?!language_model\.|visual\.)", "model.language_model."
     ),
@@ -370,7 +370,7 @@ V4 = Names(
         _entry("hnorm.weight", "hnorm.weight"),
         # One projection of [embedding, hidden state].
         _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
-        # Streams keep them apart: one for the embedding, one per stream.
+        # With streams, the embedding and every stream are projected separately.
         _entry("e_proj.weight", "e_proj.weight"),
         _entry("h_proj.weight", "h_proj.weight"),
         _entry("norm.weight", "final_layernorm.weight"),

@@ -16,7 +16,7 @@ _DEFAULT_OFFSET = 2
 
 
 def resolved(config: dict[str, Any], model: Model) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a config.json without aliases and with one rope object, and notes.
+    """Return config.json without aliases and with one rope object, and notes on the choices.
 
     Raises:
         ConfigError: a contradiction that transformers does not resolve.
@@ -63,7 +63,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
             _check_rotated(config, part, name, v4)
     flat_theta = None if nested else rope.get("rope_theta")
     if v4:
-        # transformers overwrites it.
+        # transformers overwrites this key.
         if flat_theta not in (None, config.get("rope_theta"), config.get("compress_rope_theta")):
             notes.append(
                 f"{where}.rope_theta = {flat_theta!r} is not used, as by transformers: rope_theta "
@@ -91,7 +91,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
 
 
 def _v4_bases(config: dict, nested: dict, where: str) -> list[str]:
-    # transformers has one default for both.
+    # transformers has one default for both bases.
     notes = []
     if config.get("rope_theta") is None and (nested.get("main") or {}).get("rope_theta") is None:
         config["rope_theta"] = _DEFAULT_THETA
@@ -170,7 +170,7 @@ def _lists(config: dict) -> list[str]:
 
 
 def _index_sharing(config: dict) -> list[str]:
-    """Note contradicting index sharing; the first wins."""
+    """Return notes on contradicting index sharing; the first key wins."""
     said = {}
     for key in ("indexer_types", "index_topk_pattern"):
         if config.get(key):

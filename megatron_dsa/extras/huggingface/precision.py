@@ -10,11 +10,11 @@ from megatron_dsa.extras.huggingface.config_json import HFModel
 from megatron_dsa.extras.huggingface.files import CheckpointReader, Scales
 from megatron_dsa.extras.huggingface.quantised import Format, quantise
 
-#: ``export-hf --quantise``.
+#: Values of ``export-hf --quantise``.
 MODES = ("fp8", "released")
-#: Default block of fp4, in columns.
+#: Default length of an fp4 block.
 _FP4_COLUMNS = 32
-#: DeepSeek-V3.2's, for a config.json without quantisation.
+#: DeepSeek-V3.2's quantisation, the default for a config.json without one.
 _USUAL = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -29,7 +29,7 @@ class ReleasedPrecision:
 
     Attributes:
         config: keys of config.json.
-        blocks, kept: quantised blocks, and those with released scales.
+        blocks, kept: counts of quantised blocks, and of blocks with released scales.
     """
 
     def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
@@ -64,14 +64,14 @@ class ReleasedPrecision:
         self._plain = tuple(said.get("modules_to_not_convert") or ())
         self.config: dict[str, Any] = {"quantization_config": said}
         if hf.names.features and "expert_dtype" not in said:
-            # Readers assume fp4 in DeepSeek-V4.
+            # Without this key, readers assume fp4 in DeepSeek-V4.
             self.config["expert_dtype"] = "fp4" if fp4 else "fp8"
         self.uses_release = release is not None and release.is_quantised
         self._release = release if self.uses_release else None
         self.blocks = self.kept = 0
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the stored tensors for one, ``name`` first."""
+        """Yield the tensors to store for a parameter, ``name`` first."""
         released = self._release is not None and name in self._release
         scales = self._released_scales(name, tensor) if released else None
         if released and scales is None:

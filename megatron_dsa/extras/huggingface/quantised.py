@@ -8,10 +8,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Values of 4-bit codes (e2m1) without sign.
+#: Magnitudes of the 4-bit e2m1 codes.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-#: Length of dim 0 dequantised at a time.
+#: Size of the dim-0 slices that are dequantised at a time.
 _ROWS = 1024
 
 
@@ -20,8 +20,6 @@ def scale_names(name: str) -> tuple[str, ...]:
 
 
 class Format(enum.Enum):
-    """Storage of a weight."""
-
     PLAIN = "floating point numbers, or integers of a table"
     FP8 = "fp8 numbers with a scale for every block"
     FP4 = "two fp4 numbers to a byte, with a scale for every few numbers of a row"
@@ -34,7 +32,7 @@ PLAIN = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-#: Suffixes of hash routing tables.
+#: Name suffix of hash-routing tables.
 _TABLE = ".tid2eid"
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 #: Dtypes read unchanged.
@@ -46,7 +44,7 @@ _SCALES = (*PLAIN, "F8_E8M0")
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Quantisation by config.json: block of fp8 weights, dtype of dequantised ones."""
+    """Quantisation in config.json: fp8 block size, and dtype after dequantisation."""
 
     block: tuple[int, int] | None = None
     fp4_experts: bool = False
@@ -90,7 +88,7 @@ class Quantisation:
     def scale_block(
         self, name: str, form: Format, shape: tuple[int, ...], scales: tuple[int, ...], stored: str
     ) -> tuple[int, int]:
-        """Return the block of a quantised weight (``shape``: unpacked) from its scales."""
+        """Return the block size of a quantised weight of unpacked ``shape``."""
         require(
             stored in _SCALES and len(shape) == len(scales) == 2 and min(scales) > 0,
             f"{name}: its scales are {stored} of shape {scales}, and must be a matrix of "
@@ -157,8 +155,8 @@ _ELEMENTS = 1 << 22
 class Quantised(NamedTuple):
     """A quantised weight: ``[m, n]`` fp8, or ``[m, n / 2]`` int8 with two fp4 numbers each.
 
-    Low bits come first; ``scales`` is ``[ceil(m / block), ceil(n / block)]`` fp32, ``kept`` of them
-    given.
+    Low bits come first. ``scales`` is ``[ceil(m / block), ceil(n / block)]`` fp32; ``kept`` counts
+    the given scales.
     """
 
     weight: torch.Tensor
@@ -175,7 +173,7 @@ def quantise(
     given: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Quantised:
-    """Quantise a matrix by ``scale = max |w| / largest number``, to nearest, ties to even.
+    """Quantise a matrix with ``scale = max |w| / largest number``, rounding to nearest even.
 
     A block keeps a ``given`` scale that reproduces its values to the bit.
 
@@ -185,7 +183,7 @@ def quantise(
         block: size; smaller at the edges.
         powers_of_two: round scales up to powers of two.
         given: ``[ceil(m / block), ceil(n / block)]``.
-        dtype: of the values dequantised by ``given``.
+        dtype: of values dequantised with ``given``.
     """
     rows, columns = weight.shape
     height, width = block
@@ -219,7 +217,7 @@ def quantise(
 
 
 def _in_blocks(weight: torch.Tensor, block: tuple[int, int], count: int) -> torch.Tensor:
-    """Return ``[lines, height, count, width]``, zero-padded at the edges."""
+    """Return blocks ``[lines, height, count, width]``, zero-padded at the edges."""
     rows, columns = weight.shape
     height, width = block
     below, right = -rows % height, count * width - columns
@@ -257,7 +255,7 @@ def _magnitudes(values: torch.Tensor) -> torch.Tensor:
     between = (numbers[1:] + numbers[:-1]) / 2
     sizes = values.abs()
     low, high = (torch.bucketize(sizes, between, right=right) for right in (False, True))
-    # A tie takes the even code, whose mantissa is even.
+    # Ties round to the even code, which has an even mantissa.
     return torch.where(low == high, low, low + low % 2)
 
 

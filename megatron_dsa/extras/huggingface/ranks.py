@@ -1,4 +1,4 @@
-"""Slices of full tensors on a rank of a parallel model."""
+"""Slices of full tensors that a rank of a parallel model holds."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_dsa.extras.huggingface.names import Entry, Split
 
 @dataclass(frozen=True)
 class ParallelRank:
-    """Position of a rank in the grid; default: unsplit.
+    """Position of a rank in the parallel grid; the default is a single rank.
 
     Attributes:
         tensor, expert_tensor, expert: ``(rank, size)`` in each group.
@@ -50,7 +50,7 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def global_name(name: str, parallel_rank: ParallelRank) -> str:
-    """Number a name's layer and expert as in the whole model."""
+    """Return the name with global layer and expert numbers."""
     rank, size = parallel_rank.expert
     if layer := _LAYER.fullmatch(name):
         name = f"{layer[1]}{int(layer[2]) + parallel_rank.first_layer}{layer[3]}"
@@ -65,7 +65,7 @@ def global_name(name: str, parallel_rank: ParallelRank) -> str:
 
 
 def part(entry: Entry, shape: tuple[int, ...], parallel_rank: ParallelRank) -> tuple[slice, ...]:
-    """Return this rank's slice of each ``entry.hf`` tensor of ``shape``, vocabulary padded."""
+    """Return this rank's slice of each ``entry.hf`` tensor; ``shape`` has vocabulary padding."""
     rank, size = parallel_rank.shard(entry)
     whole = tuple(slice(0, extent) for extent in shape)
     if size == 1:

@@ -1,4 +1,4 @@
-"""Distributed Megatron checkpoints, one tensor at a time.
+"""Distributed Megatron checkpoints, read and written one tensor at a time.
 
 The ``sharded_state_dict`` of a ``build.empty_model`` maps parameters to stored slices.
 """
@@ -60,7 +60,7 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class StoredParameters:
-    """Reader of a distributed checkpoint, falling back to its adapters' base."""
+    """Reader of a distributed checkpoint; ``base`` supplies tensors that it lacks."""
 
     def __init__(self, directory: str | Path, base: str | Path | None = None):
         self._reader = FileSystemReader(directory)
@@ -73,7 +73,6 @@ class StoredParameters:
         return self if stored or self._base is None else self._base
 
     def read(self, entry: Entry) -> torch.Tensor:
-        """Read a parameter in its stored dtype."""
         if isinstance(entry, ShardedTensorFactory):
             return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
         return self._read(entry)
@@ -120,10 +119,10 @@ def write_checkpoint(
 
     Args:
         directory: empty.
-        entries: sharded state dict by the names for ``values``.
-        values: returns a parameter, cast to its entry's dtype.
-        others: small remainder of the state dict.
-        file_bytes: approximate file size, and memory used.
+        entries: name -> entry of the sharded state dict.
+        values: returns a parameter by name; the result is cast to its entry's dtype.
+        others: the rest of the state dict, small.
+        file_bytes: approximate size of a file, and memory used.
     """
     dist_checkpointing.save(others, str(directory))  # also writes the metadata files
     saved = FileSystemReader(directory).read_metadata()
@@ -142,7 +141,7 @@ def write_checkpoint(
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(is_coordinator=True)
-    # torch holds a file's tensors until it is complete: write one plan per file, as if from ranks.
+    # torch holds a file's tensors until the file is complete: write one plan per file.
     plans = writer.prepare_global_plan([SavePlan([]), *plans])[1:]
     results = [writer.write_data(plan, _Lazily(make)).wait() for plan in plans]
     metadata.state_dict_metadata |= saved.state_dict_metadata
@@ -153,7 +152,7 @@ def write_checkpoint(
 def _plans(
     entries: dict[str, Entry], file_bytes: int
 ) -> tuple[list[SavePlan], dict[MetadataIndex, tuple[str, int]]]:
-    """Return a plan per file; each item's parameter and piece number."""
+    """Return a plan per file, and item index -> (parameter, piece number)."""
     plans, where, size = [SavePlan([])], {}, 0
     for name, entry in entries.items():
         for number, part in enumerate(_parts(entry)):

@@ -1,6 +1,6 @@
 """Comparison of config.json with the arguments of the exported training.
 
-Tensors fit under any rope base or epsilon; a wrong one loads and is worse.
+A wrong rope base or epsilon changes no shape: it loads silently and gives a worse model.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from megatron_dsa.extras.huggingface.models import key_of
 from megatron_dsa.training.checkpoint_names import arguments_of_gpt
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Arguments without a configuration field -> key and its only value.
+#: Arguments without a configuration field -> (config.json key, its only value).
 _ARGUMENTS = {
     "untie_embeddings_and_output_weights": ("tie_word_embeddings", True),
     "position_embedding_type": ("rope_theta", "rope"),
 }
-#: Epsilons fixed by model types, --norm-epsilon if unset.
+#: Epsilons that some model types fix; unset arguments are not compared.
 _FIXED = ("dsa_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon")
 
 
@@ -34,10 +34,10 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
     """Compare config.json with the arguments in a distributed checkpoint.
 
     Returns:
-        Notes on intended or inexpressible differences.
+        Notes on differences that are intended or that config.json cannot express.
 
     Raises:
-        ConfigError: config.json contradicts them; names keys, flags and both values.
+        ConfigError: config.json contradicts them.
     """
     saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
     if saved is None:
@@ -119,7 +119,7 @@ def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str
 
 
 def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
-    """Return a training's configuration for one process, also for other training programs."""
+    """Return the configuration of a training, run by any program, for one process."""
     generate = load_extra("generate.trained_model", "export-hf")
     planner = load_extra("planner.command", "export-hf")
     said = generate.taken_over(saved, data=False)
@@ -127,11 +127,11 @@ def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
     said |= {"train_iters": 1, "micro_batch_size": 1, "lr": 1e-4}
     said["padded_vocab_size"] = said.get("padded_vocab_size") or hf.vocab_size
     said.setdefault("dsa_stage", "sparse" if hf.has_indexer else "dense")
-    # Rules that concern only training.
+    # Satisfy rules that concern only training.
     said |= {"attention_dropout": 0.0, "experimental_attention_variant": None}
     unsaid = {name: said.pop(name) for name in UNSAID if name in said and name != POOL_SIZE}
     with planner.parsed(["megatron_dsa"], 1, False, generate.adding(said)) as args:
         config: Any = model_config_from_args(args).transformer
-    # Some layer sets reject them, which concerns only runs.
+    # Set after validation: some layer specs reject these fields.
     vars(config).update(unsaid)
     return config

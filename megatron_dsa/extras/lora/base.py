@@ -1,4 +1,4 @@
-"""Frozen base of adapters: checkpoints name it by path and content and hold no copy.
+"""Frozen base of adapters; checkpoints hold its path and a digest instead of a copy.
 
 A base is a complete distributed checkpoint outside ``--save``, read at every start.
 """
@@ -24,12 +24,12 @@ from megatron_dsa.training.checkpoint_names import same_under_another_name
 from megatron_dsa.training.checkpoints import stored_entries
 from megatron_dsa.training.launching import this_rank
 
-#: A base of a terabyte is checked in a second.
+#: Sampled blocks per file: a terabyte is checked in a second.
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _FILES = re.compile(r"\.metadata|metadata\.json|common\.pt|.*\.distcp")
 _MOVED: dict[str, Path] = {}
 
-#: Saved as ``path`` and ``content``.
+#: Saved keys: ``path`` and ``content``, a digest.
 type Reference = dict[str, str | None]
 
 
@@ -40,7 +40,7 @@ def describe(directory: Path) -> Reference:
 
 @functools.cache
 def content_of(directory: Path) -> str:
-    """Digest names, sizes and sampled blocks of a checkpoint's files."""
+    """Return a digest of a checkpoint's file names, sizes and sampled blocks."""
     digest = hashlib.sha256()
     for path in sorted(x for x in directory.iterdir() if _FILES.fullmatch(x.name)):
         size = path.stat().st_size
@@ -91,9 +91,9 @@ def frozen_entries(base: Path) -> dict[str, ShardedBase]:
 
 
 def saving_without(base: Path, reference: Reference) -> Callable:
-    """Return Megatron's ``dist_checkpointing.save`` without tensors held by a base.
+    """Wrap Megatron's ``dist_checkpointing.save`` to skip tensors that a base holds.
 
-    Saved are tensors that the base lacks or holds in another shape.
+    Tensors that the base lacks or holds in another shape are saved.
     """
     held = functools.cache(lambda: frozen_entries(base))
 
@@ -106,7 +106,7 @@ def saving_without(base: Path, reference: Reference) -> Callable:
         return held()[found.key].global_shape == found.global_shape
 
     def save(sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.is_initialized():  # equal arguments on all ranks
+        if torch.distributed.is_initialized():  # all ranks must save the same digest
             content = [reference["content"]]
             torch.distributed.broadcast_object_list(content, src=0)
             reference["content"] = content[0]

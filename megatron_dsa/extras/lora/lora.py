@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA; Hu et al. 2021) on the frozen weights of parallel linears.
 
-``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zero. ``B``
-is sharded like the rows of ``W``, or ``A`` like its columns; the other factor is replicated.
-Weights that are read directly: :func:`megatron_dsa.layers.linears.weight_of`.
+``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zero. Where
+``W`` is sharded along dim 0, ``B`` is; along dim 1, ``A``. The other factor is replicated. Code
+that uses a weight directly calls :func:`megatron_dsa.layers.linears.weight_of`.
 """
 
 import functools
@@ -30,7 +30,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules.lora import modules_of_linears, rank_and_alpha
 from megatron_dsa.layers.linears import ReplicatedLinear, replicated_draws
 
-#: Dim 0 (column-parallel), dim 1 (row-parallel), or unsharded.
+#: Sharded dim of the weight: 0, 1 or none.
 Split = Literal["rows", "columns", "none"]
 
 
@@ -38,7 +38,7 @@ class AdaptedLinear:
     """Mixin for linears of Megatron or this package.
 
     Attributes:
-        parts: released checkpoints' linears stacked in this one, of equal size.
+        parts: released linears of equal size that this linear stacks.
         adapted: the parts with adapters.
         ranks: size of ``adapter_group``, the tensor-parallel group.
     """
@@ -70,7 +70,7 @@ class AdaptedLinear:
         return torch.cat(down), torch.block_diag(*up)
 
     def _shared(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return ``A x [..., n rank]`` for ``B``'s tokens, split by sequence parallelism."""
+        """Gather or reduce-scatter ``A x [..., n rank]`` under sequence parallelism."""
         if self.ranks == 1 or self.split == "none":
             return inner
         if self.split == "rows":
@@ -85,7 +85,7 @@ class AdaptedLinear:
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         own = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
         adapters = {name: x for name, x in own.items() if is_adapter_parameter(name)}
-        # Missing on torch's linears.
+        # torch's linears lack this method.
         describe = getattr(super(), "sharded_state_dict", None)
         state, others = {}, own
         if describe is not None:
@@ -129,7 +129,7 @@ def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
 def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> None:
     """Add adapters to a linear, in place.
 
-    ``parts``: linears stacked in it; ``adapted``: those that get adapters.
+    ``parts``: released linears that it stacks; ``adapted``: parts that get adapters.
     """
     (rank, alpha), split = rank_and_alpha(options_of(config)), _split_of(linear)
     ranks = config.tensor_model_parallel_size
@@ -143,7 +143,7 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
     linear.__class__ = _adapted_class(kind)
     linear.parts, linear.adapted = map(_last_words, (parts, adapted))
     linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
-    # Missing on unsplit linears.
+    # Unsplit linears lack ``tp_group``.
     group = getattr(linear, "tp_group", None)
     linear.adapter_group = (
         parallel_state.get_tensor_model_parallel_group() if group is None else group
@@ -187,7 +187,7 @@ def _split_of(linear: Any) -> Split:
 
 
 def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Parameter:
-    """Draw ``A`` equally on all ranks."""
+    """Draw the same ``A`` on all ranks; return this rank's shard."""
     device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
     whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
     if not whole.is_meta:
@@ -200,7 +200,7 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
 
 
 def print_adapters(models: list[Any], config: Any) -> None:
-    """Print trained and frozen parameters; collective."""
+    """Print the numbers of trained and frozen parameters; collective."""
     counts = {True: 0, False: 0}
     for model in models:
         for parameter in model.parameters():

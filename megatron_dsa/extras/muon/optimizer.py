@@ -14,14 +14,12 @@ from megatron_dsa.layers.weight_blocks import IS_TABLE, block_rows, is_sharded, 
 
 
 def is_left_to_adamw(parameter: torch.Tensor) -> bool:
-    """Return whether AdamW updates a parameter under ``--optimizer muon``, like DeepSeek-V4."""
+    """Return whether AdamW updates a parameter under ``--optimizer muon``, as in DeepSeek-V4."""
     embeds = getattr(parameter, "is_embedding_or_output_parameter", False)
     return parameter.dim() != 2 or bool(embeds) or getattr(parameter, IS_TABLE, False)
 
 
 class _ByBlock:
-    """Mixin for Megatron's Muon."""
-
     pg_collection: Any
     tp_mode: str
     scaled_orthogonalize_fn: Any
@@ -31,7 +29,7 @@ class _ByBlock:
         self._sharing: dict[tuple[int, ...], Any] = {}
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the scaled update of ``grad [rows, columns]``, the local part."""
+        """Return the scaled update for the local gradient ``grad [m, n]``."""
         pattern = block_rows(p)
         if pattern is not None:
             return self._by_block(p, grad, pattern)
@@ -52,7 +50,7 @@ class _ByBlock:
         return torch.cat(done, dim=1).flatten(0, 1)
 
     def _sharers(self, group, count: int) -> Any:
-        """Return the group of the ranks that share this rank's block, created on first use."""
+        """Return the process group that shares this rank's block; create it on first use."""
         if count == get_pg_size(group):
             return group
         ranks = torch.distributed.get_process_group_ranks(group)
@@ -70,9 +68,9 @@ class BlockMuon(_ByBlock, TensorParallelMuon):
 
 
 class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
-    """``--optimizer adaptive_muon``: scales by whole blocks, after the second moment.
+    """``--optimizer adaptive_muon``, with updates scaled by block shape after the second moment.
 
-    megatron-core 0.19 scales before it, emerging-optimizers 0.3 by the local shape.
+    megatron-core 0.19 scales before the second moment, emerging-optimizers 0.3 by local shape.
     """
 
     def __init__(self, *args, scale_mode: str = "spectral", extra_scale_factor: float = 1.0,

@@ -26,7 +26,7 @@ MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
 
 @functools.cache
 def read_marks_of_muon() -> None:
-    # fp32 copies of parameters keep this attribute.
+    # Megatron copies registered attributes to fp32 main parameters.
     layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[ROW_BLOCKS] = None
     left = ParamKey(predicate=ParamPredicate(name="left_to_adamw", fn=is_left_to_adamw))
     for name, optimizer_class in MUON.items():
@@ -36,7 +36,7 @@ def read_marks_of_muon() -> None:
             optimizer_cls=optimizer_class,
             default_param_overrides={left: {"optimizer": "adam"}},
         )
-    # Called again when buffers are divided.
+    # Megatron also calls this function when it divides the gradient buffers.
     original = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
 
     @functools.wraps(original)
@@ -53,8 +53,8 @@ _LISTS = ("dp_cp_params_list", "expt_dp_params_list")
 def repair_gather_of_layer_wise_optimizer() -> None:
     """Gather parameters of the narrower dtype; broadcast the others.
 
-    megatron-core 0.19 receives all in the first one's dtype. gloo also rejects parts of different
-    sizes.
+    megatron-core 0.19 receives all parameters in the dtype of the first one. gloo also rejects
+    tensors of different sizes.
     """
     optimizer_class: Any = LayerWiseDistributedOptimizer
     original = optimizer_class.allgather_params
@@ -73,7 +73,7 @@ def repair_gather_of_layer_wise_optimizer() -> None:
         gathered: dict[str, Any] = dict.fromkeys(_LISTS)
         alone = dict(lists)
         for name, each in lists.items():
-            # The original takes the dtype of rank 0's first parameter.
+            # The original function uses the dtype of rank 0's first parameter.
             if whole and each is not None and any(p.dtype == dtypes[0] for p in each[0]):
                 gathered[name] = [[p for p in ps if p.dtype == dtypes[0]] for ps in each]
                 alone[name] = [[p for p in ps if p.dtype != dtypes[0]] for ps in each]

@@ -31,7 +31,7 @@ _LEFT_OUT = ("output_layer.", "decoder.layers.*.mlp.")
 def released_kinds(
     name: str, per_head: Literal["none", "attention", "all"] = "none"
 ) -> Counter[Kind]:
-    """Count a preset's parameters by kind, without allocation."""
+    """Count a preset's parameters by kind, without allocating them."""
     released = PRESETS[name]
     streams = ("hc_mult", "hc_collapse")
     changes: dict[str, Any] = {key: AROUND[name][key] for key in streams if key in AROUND[name]}

@@ -36,7 +36,7 @@ class Kind:
         name: without numbers and model wrappers.
         shape: over all tensor-parallel ranks.
         blocks: matrices that Muon orthogonalises per parameter.
-        block_rows: height of consecutive blocks; empty for one matrix.
+        block_rows: dim-0 sizes of consecutive blocks; empty for one matrix.
     """
 
     optimizer: str
@@ -49,7 +49,7 @@ class Kind:
 def kinds_of(
     models: Iterable[torch.nn.Module], tensor_ranks: int, expert_ranks: int = 1
 ) -> Counter[Kind]:
-    """Count the trained parameters of this rank's stages, over tensor and expert ranks."""
+    """Count the trained parameters of this pipeline rank, over tensor and expert ranks."""
     found: Counter[Kind] = Counter()
     for model in models:
         for name, parameter in model.named_parameters():
@@ -80,7 +80,7 @@ def table_of(kinds: Counter[Kind]) -> list[str]:
     for kind in matrices:
         shape = f"[{', '.join(map(str, kind.shape))}]"
         table.append((kind.optimizer, kind.name, shape, str(kinds[kind]), _blocks(kind)))
-    # The list of vectors may be wider.
+    # Entries of vectors may exceed the column width.
     widths = [max(len(row[column]) for row in table if row[2] != "vectors") for column in range(4)]
     return [
         "  ".join(f"{text:{width}}" for text, width in zip(row, [*widths, 0], strict=True)).rstrip()

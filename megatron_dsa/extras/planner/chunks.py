@@ -18,7 +18,7 @@ from megatron_dsa.ops.dispatch import Choice
 
 @dataclass(frozen=True)
 class Layer:
-    """A transformer layer; ``kept``: bytes for the backward, per microbatch."""
+    """A transformer layer; ``kept``: bytes saved for the backward, per microbatch."""
 
     number: int
     is_mtp: bool
@@ -29,7 +29,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters and hash-routing entries; ``expert``: reduced over expert data parallelism."""
+    """Weights of one kind; ``expert``: gradients are reduced over expert data parallelism."""
 
     expert: bool
     trained: bool
@@ -39,13 +39,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A model chunk (one virtual pipeline stage), in bytes per microbatch.
+    """A model chunk, i.e. a virtual pipeline stage, with bytes per microbatch.
 
     Attributes:
         outside: modules other than layers.
-        kept: alive between forward and backward.
-        forward_peak, backward_peak: without weights.
-        received: per group.
+        kept: bytes alive between forward and backward.
+        forward_peak, backward_peak: peak bytes without weights.
+        received: bytes received per process group.
     """
 
     layers: tuple[Layer, ...]
@@ -60,12 +60,12 @@ class Chunk:
 def measure_rank(args, model, pg_collection) -> list[Chunk]:
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
-    forget_layouts()  # tables differ per rank
+    forget_layouts()  # cached tables differ per rank
     names = _group_names(pg_collection)
     builder = model.get_builder_cls()(model)
     size = args.virtual_pipeline_model_parallel_size
     device: Any = torch.cuda.current_device()
-    with device:  # routers start on the CPU
+    with device:  # routers are otherwise created on the CPU
         chunks = build_virtual_pipeline_stages(builder.build_model, pg_collection, size)
     for hook in model.pre_wrap_hooks:
         chunks = hook(chunks) or chunks
@@ -99,7 +99,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     layers = _follow_layers(chunk, tracker)
     for parameter in chunk.parameters():
         if parameter.requires_grad:
-            # Megatron counts its buffer apart and frees this.
+            # Megatron frees this gradient; its gradient buffer is counted separately.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     with tracker:
         output, gradient = _forward(args, chunk)
@@ -110,7 +110,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     if not chunk.pre_process:
         received["pipeline"] += chunk.decoder.input_tensor.nbytes
     if not chunk.post_process:
-        received["pipeline"] += output.nbytes  # its gradient's size
+        received["pipeline"] += output.nbytes  # size of the received gradient
     outside = ["embedding"] if chunk.pre_process else []
     outside += ["output layer and loss"] if chunk.post_process else []
     return Chunk(
@@ -120,7 +120,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    # Like Megatron's custom_backward: torch's miss recomputation under host()'s mode.
+    # Like Megatron's custom_backward; torch's backward misses recomputation under host().
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -162,7 +162,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
     if not config.mtp_num_layers or len(chunk.decoder.layers):
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
-        # Head output and its streams.
+        # Inputs are the head's output and the streams.
         tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers
@@ -170,7 +170,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
 
 
 def _packed(args, tokens: torch.Tensor):
-    """Pack one document per sequence: the most keys."""
+    """Pack one document per sequence, the case with the most keys."""
     if not args.dataloader_inter_document_masking:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -1,4 +1,4 @@
-"""``--dsa-dry-run``: a job's plan or first error."""
+"""``--dsa-dry-run``: prints a job's plan or its first error."""
 
 import argparse
 import contextlib
@@ -25,12 +25,12 @@ from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.setup import model_config_from_args
 
-#: Larger plans print their duration.
+#: Plans of more layers print an estimate of their duration.
 _MANY_LAYERS = 100
 
 
 def dry_run(argv: list[str]) -> int:
-    """Plan and print the job of ``argv`` (with the program's name).
+    """Plan and print the job of ``argv``, which begins with the program's name.
 
     Returns:
         0 if the job fits, 1 if its memory does not, 2 if it would not start.
@@ -83,7 +83,7 @@ def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) -> Plan:
-    """Plan a command line for ``world`` GPUs; raise as start-up would."""
+    """Plan a command line for ``world`` GPUs; raise the errors of start-up."""
     with host(gpu.capability, device), parsed(argv, world) as args:
         if args.num_layers > _MANY_LAYERS:
             print(
@@ -105,7 +105,7 @@ def parsed(
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
-    argv, quiet = list(argv), io.StringIO()  # Megatron prints them
+    argv, quiet = list(argv), io.StringIO()  # Megatron prints arguments
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):
         preset_flags(argv, planning)
         args = arguments.parse_args(add_arguments)

@@ -1,4 +1,4 @@
-"""A job's ranks on one machine without a GPU or real process groups."""
+"""Emulation of a job's ranks on one machine, without a GPU or real process groups."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
-    """Emulate a GPU of ``capability`` (``None``: a CPU)."""
+    """Emulate a GPU of ``capability``, or a CPU if ``None``."""
     cuda = mock.patch.multiple(torch.cuda, **_cuda(capability, device))
     patches = [cuda, *_state_of_the_process()]
     with contextlib.ExitStack() as stack:
@@ -37,7 +37,7 @@ def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str,
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,  # costs no memory
+        L2_cache_size=50 * 2**20,  # arbitrary: no effect on memory
     )
     streams = dict.fromkeys(("Stream", "Event"), NoStream)
     ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
@@ -56,7 +56,7 @@ def _nothing(*_args, **_kwargs) -> None:
 
 
 def _random_state(*_args, **_kwargs) -> torch.Tensor:
-    return torch.get_rng_state()  # meta tensors draw nothing
+    return torch.get_rng_state()  # meta tensors draw no random numbers
 
 
 def _state_of_the_process() -> Iterator[Any]:
@@ -84,7 +84,7 @@ def _state_of_the_process() -> Iterator[Any]:
         (IndexerLog._state, "sums", None),
         (moe_logging, "_MOE_METRICS_TRACKER", None),
         (MTPLossLoggingHelper, "tracker", {}),
-        # Schedules keep device tensors there.
+        # Schedules store device tensors in these classes.
         (MoEAuxLossAutoScaler, scale, None),
         (MTPLossAutoScaler, scale, torch.tensor(1.0)),
     ):
@@ -112,7 +112,7 @@ def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def ranks(args, rank: int) -> Iterator:
-    """Emulate one rank (pipeline outermost); yield Megatron's groups."""
+    """Emulate one rank, with pipeline ranks outermost; yield Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -143,7 +143,7 @@ def ranks(args, rank: int) -> Iterator:
                 create_gloo_process_groups=False,
             )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        # Batches need the device's backend.
+        # Batched transfers need the device's backend.
         with mock.patch.object(torch.distributed, "batch_isend_irecv", one_by_one):
             yield ProcessGroupCollection.use_mpu_process_groups()
     finally:

@@ -9,7 +9,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.extras.planner.chunks import Chunk, Weights
 from megatron_dsa.versions import installed_version, why_not_transformer_engine
 
-#: Matrix product workspaces on Hopper: forward and backward threads.
+#: cuBLAS workspaces on Hopper: 32 MiB for each of the forward and backward threads.
 LIBRARIES = 2 * 32 * 2**20
 
 
@@ -46,7 +46,7 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
 
 
 def _most_kept(args, kept: Sequence[int], extra: Sequence[int]) -> int:
-    """Return the peak activation bytes; ``extra`` is either pass's peak above ``kept``."""
+    """Return the peak activation bytes; ``extra``: peak above ``kept`` in forward or backward."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import (
         get_pp_rank_microbatches,
@@ -90,14 +90,14 @@ def _state_bytes(args, weights: Weights) -> int:
     if args.use_precision_aware_optimizer:
         main = args.main_params_dtype.itemsize
         if _keeps_main_parameters(args) and main == 4 and args.bf16 and weights.itemsize == 2:
-            main = 2  # the bits that bf16 lacks
+            main = 2  # the low 16 bits, which bf16 lacks
         return main + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     moments = 8 if args.optimizer == "adam" else 4 if args.sgd_momentum else 0
     return moments + (4 if weights.itemsize < 4 else 0)
 
 
 def _keeps_main_parameters(args) -> bool:
-    # transformer-engine's precision-aware Adam holds them.
+    # If not, transformer-engine's precision-aware Adam holds the main parameters.
     if args.main_params_dtype != torch.float32:
         return True
     return args.fp8_recipe in (None, "delayed")  # Megatron tests only the recipe
@@ -112,14 +112,14 @@ def _step_bytes(args, weights: Weights) -> int:
 
 
 def _uses_transformer_engine() -> bool:
-    # Assume the training machine's packages match.
+    # Assume that the training machine has the same packages.
     if torch.cuda.is_available():
         return why_not_transformer_engine(has_gpu=True) is None
     return installed_version("transformer-engine") is not None
 
 
 def refuse_uncounted(args) -> None:
-    """Reject optimizers, wrappers and layers that are not counted."""
+    """Reject optimizers, wrappers and layers whose memory is not counted."""
     for name in (
         "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading",
         "fine_grained_activation_offloading",

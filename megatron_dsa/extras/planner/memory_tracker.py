@@ -1,4 +1,4 @@
-"""Memory and traffic of a computation."""
+"""Tracking of a computation's memory and communication."""
 
 import sys
 import weakref
@@ -22,15 +22,15 @@ _COLLECTIVES = {
     c10d.broadcast_.default: (1, 0, 1),
     c10d.allgather_.default: (2, 0, 1),
 }
-#: Whole tensors from one rank.
+#: Operations that receive whole tensors from one rank.
 _RECEIVES = (c10d.recv_.default,)
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks new storages on any device.
+    """Tracker of new storages on any device.
 
-    Autograd sums gradients in place, but not under a dispatch mode: a sum counts only if all terms
-    stay alive.
+    Autograd sums gradients in place, but not under a dispatch mode: the output of a sum counts only
+    if all terms stay alive.
     """
 
     def __init__(self, name_of: Callable[[ProcessGroup], str] = lambda group: "ranks"):
@@ -38,9 +38,9 @@ class MemoryTracker(TorchDispatchMode):
         self.live = self._peak = 0
         self.received: Counter[str] = Counter()
         self._bytes: dict[int, int] = {}
-        #: Storage -> backward node.
+        #: Storage -> backward node that created it.
         self._makers: dict[int, int] = {}
-        #: Live bytes with the last gradient sum, and its possible outputs.
+        #: Live bytes with the last gradient sum, and terms that may hold the sum in place.
         self._sum: tuple[int, list[int]] | None = None
         self._name_of = name_of
 
@@ -56,12 +56,12 @@ class MemoryTracker(TorchDispatchMode):
         return self.live
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Exclude tensors (parameters) that operations may return views of."""
+        """Exclude parameters and buffers, since operations may return views of them."""
         for tensor in tensors:
             self._bytes.setdefault(tensor.untyped_storage()._cdata, 0)
 
     def __enter__(self):
-        # Megatron frees recomputed tensors by resizing.
+        # Megatron frees recomputed tensors by resizing their storage.
         resize = torch.UntypedStorage.resize_
         tracker = self
 
@@ -122,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
     def _terms(self, args, node: int) -> list[int]:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         keys = [x.untyped_storage()._cdata for x in tensors]
-        # A node's intermediate sums are no gradient sums.
+        # Sums inside one backward node are no gradient sums.
         if all(self._makers.get(key) == node for key in keys):
             return []
         return [key for key, x in zip(keys, tensors, strict=True) if self._may_be_written(key, x)]
@@ -152,8 +152,8 @@ class MemoryTracker(TorchDispatchMode):
 
 def _autograd_calls() -> bool:
     """Return whether autograd itself called this operation."""
-    frame = sys._getframe(2)  # below __torch_dispatch__
-    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # its wrapper
+    frame = sys._getframe(2)  # caller of __torch_dispatch__
+    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # torch's wrappers
         frame = frame.f_back
     return "run_backward" in frame.f_code.co_names
 

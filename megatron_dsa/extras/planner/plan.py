@@ -1,4 +1,4 @@
-"""Plan of a job: every pipeline rank built, checked and measured."""
+"""Plan of a job, for which every pipeline rank is built, checked and measured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make_plan(args, model, gpu: GPU) -> Plan:
-    """Build and measure every pipeline rank; raise as start-up would."""
+    """Build and measure every pipeline rank; raise the errors of start-up."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     refuse_uncounted(args)
@@ -89,7 +89,7 @@ def _naming_rank(args, pp_rank: int):
 
 @contextmanager
 def _for_planning(config) -> Iterator[list[str]]:
-    """Run without values or a GPU; yield remarks."""
+    """Change ``config`` to run without values or a GPU; yield remarks on the changes."""
     from megatron.core.transformer.moe import moe_utils
 
     changes: dict[str, Any] = {"perform_initialization": False}
@@ -137,7 +137,7 @@ def _as_local_layers(config) -> dict[str, Any]:
         # Only transformer-engine's linears fuse these.
         "gradient_accumulation_fusion": False,
         "defer_embedding_wgrad_compute": False,
-        # Absent from local layers; neither changes a size.
+        # Local layers lack both; neither changes a size.
         "layernorm_zero_centered_gamma": False,
         "quant_recipe": None,
     }

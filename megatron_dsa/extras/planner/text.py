@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Text of a plan."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Command ``prepare-data``: shards tokenised in parallel and joined to one data set."""
+"""Command ``prepare-data``: tokenises shards in parallel and joins them to a data set."""
 
 import argparse
 import multiprocessing
@@ -17,7 +17,7 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.extras.prepare_data.shards import Record, Shard, Workspace
 from megatron_dsa.extras.prepare_data.tokens import byte_tokens, hugging_face_tokens
 
-#: Seconds between lines: on a terminal, in a file.
+#: Seconds between progress lines: on a terminal, in a file.
 _EVERY = (1, 10)
 _MB = 10**6
 _NAMED = 10
@@ -71,7 +71,7 @@ def _without_documents(records: list[Record]) -> str:
 
 
 def _finish(workspace: Workspace, shards: list[Shard], workers: int) -> list[Record]:
-    """Write the missing shards; return all records in order."""
+    """Write the missing shards; return the records of all shards in order."""
     records = [workspace.record(shard) for shard in shards]
     missing = [i for i, record in enumerate(records) if record is None]
     if len(missing) < len(shards):
@@ -90,7 +90,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-#: In a worker: workspace, bytes read by all, stop event.
+#: State of a worker: workspace, bytes read by all workers, stop event.
 _worker: tuple[Workspace, Any, Any]
 
 
@@ -106,7 +106,7 @@ def _start_worker(workspace: Workspace, consumed: Any, stop: Any, parent: int) -
 
 
 def _end_with(parent: int) -> None:
-    """Exit when the parent was killed."""
+    """Exit when the parent process has ended."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -125,7 +125,7 @@ def _write(shard: Shard) -> Record:
 
 
 class _Pool:
-    """Forked workers: the tokenizer is loaded once."""
+    """Pool of forked workers, which share a loaded tokenizer."""
 
     def __init__(self, workspace: Workspace, workers: int) -> None:
         context = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Documents of input files (JSON lines, parquet, plain text) in independent pieces."""
+"""Reader of JSON lines, parquet and plain text files, by independent pieces."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from megatron_dsa.errors import ConfigError, VersionError, require
 TEXT, LINES, PARQUET, TOPICS = "text", "lines", "parquet", "topics"
 _ENDINGS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: Records in memory.
+#: Parquet records read at a time.
 _ROWS = 256
 _NAMED = 3
 TOPICS_NAME = "Python's language reference"
@@ -29,8 +29,8 @@ class Piece:
 
     Attributes:
         kind: :data:`TEXT`, :data:`LINES`, :data:`PARQUET` or :data:`TOPICS` (no file).
-        start, stop: bytes of plain JSON lines (lines that begin there), row groups of parquet;
-            other files are whole.
+        start, stop: bytes in which JSON lines begin, or numbers of parquet's row groups; other
+            files are whole.
         size: bytes, for progress.
     """
 
@@ -48,7 +48,7 @@ def python_documentation() -> list[str]:
 
 
 def cut(path: str, most: int, reader: "Reader") -> list[Piece]:
-    """Cut a file into pieces of about ``most`` bytes, in order.
+    """Cut a file into consecutive pieces of about ``most`` bytes.
 
     Compressed and text files stay whole. Reads the first JSON line, to report a wrong key early.
 
@@ -127,7 +127,7 @@ class Reader:
         key: JSON key or parquet column of the text.
         skip_broken: skip unreadable records instead of raising.
         skipped: reason -> number of documents.
-        named: the first broken records.
+        named: names of the first broken records.
     """
 
     key: str
@@ -186,7 +186,7 @@ def _json_type(value: Any) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield content and the raw file, whose position is the progress."""
+    """Yield the decompressed stream and the raw file, whose position measures progress."""
     with open(path, "rb") as raw:
         try:
             yield (gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw), raw

@@ -1,4 +1,4 @@
-"""Shards of a data set: written atomically, reused after restarts, joined."""
+"""Shards of a data set, which are written atomically, reused after restarts and joined."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ _OWN_FILE = re.compile(rf"([0-9a-f]{{24}}|{_JOINED})\.(bin|idx|json)")
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces that become one file, named by a digest."""
+    """Pieces that are written to one file; ``name`` is a digest."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -37,8 +37,6 @@ class Shard:
 
 @dataclass(frozen=True)
 class Record:
-    """Counts of a finished shard."""
-
     documents: int
     tokens: int
     longest: int
@@ -72,7 +70,7 @@ class Workspace:
         return Reader(self.key, self.skip_broken)
 
     def plan(self, paths: Iterable[str] | None, most: int) -> list[Shard]:
-        """Cut files (``None``: Python's documentation) into shards of ``most`` bytes."""
+        """Cut files, or Python's documentation by default, into shards of about ``most`` bytes."""
         pieces = [Piece(TOPICS_NAME, TOPICS, 0, 0, 0)]
         if paths is not None:
             pieces = [piece for path in paths for piece in cut(path, most, self.reader())]
@@ -103,11 +101,11 @@ class Workspace:
         return self
 
     def __exit__(self, kind, _error, _traceback) -> None:
-        if kind is None:  # else keep finished shards
+        if kind is None:  # on errors, keep finished shards
             for file in self.folder.iterdir():
                 if _OWN_FILE.fullmatch(file.name):
                     file.unlink()
-        with contextlib.suppress(OSError):  # may hold others' files
+        with contextlib.suppress(OSError):  # the folder may hold other files
             self.folder.rmdir()
 
     def record(self, shard: Shard) -> Record | None:
@@ -154,7 +152,7 @@ class Workspace:
                 builder = IndexedDatasetBuilder(
                     str(files.path(f"{_JOINED}.bin")), dtype=self.tokens.dtype
                 )
-                gc.freeze()  # add_index collects garbage every time
+                gc.freeze()  # each add_index collects garbage
                 try:
                     for part in parts:
                         builder.add_index(str(part))
@@ -172,7 +170,7 @@ class Workspace:
 
 
 class _Builder:
-    """Megatron's builder, with document lengths."""
+    """Megatron's data-set builder, which also records document lengths."""
 
     def __init__(self, files: WholeFiles, name: str, dtype: type[numpy.number]) -> None:
         self._files, self._name = files, name
@@ -184,12 +182,12 @@ class _Builder:
         self.lengths.append(len(ids))
 
     def finish(self) -> None:
-        self._builder.data_file.flush()  # attribute errors to this file
+        self._builder.data_file.flush()  # so that errors name this file
         self._builder.finalize(str(self._files.path(f"{self._name}.idx")))
 
 
 def write_byte_dataset(documents: Iterable[str], prefix: str | Path) -> int:
-    """Write ``<prefix>.bin`` and ``<prefix>.idx`` of :func:`.byte_tokens`; return the token count.
+    """Write texts as :func:`.byte_tokens` to ``<prefix>.bin`` and ``.idx``; return the token count.
 
     Skips empty documents. Replaces existing files, the index last.
 

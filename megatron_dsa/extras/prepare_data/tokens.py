@@ -1,4 +1,4 @@
-"""Tokenizers of ``prepare-data``: bytes, or Hugging Face as loaded by the training."""
+"""Tokenizers of ``prepare-data``: bytes, or Hugging Face's as the training loads them."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_dsa.errors import require
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB
 
-#: Files that may change ids.
+#: Suffixes of files that may change ids.
 _FILES = {".json", ".txt", ".model", ".tiktoken"}
 
 
@@ -25,7 +25,7 @@ class Tokens:
     Attributes:
         end: ids appended to every document.
         vocabulary: exclusive upper bound of ids.
-        identity: differs where ids may differ.
+        identity: text that differs if ids may differ.
         flags: training flags for the data.
     """
 
@@ -74,7 +74,7 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
     )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"})
-    own = tokenizer.tokenize("")  # special tokens of every text
+    own = tokenizer.tokenize("")  # special tokens added to every text
     end, note = tokenizer.eod, ""
     if append_eod:
         require(

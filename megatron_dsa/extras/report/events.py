@@ -18,14 +18,13 @@ class RunLog:
 
     Attributes:
         name: unique in a report.
-        scalars: tag -> ``(step, value)``, ascending steps; of a step written twice (resumed run),
-            the later value.
+        scalars: tag -> ``(step, value)``, ascending steps; if a resumed run repeats a step, the
+            later value.
         restarts: tag -> values in writing order, for counters that restarts reset.
         texts: tag -> last text.
-        starts: first step and ``--dsa-stage`` (or "") of every process whose steps count,
-            ascending; empty if no arguments were written.
+        starts: first step and ``--dsa-stage`` (or "") of every process whose steps were not
+            overwritten, ascending; empty if no arguments were written.
         sessions: first and last write of every process, Unix seconds.
-        folder: of the event files.
     """
 
     name: str
@@ -100,11 +99,11 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Strip common path parts."""
+    """Return the paths without their common parts."""
     if len(paths) == 1:
         return ["/".join(paths[0].parts[-2:])]
     parts = [path.parts for path in paths]
-    # A run may lie in another's folder.
+    # A run's folder may contain another run.
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
     while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
@@ -122,7 +121,7 @@ def read_run(name: str, folder: Path) -> RunLog:
         from tensorboard.backend.event_processing import event_accumulator as accumulator
     except ImportError as error:
         raise missing_package("tensorboard") from error
-    # The default subsamples long series.
+    # By default TensorBoard subsamples long series.
     events = accumulator.EventAccumulator(
         str(folder),
         size_guidance={accumulator.SCALARS: 0, accumulator.TENSORS: 0},
@@ -167,7 +166,6 @@ def _sessions(begun: set[float], times: set[float]) -> tuple[tuple[float, float]
 
 
 def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:
-    """Return first steps and stages of processes whose steps count."""
     stages = written.get("dsa_stage") or [(step, "") for step, _ in written.get("seq_length", ())]
     found: list[tuple[int, str]] = []
     for loaded, stage in stages:

@@ -11,7 +11,7 @@ from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.training.provenance import MACHINE, SOFTWARE
 
-#: Optional figures -> tag prefix, and flags to enable them.
+#: Optional metric -> tag prefix, and flags that enable the metric.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -22,7 +22,7 @@ ON_REQUEST = {
 
 REST = "everything else"
 
-#: Lists of data files are long.
+#: Maximum characters of an argument: lists of data files are long.
 SHOWN = 200
 
 
@@ -41,7 +41,7 @@ def last(log: RunLog, tag: str) -> float | None:
 def compiled(log: RunLog, series: Series) -> Series:
     """Drop the points whose time includes compilation, unless none would remain.
 
-    Megatron's next ``iteration-time`` after a start includes the first iteration.
+    Megatron's first ``iteration-time`` after a start includes the first iteration.
     """
     times = [step for step, _ in log.scalars.get("iteration-time", ())]
     kept = series
@@ -52,10 +52,10 @@ def compiled(log: RunLog, series: Series) -> Series:
 
 
 def step_shares(log: RunLog) -> dict[str, float]:
-    """Return a step's seconds by operation, the rest last; negative if operations took longer.
+    """Return a step's seconds per operation and the remaining seconds, which may be negative.
 
-    Means over common steps of the last stage, trimmed: medians would not add up. Empty without
-    ``--dsa-time-operations``.
+    Values are trimmed means over the last stage's common steps, since medians would not add up.
+    The result is empty without ``--dsa-time-operations``.
     """
     times = log.scalars.get("iteration-time", [])
     end = times[-1][0] if times else 0
@@ -81,7 +81,6 @@ def step_shares(log: RunLog) -> dict[str, float]:
 
 
 def tokens_per_second(log: RunLog) -> Series:
-    """Return the job's tokens per second by step; empty if unknown."""
     length = log.texts.get("seq_length", "")
     batches = dict(log.scalars.get("batch-size", ()))
     if not length.isdigit():

@@ -24,7 +24,7 @@ from megatron_dsa.training.files.whole import whole_file
 
 matplotlib.rcParams["text.parse_math"] = False  # run names may hold dollar signs
 
-#: Placeholders that the page replaces in light and dark mode.
+#: Placeholder colours that the page replaces in light and dark mode.
 _INK, _GRID = "#010203", "#040506"
 _LOOK = {
     "font.size": 9,
@@ -88,7 +88,6 @@ def _links(files: dict[str, Path], page: Path) -> dict[str, str]:
 
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
-    """Return a chart as SVG; ``None`` if empty."""
     colors = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK}
     colors |= {"xtick.color": _INK, "ytick.color": _INK, "grid.color": _GRID}
     with pyplot.rc_context(_LOOK | colors):

@@ -15,7 +15,7 @@ from megatron_dsa.extras.report.events import RunLog, Series
 from megatron_dsa.extras.report.facts import compiled, tokens_per_second
 from megatron_dsa.metrics.tags import FIGURES
 
-#: Readable on light and dark, and for most colour-blind people.
+#: Line colours readable on light and dark pages, also for most colour-blind people.
 COLORS = (
     "#2b7bba", "#e08214", "#1b9e77", "#c2539d", "#d6483b", "#7b6fd0", "#8f7a2f", "#3aa6b9",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def _look_of(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart by step; ``draw`` returns whether it drew anything."""
+    """One chart over steps; ``draw`` returns whether it drew anything."""
 
     title: str
     text: str
@@ -47,7 +47,7 @@ class Panel:
         axis.set(xlabel="step", ylabel=self.ylabel)
         if self.format is not None:
             axis.yaxis.set_major_formatter(self.format)
-        if axis.get_yscale() == "log":  # page.py draws no formulas
+        if axis.get_yscale() == "log":  # page.py disables math text
             axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
         if drawn:
             if len(axis.get_legend_handles_labels()[1]) > 1:
@@ -74,7 +74,7 @@ def _mark_stages(axis, runs: list[RunLog]) -> None:
 def thinned(
     series: Series, points: int = 400, breaks: Sequence[int] = ()
 ) -> list[tuple[float, float]]:
-    """Average a series to about ``points``; NaN interrupts the line at ``breaks``."""
+    """Average a series down to about ``points``; NaN interrupts the line at ``breaks``."""
     stretch = -(-len(series) // points)
     means: list[tuple[float, float]] = []
     for _, part in itertools.groupby(series, key=lambda point: bisect(breaks, point[0])):
@@ -104,7 +104,7 @@ def validations(log: RunLog) -> dict[str, Series]:
 
 
 def smoothed(series: Series) -> Series:
-    """Return exponential means over 1/20 of a series, without NaNs."""
+    """Return exponential moving averages over 1/20 of a series, skipping NaN."""
     keep = 1 - 1 / max(2, len(series) / 20)
     means: Series = []
     total = weight = 0.0
@@ -137,7 +137,7 @@ def _later(series: Series) -> list[float]:
 
 
 def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> bool:
-    """Draw a run's layers, or the mean and range of several runs', interrupted between stages."""
+    """Draw the layers of one run, or mean and range for several; break lines between stages."""
     drawn = []
     for number, run in enumerate(runs):
         layers = run.layers(tag)

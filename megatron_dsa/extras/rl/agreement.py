@@ -13,7 +13,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
 from megatron_dsa.ops.layout.positions import check_form
 
-#: Sorts after every position.
+#: Sentinel that sorts after every position.
 _NONE = torch.iinfo(torch.int32).max
 _BYTES_PER_ENTRY = 48
 
@@ -23,10 +23,10 @@ class LayerAgreement:
     """Agreement of one layer's selections on one rank.
 
     Attributes:
-        tokens: tokens with keys in both; differing: those with other keys.
-        keys: recorded keys of these tokens; common: those also selected.
+        tokens: number of tokens with keys in both; differing: number with unequal keys.
+        keys: number of recorded keys in these tokens; common: number also selected.
         first: first token that differs, or ``None``.
-        recorded_only, selected_only: some keys of that token, ascending.
+        recorded_only, selected_only: some keys of token ``first``, ascending.
     """
 
     layer: int
@@ -73,7 +73,7 @@ def compare_selections(
             :class:`~megatron_dsa.extras.rl.replay.IndexCapture`; ``K`` may differ.
         tokens: int64 ``[local tokens]``, their indices among all tokens; ``None``: all.
         rank: for messages.
-        shown: keys listed of the first differing token, per kind.
+        shown: maximum keys to list of the first differing token, per kind.
         workspace_bytes: budget for temporary memory.
 
     Returns:
@@ -148,7 +148,7 @@ class LogProbGap(NamedTuple):
             training minus rollout; never negative.
         mean: mean of ``-d``, the plain estimate, may be negative.
         largest: largest ``|d|``.
-        token: its index among all tokens.
+        token: index of that token.
         tokens: number of counted tokens.
     """
 

@@ -8,14 +8,14 @@ Training on rollouts replays the engine's selections::
     with replay.on(model):
         forward_backward_func(...)
 
-:class:`IndexCapture` collects selections in the same form
+:class:`IndexCapture` collects selections in the same format
 (:mod:`megatron_dsa.ops.layout.positions`).
 
-Layers are numbered from 1 over all stages; only selecting layers count: with index sharing the
-first of each group, in V4 those of ratio 4, whose positions count groups.
+Layers are numbered from 1 over all stages. Only selecting layers are replayed: with index sharing
+the first layer of each group, in V4 layers of ratio 4, where positions are group numbers.
 
-Microbatches pass a layer in order, forward and backward: it needs two queues, of coming
-microbatches and of those to recompute.
+Microbatches pass a layer in the same order in forward and backward, so each layer has two queues:
+upcoming microbatches, and microbatches to recompute.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from megatron_dsa.ops.layout.positions import (
 
 
 class IndexReplay:
-    """Positions of coming microbatches, for every selecting layer.
+    """Positions of upcoming microbatches for every selecting layer.
 
     Args:
         microbatches: added in order, see :meth:`add`.
     """
 
     def __init__(self, microbatches: Iterable[Mapping[int, torch.Tensor]] = ()):
-        self._layers: dict[int, CoreAttention] | None = None  # of this rank, while in use
+        self._layers: dict[int, CoreAttention] | None = None  # layers of this rank, while in use
         self._given: list[Mapping[int, torch.Tensor]] = []
         self._next: dict[int, deque[torch.Tensor]] = {}
         self._again: dict[int, deque[torch.Tensor]] = {}
@@ -59,12 +59,12 @@ class IndexReplay:
 
         Args:
             indices: layer number -> positions, int32 ``[tokens, K]`` with ``K`` at most the model's
-                top-k, for this rank's query tokens or for those of all ranks that share the
-                microbatch. Layers of other pipeline stages may be included. Host tensors (best
-                pinned) are moved when their layer runs.
+                top-k, for the query tokens of this rank or of all ranks that share the
+                microbatch. Layers of other pipeline stages may be included. Host tensors, best
+                pinned, are moved when their layer runs.
 
         Raises:
-            ConfigError: not of this form, or unfit for the model in use.
+            ConfigError: not in this format, or unfit for the model in use.
         """
         for layer, positions in indices.items():
             check_form(positions, f"indices[{layer}]")
@@ -75,7 +75,7 @@ class IndexReplay:
 
     @contextmanager
     def on(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterator[IndexReplay]:
-        """Replay into the layers of ``model`` (or of its chunks).
+        """Replay into the layers of a model or of its chunks.
 
         Raises:
             ConfigError: at the start, if layers or widths do not fit the model; inside, if a
@@ -193,7 +193,7 @@ class IndexCapture:
 
     @contextmanager
     def on(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterator[IndexCapture]:
-        """Collect the selections of ``model``'s layers (or of its chunks')."""
+        """Collect the selections in the layers of a model or of its chunks."""
         layers = _selecting_layers(model, "capture")
         for layer in layers:
             self._selected.setdefault(layer, [])

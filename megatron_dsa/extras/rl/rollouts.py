@@ -1,7 +1,7 @@
 """Rollout engines' records of selections and routed experts (SGLang, vLLM).
 
-Formats: ``docs/guide/rl.md``. Engines have no record of a sequence's last sampled token; no loss
-depends on it, so its entries are filled in.
+Formats: ``docs/guide/rl.md``. Engines do not record a sequence's last sampled token; no loss
+depends on its keys or experts, so functions here fill them in.
 """
 
 import base64
@@ -51,7 +51,7 @@ def read_sglang(
     Args:
         response: of one sequence.
         field: recorded quantity.
-        layers: of the record, see :func:`record_layers`; experts: all layers of the model.
+        layers: number in the record, see :func:`record_layers`; experts: all layers of the model.
         width: keys per query (``index_topk`` of ``config.json``), or experts per token.
         start: ``routed_experts_start_len`` of the request.
 
@@ -137,7 +137,7 @@ def selecting_layers(config: Any) -> list[int]:
 
 
 def record_layers(config: Any, engine: Engine) -> tuple[int, dict[int, int]]:
-    """Return the layer count of a record of selections, and selecting layer -> column.
+    """Return the number of layers in a selection record, and selecting layer -> column.
 
     SGLang records every layer of V3.2 and GLM-5, including those that reuse a selection, and for V4
     the layers of ratio 4. vLLM records the layers with an indexer.
@@ -162,10 +162,10 @@ def selections_of(
     """Convert records to a microbatch for :class:`~megatron_dsa.extras.rl.replay.IndexReplay`.
 
     Args:
-        records: of selections, one per sequence, from the first token on.
+        records: selections, one record per sequence, from the first token on.
         lengths: tokens of each sequence, including the last sampled one.
         columns: layer number -> column, see :func:`record_layers`.
-        padded_lengths: of packed sequences with padding after each; default ``lengths``.
+        padded_lengths: lengths including the padding after each packed sequence.
         alternating: an unpacked microbatch ``[s, b]``, sequences alternating token by token.
         ratio: positions per key, 4 for V4.
 
@@ -196,8 +196,7 @@ def experts_of(
     padded_lengths: Sequence[int] | None = None,
     alternating: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Convert records to routed experts of a microbatch: layer number -> int64 ``[tokens,
-    experts]``.
+    """Convert records to a microbatch's experts: layer number -> int64 ``[tokens, experts]``.
 
     ``RouterReplay.set_replay_data`` takes a list of these (``--moe-enable-routing-replay``).
     Arguments and errors: :func:`selections_of`. A sequence's last token and padding get the first
@@ -216,7 +215,7 @@ def experts_of(
 
 
 def _whole(records, lengths, padded_lengths, last) -> Iterator[torch.Tensor]:
-    """Yield sequences' records ``[padded length, layers, K]``, -1 padded."""
+    """Yield each sequence's record ``[padded length, layers, K]``, -1 padded."""
     padded = list(lengths if padded_lengths is None else padded_lengths)
     require(
         len(records) == len(lengths) == len(padded),

@@ -36,8 +36,7 @@ def compress(
         values, scores: ``[tokens, c * d]``; ``c`` is 2 with overlap, else 1.
         ape: ``[ratio, c * d]``, ratio at least 2.
         overlap: a group also pools the positions of the previous group.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, policy: see :func:`indexer_topk`.
 
     Returns:
         ``[tokens // ratio, d]``: group ``g`` of the sequence that starts at token ``o`` is at index
@@ -85,7 +84,7 @@ _DIFFERENTIABLE = ("values", "scores", "ape")
 
 
 def _fake_gradients(a):
-    _fake_keys(a)  # checks the arguments
+    _fake_keys(a)
     return like(*_DIFFERENTIABLE)(a)
 
 

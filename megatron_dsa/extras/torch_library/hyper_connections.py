@@ -90,13 +90,13 @@ def _read_backward(
     gradients = [dnormed] if dpost is None or dcomb is None else [dnormed, dpost, dcomb]
     found = derivatives(run, (streams, fn, base, scale, weight), gradients)[1]
     dx, dfn, dbase, dscale, dweight = found
-    # Both are views of one tensor; results must not alias.
+    # dbase and dscale are views of one tensor; results must not alias.
     return dx, dfn, dbase, dscale.clone(), dweight
 
 
 @registered("write_streams")
 def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = "") -> Tensor:
-    # A write ignores ``normed``.
+    # write_streams ignores ``normed``.
     read = StreamsRead(output, streams, post, comb)
     return api.write_streams(output, read, policy=policy_of(policy))
 

@@ -86,7 +86,7 @@ def _topk(
         IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
         policy=policy_of(policy),
     )  # fmt: skip
-    return indices, length.clone()  # the layout keeps a reference
+    return indices, length.clone()  # the layout keeps ``length``
 
 
 def _check(inputs: IndexerInputs, lengths: tuple[Any, ...], ratio: int, **queries: Tensor) -> None:
@@ -113,7 +113,7 @@ def sparse_indexer_loss(
 
     Args:
         q, k, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
-        indices, topk_length: of :func:`indexer_topk`, instead of a layout.
+        indices, topk_length: results of :func:`indexer_topk`; they replace a layout.
         teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite, not
             negative, summed over ranks that shard heads. Not differentiable.
         policy: which implementations may run.
@@ -186,8 +186,7 @@ def dense_indexer_loss(
     Args:
         q_index, k_index, weights, relu: see :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
         q, k, softmax_scale, other_lse, lse: of the teacher's attention; not differentiable.
-        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio, policy: see :func:`indexer_topk`.
 
     Returns:
         fp32 scalar, differentiable in the indexer's tensors; the forward also computes their
@@ -249,7 +248,7 @@ def _dense_loss(
 
 
 def _wide(x: Tensor, q_index: Tensor) -> Tensor:
-    """Widen fp16 to fp32: gradients exist before the loss scale is applied."""
+    """Widen fp16 to fp32: gradients are computed before the loss scale applies."""
     return x.float() if q_index.dtype == torch.float16 else x
 
 

@@ -38,12 +38,11 @@ def key_lists(
 
     Args:
         tokens: ``[Sq, ...]``, only its length and device are used.
-        window: latest positions that a query sees, including itself.
+        window: number of latest positions that a query sees, including itself.
         ratio: positions per compressed key; 0: only the window.
         selected, selected_length: of :func:`indexer_topk` at this ratio; ``None``: all compressed
             keys of the past.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, policy: see :func:`indexer_topk`.
 
     Returns:
         ``indices`` int32 ``[Sq, width]``, -1 padded, and ``length`` int32 ``[Sq]``.
@@ -63,7 +62,7 @@ def _fake_lists(a):
     if a.selected is not None:
         width = a.selected.shape[1] + width
     else:
-        # At least 1, like KeyLists.
+        # KeyLists is at least 1 wide.
         width = max(width + (longest // a.ratio if a.ratio else 0), 1)
     return tuple(a.tokens.new_empty(s, dtype=torch.int32) for s in ((count, width), (count,)))
 
@@ -79,7 +78,7 @@ def _key_lists(
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
     if selected is not None and selected.numel() > 0:
-        # It would address a token's key.
+        # A larger index would address a token's key.
         rule = f"selected must be compressed slots below {lists.offset}, or -1"
         fine = selected.amax() < lists.offset
         require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)

@@ -51,8 +51,7 @@ def visible_bits(
 
     Args:
         tokens: ``[Sq, ...]``, only its length and device are used.
-        cu_seqlens, max_seqlen, cu_seqlens_padded: see :func:`indexer_topk`.
-        policy: which implementations may run.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, policy: see :func:`indexer_topk`.
     """
     return _visible_bits(tokens, cu_seqlens, cu_seqlens_padded, max_seqlen, policy_text(policy))
 
@@ -70,7 +69,7 @@ def _visible_bits(
 ) -> Tensor:  # fmt: skip
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     bits = api.visible_bits(layout, policy_of(policy))
-    # The layout caches its bits.
+    # Copy: the layout caches its bits.
     return bits.clone() if cu_seqlens is None else bits
 
 
@@ -85,7 +84,7 @@ def masked_attention(
     want_p_sum: bool = False,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend; arguments: see :func:`megatron_dsa.dsa_kernels.masked_attention`.
+    """Compute attention; see :func:`megatron_dsa.dsa_kernels.masked_attention`.
 
     :func:`sparse_indexer_loss` trains the indexer on ``p_sum``, separately from this backward.
     """

@@ -31,7 +31,6 @@ def policy_text(policy: Policy) -> str:
 
 @functools.lru_cache(maxsize=64)
 def policy_of(text: str) -> Policy:
-    """Parse the text of :func:`policy_text`."""
     known = {field.name for field in dataclasses.fields(Policy)}
     values: dict[str, Any] = {}
     try:
@@ -57,11 +56,10 @@ def registered[**Arguments, Result](
     Autocast is off inside, as in every backward. Results have the strides of ``new_empty(shape)``.
 
     Args:
-        name: name of the operation.
-        fake: takes a namespace of the arguments and returns empty results. Default: the function
-            with faked operations. Functions that build a layout or run in blocks need their own,
-            because their host sizes would compile a graph per number of tokens; so do functions
-            that call autograd.
+        fake: takes a namespace of the arguments and returns empty results; default: the function
+            itself on fake tensors. Functions that call autograd must pass one, and functions that
+            build a layout or run in blocks: their host sizes would compile a graph per number of
+            tokens.
     """
 
     def register(function: Callable[Arguments, Result]):
@@ -128,8 +126,8 @@ def register_backward(
     def differentiate(ctx, *given):
         if given[0] is None:
             return (None,) * len(arguments)
-        given = (*given, *(None,) * gradients)[:gradients]  # a head has one result
-        # Non-reentrant checkpoints unpack tensors once.
+        given = (*given, *(None,) * gradients)[:gradients]  # read_head has one result
+        # Non-reentrant checkpointing unpacks saved tensors only once.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         found = backward(*given, *(other if x is None else x for x, other in pairs))
         by_name = dict(zip(of, found, strict=True))
@@ -159,7 +157,7 @@ def layout_of(
     cu_seqlens_padded: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> Layout:
-    """Return a packed layout, or of one sequence without ``cu_seqlens``."""
+    """Return a packed layout, or the layout of one sequence without ``cu_seqlens``."""
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     if cu_seqlens is None:
         return bshd_layout(tokens, 1, device)
@@ -176,7 +174,7 @@ def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
 
 
 def index_layout(layout: Layout, ratio: int) -> Layout:
-    """Return the visibility of index keys, compressed above a ratio of 1."""
+    """Return the layout of index keys, which are compressed above a ratio of 1."""
     check_ratio(ratio)
     return layout if ratio == 1 else visible_groups(layout, ratio)
 
@@ -186,7 +184,7 @@ def check_ratio(ratio: int) -> None:
 
 
 class TokenCounts(NamedTuple):
-    """A layout's attributes for argument checks of fakes, which have no values."""
+    """Layout attributes for argument checks on fake tensors, which have no values."""
 
     num_queries: int
     num_keys: int

@@ -27,7 +27,7 @@ def sparse_attention(
     in_order: bool = False,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
-    """Attend; arguments: see :func:`megatron_dsa.dsa_kernels.sparse_attention`.
+    """Compute attention; see :func:`megatron_dsa.dsa_kernels.sparse_attention`.
 
     :func:`sparse_indexer_loss` trains the indexer on ``p_sum``, separately from this backward.
     """
