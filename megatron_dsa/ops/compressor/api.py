@@ -29,8 +29,8 @@ def compress(
             overlap, else 1.
         ape: ``[ratio, c * d]`` fp32 (fp64), added to the scores by position.
         keys: the groups, from :func:`megatron_dsa.ops.layout.compressed.compressed_keys`.
-        overlap: a group also pools the previous group's positions, in the first ``d`` channels; its
-            positions use the last ``d``.
+        overlap: a group pools the previous group's positions in the first ``d`` channels, and its
+            positions in the last ``d``.
 
     Returns:
         ``[keys.count, d]`` in the dtype of values; 0 in empty slots. Differentiable in values,

@@ -1,7 +1,8 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
-Bridged: required sink (``-inf`` for none), ``+inf`` as lse without keys, bucketed list widths,
-sorted lists. On Hopper the unrounded fp32 key gradient is read from the workspace.
+The adapter supplies a sink (``-inf`` for none), an lse of ``+inf`` for queries without keys,
+bucketed list widths and sorted lists. On Hopper it reads the unrounded fp32 key gradient from the
+workspace.
 """
 
 import logging
@@ -88,7 +89,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 gradient at the end of the workspace."""
+    """Return the fp32 key gradient from the end of the workspace."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)
@@ -98,8 +99,8 @@ def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     """Return ``p_sum [Sq, K]`` fp32.
 
-    Undo cuDNN's normalisation per query (sums of 1 per head, or ``exp(lse - total)`` with a sink),
-    so that ranks can add theirs.
+    Undo cuDNN's normalisation per query, so that ranks can add their sums. Each head contributes a
+    mass of 1, or ``exp(lse - total)`` with a sink.
     """
     from cudnn import DSA
 
@@ -110,7 +111,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
-    # ``exp(x - inf)`` is 0 without keys and for padding heads.
+    # ``exp(x - inf)`` is 0 for queries without keys and for padding heads.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
         with_heads(inputs.q, heads, -2)[None],

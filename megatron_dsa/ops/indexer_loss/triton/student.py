@@ -1,6 +1,6 @@
-"""Triton kernels of the dense loss's student.
+"""Triton kernels for the student of the dense loss.
 
-Queries and keys stay in shared memory while index heads pass.
+Keys of a tile stay on chip in the loop over index heads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, til
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Varying sizes must not cause compilations.
+#: Arguments whose varying sizes must not trigger recompilation.
 _PER_TILE = ["weights", "start", "end", "student_lse", "out", "rows", "width", "part_stride"]
 
 
@@ -93,7 +93,7 @@ def student_loss(
         log_student = scores - tl.load(student_lse + safe_row)[:, None]
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         goal = tl.load(teacher + at)
-        # NaN must show.
+        # NaN must reach the loss.
         log_goal = tl.log2(tl.where(goal == 0.0, 1.0, goal)) * _LN_2
         loss = tl.sum(tl.where(seen, goal * (log_goal - log_student), 0.0), 1)
         if dscores is not None:
