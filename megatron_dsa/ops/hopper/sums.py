@@ -9,7 +9,7 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
     """Convert ``[keys, dim]`` from Hopper kernels, ours and cuDNN's, to column order.
 
     The kernels store 16 columns ``[2 halves, 4 threads, 2]`` of a fragment as ``[4 threads, 2
-    halves, 2]``, so that a thread adds four neighbouring numbers at a time.
+    halves, 2]``.
     """
     if _takes_kernel(accumulator):
         from megatron_dsa.ops.hopper.sums_triton import reorder

@@ -1,8 +1,7 @@
 """Sparse indexer loss with gradients through cuDNN's front end (Hopper, bf16).
 
-The adapter pads list widths to buckets and, for the gradient, index heads to 64. It cancels cuDNN's
-division by the number of tokens, and clamps underflowed students, whose entries cuDNN would ignore.
-cuDNN overwrites the teacher.
+The adapter cancels cuDNN's division by the number of tokens and clamps underflowed students, which
+cuDNN would ignore.
 """
 
 import torch

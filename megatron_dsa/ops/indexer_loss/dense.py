@@ -1,7 +1,7 @@
 """Dense indexer loss in two streaming passes over tiles of (query tokens x slots).
 
-The first pass computes log-sum-exps, the second teacher, student, loss and gradients. Memory is
-linear in the number of tokens.
+The first pass computes log-sum-exps, the second loss and gradients. Memory is linear in the number
+of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 
 
 class TileFunctions(Protocol):
-    """Functions that an implementation has for a tile of ``r`` query tokens and ``w`` slots.
+    """Functions of an implementation for a tile of ``r`` query tokens and ``w`` slots.
 
     ``x`` has the tile's index queries, weights and keys; ``seen`` has each token's visible columns.
     Results are fp32 (fp64). Teachers and score gradients may have any layout; ranks add teachers
@@ -139,7 +139,7 @@ class _BlockLoss:
                 keys = take(inputs.k, inputs.layout, tile.slots)
                 part = self.functions.teacher_lse(q[tile.tokens], keys, here)
                 _join(teacher[:, tile.inside], part)
-                del keys, part  # frees memory
+                del keys, part
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:

@@ -1,9 +1,8 @@
 """Random sample of query tokens for unbiased estimates of the indexer's loss.
 
-Query tokens are cut into equal stretches, which contribute a tile of adjacent tokens each at the
-same random offset: all tokens are equally likely, and shapes are fixed. With ``parts``, one group
-of heads teaches each token. The gradient is linear in the teacher and stays unbiased; the loss
-value is convex in the teacher and grows.
+Equal stretches of query tokens each contribute a tile of adjacent tokens at the same random offset:
+all tokens are equally likely, and shapes are fixed. With ``parts``, one group of heads teaches each
+token: the gradient, linear in the teacher, stays unbiased; the loss, convex in the teacher, grows.
 """
 
 from __future__ import annotations

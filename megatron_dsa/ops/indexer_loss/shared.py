@@ -1,8 +1,8 @@
 """Indexer loss on the mean teacher of all layers that share a selection.
 
-Layers pass the selection on as a float tensor with the bits of its integers; they return their head
-sums as this tensor's gradient. Autograd adds the head sums per microbatch, also under
-recomputation, and runs the loss, which normalises the sum, after all layers' attention backward.
+Layers pass the selection as a float tensor with the bits of its integers and return head sums as
+the tensor's gradient. Autograd adds head sums per microbatch, also under recomputation, and runs
+the loss, which normalises the sum, after all layers' attention backward.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HeadSums:
         for part in parts:
             taken = part.tokens if sample is None else sample.tokens[part.tokens]
             columns[taken] = part.teacher.to(found.dtype)
-            del part  # frees memory
+            del part
         return (found,)
 
 
@@ -151,7 +151,7 @@ class _Settings:
             # Copy: the loss overwrites its teacher.
             teacher = teacher.clone(memory_format=torch.contiguous_format)
             yield TeacherPart(some, indices.contiguous(), length.contiguous(), teacher)
-            del indices, length, teacher  # frees memory
+            del indices, length, teacher
 
 
 class _SelectionLoss(torch.autograd.Function):

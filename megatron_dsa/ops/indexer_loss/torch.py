@@ -19,7 +19,7 @@ from megatron_dsa.ops.layout.layout import Layout
 class Gradients:
     def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
-        # Each query's gradient is written once: no wider accumulator is needed.
+        # Each query's gradient is written once.
         self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
         # The spare key collects gradients of invalid indices.
         self.k_with_spare = inputs.k.new_zeros(len(inputs.k) + 1, inputs.k.shape[1], dtype=acc)
@@ -51,10 +51,7 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-    """Return the KL sum and the student; normalise ``teacher`` in place.
-
-    Tokens whose teacher sums to 0 contribute 0.
-    """
+    """Return the KL sum and the student; normalise ``teacher`` in place."""
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0

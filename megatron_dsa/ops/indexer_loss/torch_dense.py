@@ -68,7 +68,7 @@ class TorchTiles:
             dq[:, heads].add_(mm(flat, x.k).view_as(dq[:, heads]))
             weighted = x.q[:, heads] * x.weights[:, heads, None]
             part = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
-            del flat  # frees memory
+            del flat
             dk = part if dk is None else dk.add_(part)
         assert dk is not None
         return dk
@@ -85,7 +85,6 @@ def _through_heads(x: IndexerInputs, heads: slice, dscores, narrow):
     dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
     dproducts = narrow[:, None].expand_as(products)
     if x.relu:
-        # A single write, in the narrow dtype.
         dproducts = torch.where(products > 0, dproducts, 0.0)
     return dweights, dproducts.flatten(0, 1)
 
@@ -131,7 +130,6 @@ def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) 
     Overwrites ``scores [..., r, w]``; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
     """
     peak = scores.masked_fill_(hidden, float("-inf")).amax(-1, keepdim=True)
-    # -inf - -inf would be NaN.
     peak = peak.masked_fill_(peak == float("-inf"), 0.0).mul_(scale)
     total = _add_scaled(-peak, scores, scale).exp_().sum(-1)
     return total.log_().add_(peak.squeeze(-1))

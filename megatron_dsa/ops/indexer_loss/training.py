@@ -24,7 +24,7 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass(frozen=True)
 class LatentQueries:
-    """Index queries that can be computed for any tokens from latents and a weight, then rotated.
+    """Index queries that are computed from latents and a weight, for any tokens.
 
     Attributes:
         latent: ``[Sq, L]``, without gradient.
@@ -159,7 +159,7 @@ class Taught(Protocol):
 class IndexerTraining:
     """Sparse loss that runs in the backward of :func:`megatron_dsa.dsa_kernels.sparse_attention`.
 
-    The teacher is the head sum of the attention probabilities, which the backward recomputes.
+    The teacher is the head sum of the attention probabilities.
 
     Attributes:
         inputs: the indexer's tensors; gradients flow to q (or the weight of
@@ -249,7 +249,7 @@ class IndexerTraining:
                 value = kl_sum if value is None else value + kl_sum
                 dweights.append(gradients.weights)
                 dk = gradients.k if dk is None else dk.add_(gradients.k)
-                del q, block, gradients, indices, length, teacher  # frees memory
+                del q, block, gradients, indices, length, teacher
                 queries.add(tokens, dq)
                 del dq
             del part

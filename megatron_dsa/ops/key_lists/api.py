@@ -1,8 +1,7 @@
 """Key lists of V4's attention, written block by block.
 
 A query attends to the last positions of its sequence (the window) and to compressed keys, either
-selected or all visible ones. The workspace limits the number of lists; the backward writes them
-again.
+selected or all visible ones. The backward writes the lists again.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from megatron_dsa.ops.common.arithmetic import ceil_div
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.key_lists.spec import ListInputs
 
-# Arguments whose varying sizes must not trigger recompilation.
+# Varying sizes must not trigger recompilation.
 _ARGUMENTS = [
     "start", "end", "key_rows", "selected", "selected_length", "group_start", "group_end",
     "indices", "length", "rows", "window", "offset", "topk", "stride", "width",

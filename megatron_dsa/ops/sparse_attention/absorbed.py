@@ -123,7 +123,7 @@ class _AbsorbedAttention(torch.autograd.Function):
             lses.append(lse)
             if p.keeps_latents:
                 latents.append(latent.contiguous())  # drops padding heads
-            del inputs, latent, p_sum  # frees memory
+            del inputs, latent, p_sum
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, sink, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
@@ -195,7 +195,7 @@ class _Backward:
             teacher = _joined([self.run(block, teaches=True) for block in part])
             of_part = None if length is None else length[tokens]
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
-            del teacher  # frees memory
+            del teacher
 
     def sampled(self, sample: QuerySample, head_group: Any) -> Iterator[TeacherPart]:
         group = head_group if sample.parts > 1 else None
@@ -225,7 +225,7 @@ class _Backward:
                 teacher = attention.run(PROBABILITIES, inputs, lse[:, heads])
                 taken = slice(first + some.start, first + some.stop)
                 yield TeacherPart(taken, indices, length, teacher)
-                del q, lse, inputs, teacher  # frees memory
+                del q, lse, inputs, teacher
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
         blocks, attention = self.blocks, self.plan.attention

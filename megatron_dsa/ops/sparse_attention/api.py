@@ -1,8 +1,4 @@
-"""Differentiable sparse attention.
-
-With :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4), forward and backward process blocks of
-tokens.
-"""
+"""Differentiable sparse attention."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -63,7 +59,7 @@ def _teaching(call: OpCall) -> OpCall:
 
 @dataclass(frozen=True)
 class Settings:
-    """Non-tensor arguments, which live as long as the autograd graph."""
+    """Non-tensor arguments of the autograd function."""
 
     v_dim: int
     softmax_scale: float
@@ -244,8 +240,8 @@ def sparse_attention(
     Args:
         q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.
         kv: ``[Skv, D]``, same dtype; the first ``v_dim`` columns are the value (absorbed MLA).
-        indices: int32 ``[Sq, K]``, unique key indices per query; no other mask applies. Entries
-            ``< 0`` or ``>= Skv`` select nothing. V4 passes
+        indices: int32 ``[Sq, K]``, unique key indices per query, the only mask; entries ``< 0`` or
+            ``>= Skv`` select nothing. V4 passes
             :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
         softmax_scale: factor on ``q . kv``.
         topk_length: int32 ``[Sq]``: entries used per list; ``None``: all.
@@ -253,8 +249,8 @@ def sparse_attention(
             sigmoid(lse - sink)``.
         kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient instead of ``kv``.
         want_p_sum: also return the probabilities, summed over heads.
-        in_order: all lists have the same key order, as from ``indexer_topk``; the backward then
-            skips its sort.
+        in_order: all lists share one key order, as from ``indexer_topk``: the backward skips a
+            sort.
         indexer: indexer that the backward trains on these probabilities.
 
     Returns:

@@ -12,9 +12,9 @@ from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 _ROWS, _TOGETHER = 64, 8
 #: Minimum waves and tokens: the last wave leaves SMs idle, each block updates weight gradients.
 _WAVES, _TOKENS = 8, 1024
-#: The same minimums if a thread block has several tokens: its waves need more memory.
+#: Minimums if thread blocks have several tokens, whose waves need more memory.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
-#: Maximum keys per token of a block if each block's backward returns a gradient of all keys.
+#: Maximum keys per token if every backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16
 
 

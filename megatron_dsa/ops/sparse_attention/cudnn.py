@@ -1,8 +1,6 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
-The adapter supplies a sink (``-inf`` for none), an lse of ``+inf`` for queries without keys,
-bucketed list widths and sorted lists. On Hopper it reads the unrounded fp32 key gradient from the
-workspace.
+On Hopper, the unrounded fp32 key gradient is read from the workspace.
 """
 
 import logging
@@ -97,10 +95,9 @@ def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return ``p_sum [Sq, K]`` fp32.
+    """Return fp32 ``p_sum [Sq, K]`` without cuDNN's normalisation, so that ranks can add sums.
 
-    Undo cuDNN's normalisation per query, so that ranks can add their sums. Each head contributes a
-    mass of 1, or ``exp(lse - total)`` with a sink.
+    A head's probabilities sum to 1, or to ``exp(lse - total)`` with a sink.
     """
     from cudnn import DSA
 

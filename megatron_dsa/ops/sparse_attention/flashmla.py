@@ -1,8 +1,4 @@
-"""Sparse attention forward through DeepSeek's FlashMLA (Hopper and Blackwell, bf16).
-
-The adapter pads heads to 64 or 128 and list widths to multiples of 128, clamps ``topk_length``, and
-replaces the ``+inf`` lse of queries without keys.
-"""
+"""Sparse attention forward through DeepSeek's FlashMLA (Hopper and Blackwell, bf16)."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
 
 
 def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the log of the softmax denominator, or 0 where that log is ``-inf``."""
+    """Return the log of the softmax denominator, with 0 for ``-inf``."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return replace_negative_infinity(lse, 0.0)
@@ -85,11 +85,7 @@ def replace_negative_infinity(x: torch.Tensor, value: float) -> torch.Tensor:
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``.
-
-    ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - rowsum(dO * O))``, ``d sink = -sum_t p_sink *
-    rowsum(dO * O)``.
-    """
+    """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``."""
     q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)

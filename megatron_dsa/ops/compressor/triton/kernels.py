@@ -4,8 +4,8 @@ A tile ``[groups, positions, channels]`` holds all positions of its groups; thre
 channels first.
 
 The backward recomputes the softmax without extra traffic. A group's program writes the gradients of
-its tokens' last ``d`` channels and of the previous group's first ``d`` channels; if no group
-follows, it zeros its tokens' first ``d`` channels.
+its tokens' last ``d`` channels and of the previous group's first ``d``; if no group follows, it
+zeros its tokens' first ``d``.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Arguments whose varying sizes must not trigger recompilation.
+# Varying sizes must not trigger recompilation.
 _PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_rows
 
-#: Arguments whose varying sizes must not trigger recompilation.
+#: Varying sizes must not trigger recompilation.
 _PER_TILE = ["start", "end", "rows", "width"]
 
 

@@ -12,7 +12,7 @@ from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, til
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Arguments whose varying sizes must not trigger recompilation.
+#: Varying sizes must not trigger recompilation.
 _PER_TILE = ["weights", "start", "end", "student_lse", "out", "rows", "width", "part_stride"]
 
 
@@ -62,7 +62,6 @@ def student_lse(
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         peak = tl.max(scores, 1)
-        # -inf - -inf would be NaN.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         lse = (shift + tl.log2(tl.sum(tl.exp2(scores - shift[:, None]), 1))) * _LN_2
     tl.store(out + block * part_stride + row, lse, mask=row < rows)

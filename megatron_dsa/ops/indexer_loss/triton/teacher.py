@@ -14,7 +14,7 @@ CHUNK = 64
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Arguments whose varying sizes must not trigger recompilation.
+#: Varying sizes must not trigger recompilation.
 PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
 
 
@@ -134,7 +134,6 @@ def head_lse(
             seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
             scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
-            # -inf - -inf would be NaN.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             mass = mass * tl.exp2(peak - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
             peak = higher

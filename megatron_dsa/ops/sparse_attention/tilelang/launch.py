@@ -78,10 +78,10 @@ def backward(
                 p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
                 len(kv), inputs.workspace_bytes,
             )  # fmt: skip
-        del sums  # frees memory
+        del sums
     dsink = None
     if sink is not None:
-        # Queries without keys and with a sink of -inf give 0 instead of NaN.
+        # Without keys and with a sink of -inf, return 0 instead of NaN.
         total = replace_negative_infinity(total, float("inf"))
         dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
     return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum

@@ -51,7 +51,7 @@ def to_callers_lists(
         out[rows] = torch.where(valid, found, 0.0)
 
 
-# Arguments whose varying sizes must not trigger recompilation.
+# Varying sizes must not trigger recompilation.
 @triton.jit(do_not_specialize=[
     "out", "sums", "places", "indices", "length", "keys", "width", "stride",
 ])  # fmt: skip

@@ -34,7 +34,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
-#: Registers per thread of S, DP, KV and GATHER, which share 512.
+#: Registers per thread of S, DP, KV and GATHER.
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 
@@ -208,7 +208,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Copies and threads arrive separately; ``keys`` has a barrier per part.
+            # Copies and threads arrive separately.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

@@ -1,7 +1,7 @@
 """Forward of sparse attention, 64 query heads per thread block (sm_90a).
 
-Two warpgroups process pairs of 64-key blocks. Each multiplies half of the value columns by the P of
-its block, from registers, then by the P of the other block, from shared memory:
+Two warpgroups process pairs of 64-key blocks. Each multiplies half of the value columns by its
+block's P, from registers, then by the other block's P, from shared memory:
 
 * ``EVEN``: ``S0 = Q K0^T``, its maximum, P0, ``O_L += P0 V0_L``, then ``O_L += P1 V1_L``;
 * ``ODD``: ``S1 = Q K1^T``, the maximum of both, P1, ``O_R += P1 V1_R``, then ``O_R += P0 V0_R``;
@@ -39,7 +39,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     write_lse,
 )
 
-#: Registers per thread of EVEN, ODD and GATHER, which share 504.
+#: Registers per thread of EVEN, ODD and GATHER.
 REGISTERS = (216, 216, 72)
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
@@ -129,7 +129,7 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
     """Divide by the sum of P and write half of O; ODD also writes lse."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
-    # O reuses the key buffers: wait until both warpgroups have read the keys.
+    # O reuses the key buffers, which both warpgroups must have read.
     T.sync_threads(9, 2 * GROUP)
     for r in T.Parallel(TILE):
         total[r] = m.tops[0, r] + m.tops[1, r]
@@ -305,7 +305,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Copies and threads arrive separately; ``keys`` has a barrier per half buffer.
+            # Copies and threads arrive separately.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

@@ -7,7 +7,7 @@ half of the keys. Products are transposed, so that a warp adds 128 contiguous by
 
 * With one tile, the two consumers of a thread block split the columns.
 * With two tiles, two thread blocks split the columns; consumers process even and odd blocks.
-* A producer fetches ids, P and dS; global memory has the layout of shared memory.
+* A producer fetches ids, P and dS.
 
 Consumers alternate: one runs wgmma while the other does atomic adds.
 """
@@ -20,7 +20,7 @@ from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, BlockWork, Shape, fetch
 
-#: Registers per thread of two consumers and the producer, which share 504.
+#: Registers per thread of two consumers and the producer.
 REGISTERS = (216, 216, 72)
 #: Value columns of an accumulator; a consumer has two accumulators.
 COLUMNS = 128

@@ -1,4 +1,4 @@
-"""CUDA source for atomic adds of wgmma accumulators, which TileLang lacks.
+"""CUDA source for atomic adds of wgmma accumulators.
 
 Among 16 columns, thread ``t`` (lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
 all four as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffles would cost more than a

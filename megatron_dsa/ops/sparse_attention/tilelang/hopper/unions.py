@@ -1,7 +1,7 @@
 """Unions of adjacent queries' key lists, with a membership bit per query.
 
 With few heads, a tile holds several adjacent queries, which select nearly the same keys. Unions are
-sorted, so that concurrent thread blocks add to the same, cached part of the key gradient.
+sorted like :func:`~megatron_dsa.ops.sparse_attention.lists.ascending_lists`.
 
 A thread block marks keys in shared-memory bitmaps, :data:`RANGE` keys at a time. A key that a query
 lists twice, as top-k never does, is repeated at the end.
