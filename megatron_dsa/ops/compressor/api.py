@@ -1,6 +1,6 @@
-"""Compressor pooling of DeepSeek-V4: a group of tokens becomes one key.
+"""Compressor pooling of DeepSeek-V4.
 
-A softmax per channel over the group's positions weights the values.
+A softmax per channel over a group's positions weights the values.
 """
 
 import torch

@@ -26,7 +26,7 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 
 
 class TileFunctions(Protocol):
-    """Functions of an implementation for a tile of ``r`` query tokens and ``w`` slots.
+    """Functions that an implementation provides for tiles of ``r`` query tokens and ``w`` slots.
 
     ``x`` has the tile's index queries, weights and keys; ``seen`` has each token's visible columns.
     Results are fp32 (fp64). Teachers and score gradients may have any layout; ranks add teachers
@@ -59,7 +59,7 @@ class TileFunctions(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """Return the key gradient ``[w, DI]``; add to the gradients of the query tokens.
 
-        ``dq [r, HI, DI]`` lacks the factor of head weights. ``dweights [r, HI]`` may be left to
+        ``dq [r, HI, DI]`` excludes the head weights. ``dweights [r, HI]`` may be left to
         :meth:`finish`.
         """
 

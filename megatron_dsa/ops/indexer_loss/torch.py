@@ -57,7 +57,7 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
     logits = logits.masked_fill_(~mask, float("-inf"))
-    # Only -inf would give NaN: use 0, which the mask drops below.
+    # If all scores are -inf, softmax gives NaN: use 0, which is masked below.
     logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     log_student = torch.log_softmax(logits, dim=-1)
     # Subtract per key: a difference of two large sums would lose digits.

@@ -163,8 +163,8 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     acc, index_copy = _accumulator(x.q)
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
-    # The largest of: teacher products; two student products (one is computed before the previous
-    # one is freed); student products with mask and gradient.
+    # The largest of: teacher products; two student products (the new and the previous one);
+    # student products with mask and gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,

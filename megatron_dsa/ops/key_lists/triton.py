@@ -46,7 +46,7 @@ def _build(
     count = tl.minimum(count, width - own)
     total = count + own
     tl.store(length + row, total, mask=inside)
-    shift = last - total  # entry count + j is slot last - own + j
+    shift = last - total  # entry ``count + j`` is slot ``last - own + j``
     for begin in range(0, width, BLOCK_C):
         column = (begin + tl.arange(0, BLOCK_C))[None, :]
         compressed = column < count[:, None]

@@ -10,9 +10,9 @@ from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
 #: Maximum heads and tokens per thread block.
 _ROWS, _TOGETHER = 64, 8
-#: Minimum waves and tokens: the last wave leaves SMs idle, each block updates weight gradients.
+#: Minimum waves and tokens: a last wave leaves SMs idle, and each block updates weight gradients.
 _WAVES, _TOKENS = 8, 1024
-#: Minimums if thread blocks have several tokens, whose waves need more memory.
+#: Minimums for thread blocks of several tokens: their waves need more memory.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
 #: Maximum keys per token if every backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16

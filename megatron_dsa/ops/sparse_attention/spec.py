@@ -16,7 +16,7 @@ from megatron_dsa.ops.sparse_attention import flashmla
 class KeyGradientAccumulator:
     """Key gradient, summed over backward calls that each process some queries.
 
-    Backwards with atomics add to :meth:`buffer`; callers pass other backwards' ``dkv`` to
+    Backward kernels with atomics add to :meth:`buffer`; callers pass other kernels' ``dkv`` to
     :meth:`add`.
 
     Args:
@@ -56,7 +56,7 @@ class SparseAttentionInputs:
     Attributes:
         want_p_sum: also return ``p_sum`` if that costs nothing.
         length_in_range: ``topk_length`` is within ``[0, K]``.
-        key_sum: accumulator for backwards that return ``None`` as ``dkv``.
+        key_sum: accumulator for backward kernels that return ``None`` as ``dkv``.
         padded_q: contiguous ``[Sq, padded H, D]``: ``q``, then finite padding heads; see
             ``Support.head_sizes``.
     """
@@ -79,7 +79,7 @@ class SparseAttentionInputs:
 _HERE = __package__
 #: Dims of keys and values: absorbed MLA of DeepSeek-V3.2, then DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
-#: With at most 32 heads, TileLang tiles hold several queries.
+#: TileLang tiles hold several queries.
 _FEW_HEADS = First("tilelang", heads=(1, 32))
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
@@ -159,7 +159,7 @@ BACKWARD = Operation(
             fused=False,
         ),
     ),
-    # Other backwards need a separate operation for the teacher.
+    # Other backward kernels need a separate operation for the teacher.
     first=(_FEW_HEADS, First("tilelang", heads=(1, 128), teacher=True)),
     fake=f"{_HERE}.meta:backward",
 )

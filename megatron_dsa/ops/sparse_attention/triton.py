@@ -1,7 +1,4 @@
-"""Triton kernel that sums probabilities over heads.
-
-A thread block gathers some listed keys of a query once for up to 128 heads.
-"""
+"""Triton kernel that sums probabilities over heads."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ zeros its tokens' first ``d``.
 import triton
 import triton.language as tl
 
-#: Finite, so that -inf minus this is not NaN, even times log2(e).
+#: Lowest maximum, finite even times log2(e): -inf minus the maximum must not be NaN.
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

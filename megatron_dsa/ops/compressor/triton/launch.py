@@ -66,7 +66,7 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
     if slots == 0 or values.shape[0] == 0:
         return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
     tile = _tile(inputs, 64)
-    warps = _warps(inputs, tile, 16)  # gradients need more registers
+    warps = _warps(inputs, tile, 16)
     parts = ceil_div(inputs.dim, tile["BLOCK_D"])
     blocks = ceil_div(slots, tile["BLOCK_G"])
     # One wave has 16 warps of 128 registers per thread on an SM. More programs would only add

@@ -51,7 +51,7 @@ class HopperTiles(TritonTiles):
         return out
 
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Yield first head, keys ``[w, h, nope + ...]`` and shared rope key of each part."""
+        """Yield each part's first head, keys ``[w, h, nope + ...]`` and shared rope key."""
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
         elif isinstance(keys, ExpandedKeys):

@@ -87,7 +87,7 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class TritonTiles:
-    #: Teachers copy operands that are not contiguous.
+    #: True if teachers copy non-contiguous operands.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):

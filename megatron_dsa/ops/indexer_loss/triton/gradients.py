@@ -68,7 +68,7 @@ def key_gradient(
     column = first_column + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, DIM], tl.float32)
     if (low < first_column + BLOCK_N) & (high > first_column):
-        # Queries without visible keys may be NaN, and NaN times 0 is NaN.
+        # Queries without visible keys may be NaN.
         real = begin < stop
         k_tile = tl.load(keys + tl.minimum(column, width - 1)[:, None] * DIM + dim[None, :])
         ds_at = dscores + row.to(tl.int64)[:, None] * stride + column[None, :]

@@ -1,7 +1,4 @@
-"""Triton kernels for the student of the dense loss.
-
-Keys of a tile stay on chip in the loop over index heads.
-"""
+"""Triton kernels for the student of the dense loss."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 def units_per_one(
     inputs: SparseAttentionInputs, out: torch.Tensor, dout: torch.Tensor
 ) -> torch.Tensor:
-    """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
+    """Return the fixed-point scale of the key gradient without synchronisation.
 
-    The scale is NaN or 0 if an input is not finite; non-finite keys show in the outputs instead.
-    With ``inputs.key_sum``, one scale serves all calls.
+    The scale is NaN or 0 if an input other than the keys is not finite. With ``inputs.key_sum``,
+    one scale serves all calls.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))

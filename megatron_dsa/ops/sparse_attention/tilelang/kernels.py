@@ -12,7 +12,7 @@ TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a
 
 
 class Way(Enum):
-    """Kernels of a backward; each choice has its column order of dKV."""
+    """Kernels of a backward, each with its column order of dKV."""
 
     PORTABLE = "portable"
     #: One Hopper kernel; dKV in fragment order.
@@ -24,7 +24,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for one GPU; ``tiles`` names a portable tiling, ``None`` Hopper's kernels."""
+    """Kernels for one GPU; ``tiles`` names a portable tiling, ``None`` selects Hopper's kernels."""
 
     target: str
     tiles: str | None

@@ -1,7 +1,7 @@
 """Sparse attention through our TileLang kernels (bf16), without padding.
 
-With at most 32 heads, adjacent queries share a tile and the union of their lists: a non-finite key
-spoils all queries of the tile.
+With at most 32 heads, adjacent queries share a tile and the union of their lists, where a
+non-finite key spoils all queries.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.tiles import LN_2, LOG2_E
 
-#: Initial maximum: finite, so that masked scores less the maximum are -inf.
+#: Finite initial maximum: masked scores minus the maximum are -inf, not NaN.
 LOWEST = -1e30
 
 

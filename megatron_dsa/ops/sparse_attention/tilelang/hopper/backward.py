@@ -49,7 +49,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
         for side in (0, 1):
             T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
             if side == 0:
-                # KV has read the ids of block i - 2, since P of that block was overwritten.
+                # KV has read the ids of block i - 2, whose P was overwritten.
                 queries.next_ids(lists, m, at, i, thread)
             columns = ((0, HALF), (HALF, shape.dim))[side]
             queries.fetch_part(lists, m, done, side, columns, thread)
@@ -137,7 +137,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[0])
-    # No other warpgroup still reads these columns of the keys.
+    # No other warpgroup still reads these key columns.
     queries.write_columns(dQ, m, dq, at, 9)
 
 
@@ -162,7 +162,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product also reads the dS of other warps.
+        # The product reads the dS of all warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -208,7 +208,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Copies and threads arrive separately.
+            # Barriers count copies and threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

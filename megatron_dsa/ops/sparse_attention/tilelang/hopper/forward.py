@@ -268,7 +268,7 @@ def odd(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
 
 
 def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = False):
-    """Return the TileLang program; for its arguments see :func:`.backward.build`.
+    """Return the TileLang program; for arguments see :func:`.backward.build`.
 
     Ids outside of KV select nothing; Lse excludes Sink; scale is positive.
     """
@@ -305,7 +305,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Copies and threads arrive separately.
+            # Barriers count copies and threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

@@ -22,7 +22,7 @@ from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, BlockWork, S
 
 #: Registers per thread of two consumers and the producer.
 REGISTERS = (216, 216, 72)
-#: Value columns of an accumulator; a consumer has two accumulators.
+#: Value columns per accumulator; a consumer has two accumulators.
 COLUMNS = 128
 #: Number of head tiles -> blocks of P and dS in shared memory.
 STAGES = {1: 4, 2: 2}
@@ -217,7 +217,7 @@ def consume(dKV, Units, m, done, at, tiles, wg, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
-    """Return the TileLang program; for its arguments see :func:`.query_gradient.build`.
+    """Return the TileLang program; for arguments see :func:`.query_gradient.build`.
 
     dKV: zeroed; integers in column order, fp32 in the order that
     :func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed` converts.
@@ -252,7 +252,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
                 ids=T.alloc_shared([stages, TILE], int32),
             )
             done = SimpleNamespace(
-                # The threads that write ids arrive, and the thread that starts the copy.
+                # The barrier counts threads that write ids and the thread that starts the copy.
                 full=T.alloc_barrier(arrive_count=[TILE + 1] * stages),
                 free=T.alloc_barrier(arrive_count=[GROUP * (3 - tiles)] * stages),
                 turn=T.alloc_barrier(arrive_count=[GROUP, GROUP]),

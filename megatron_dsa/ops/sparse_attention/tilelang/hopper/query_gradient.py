@@ -129,7 +129,7 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
         T.barrier_arrive(done.keys_free[1])
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[3])
-    # No other warpgroup still reads these columns of the keys.
+    # No other warpgroup still reads these key columns.
     T.sync_threads(9, GROUP)
     queries.write_columns(dQ, m, dq, at, 9)
     call("dsa_tiles_are_stored")
@@ -162,7 +162,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product also reads the dS of other warps.
+        # The product reads the dS of all warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -180,7 +180,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
-    """Return the TileLang program; for its arguments see :func:`.backward.build`.
+    """Return the TileLang program; for arguments see :func:`.backward.build`.
 
     PdS: bf16 ``[lists, ceil(W / 64), tiles, 2, 64 keys, 64 heads]``, P and dS of blocks within
     Length, swizzled like shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.

@@ -3,7 +3,7 @@
 Among 16 columns, thread ``t`` (lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
 all four as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffles would cost more than a
 later pass over the result. In fixed point it adds single numbers, stored as ``[2 halves, 2, 4
-threads]``, so that four threads add to neighbouring numbers.
+threads]``, so that four threads add to neighbours.
 """
 
 SOURCE = r"""

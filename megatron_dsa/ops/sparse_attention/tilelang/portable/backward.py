@@ -116,7 +116,7 @@ def build(
     p_sum: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program; for its arguments see :func:`..hopper.backward.build`.
+    """Return the TileLang program; for arguments see :func:`..hopper.backward.build`.
 
     dKV is in column order.
     """

@@ -51,7 +51,7 @@ def scale_rows(o, m):
 @T.macro
 def finish(O, Lse, Sink, o, top, total, factor, m, at, shape):  # noqa: E741
     divisors(factor, Sink, top, total, at, shape)
-    # Without keys, the copy of queries to the buffer that O reuses may be unfinished.
+    # Without keys, the copy of queries to O's buffer may be unfinished.
     T.ptx_wait_group(0)
     T.sync_threads()
     T.copy(factor, m.factor)
@@ -73,7 +73,7 @@ def build(
     with_sink: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program; for its arguments see :func:`..hopper.forward.build`."""
+    """Return the TileLang program; for arguments see :func:`..hopper.forward.build`."""
     tiling = tiling_of(FORWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
     tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
