@@ -29,8 +29,8 @@ def compress(
             overlap, else 1.
         ape: ``[ratio, c * d]`` fp32 (fp64), added to the scores by position.
         keys: the groups, from :func:`megatron_dsa.ops.layout.compressed.compressed_keys`.
-        overlap: a group pools the previous group's positions in the first ``d`` channels, and its
-            positions in the last ``d``.
+        overlap: the first ``d`` channels pool the previous group's positions, the last ``d``
+            channels this group's positions.
 
     Returns:
         ``[keys.count, d]`` in the dtype of values; 0 in empty slots. Differentiable in values,
