@@ -1,6 +1,6 @@
-"""Compressor pooling of DeepSeek-V4: a group of tokens becomes one key.
+"""Compressor pooling of DeepSeek-V4.
 
-A softmax per channel over the group's positions weights the values.
+A softmax per channel over a group's positions weights the values.
 """
 
 import torch
@@ -29,8 +29,8 @@ def compress(
             overlap, else 1.
         ape: ``[ratio, c * d]`` fp32 (fp64), added to the scores by position.
         keys: the groups, from :func:`megatron_dsa.ops.layout.compressed.compressed_keys`.
-        overlap: a group also pools the previous group's positions, in the first ``d`` channels; its
-            positions use the last ``d``.
+        overlap: the first ``d`` channels pool the previous group's positions, the last ``d``
+            channels this group's positions.
 
     Returns:
         ``[keys.count, d]`` in the dtype of values; 0 in empty slots. Differentiable in values,

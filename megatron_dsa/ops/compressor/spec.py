@@ -1,4 +1,4 @@
-"""Compressor pooling: inputs, implementations, fake, reference."""
+"""Compressor pooling: inputs, implementations, reference."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ COMPRESSOR = Operation(
 
 @dataclass(frozen=True)
 class CompressorInputs:
-    """Inputs of one pooling.
+    """Inputs of compressor pooling.
 
     Group ``g`` pools the tokens ``first_row + i * row_step``, ``0 <= i < ratio``, in the *last*
     ``d`` channels of ``values`` and of ``scores + ape[i]``, and with overlap, if ``position[g] >

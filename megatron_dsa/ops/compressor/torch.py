@@ -17,15 +17,15 @@ def compress(inputs: CompressorInputs) -> torch.Tensor:
 def _chunks(inputs: CompressorInputs):
     positions = inputs.ratio * (2 if inputs.overlap else 1)
     acc = accumulation_dtype(inputs.values.dtype).itemsize
-    # Values and scores, probabilities, both gradients, torch's intermediates.
+    # Bytes: values, scores, probabilities, both gradients, torch's intermediates.
     slots = rows_in_budget(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
     return slices(inputs.groups.first_row.shape[0], slots)
 
 
 def _parts(inputs: CompressorInputs, slots: slice):
-    """Yield channels, tokens and their use ``[g, ratio]`` for groups and those before.
+    """Yield channels, tokens and ``used [g, ratio]`` of groups, then of their predecessors.
 
-    Unused tokens are token 0, whose content must not matter.
+    Unused entries index token 0, which must not affect results.
     """
     groups, width = inputs.groups, inputs.values.shape[1]
     first = groups.first_row[slots].long()[:, None]
@@ -52,7 +52,7 @@ def _softmax(inputs: CompressorInputs, slots: slice):
         scores.append(score.masked_fill_(unused, float("-inf")))
     scores = torch.cat(scores, 1)
     top = scores.amax(1, keepdim=True)
-    # Without finite scores 0, not 0/0.
+    # Without finite scores, probabilities are 0 instead of 0/0.
     probs = scores.sub_(torch.where(top == float("-inf"), 0.0, top)).exp_()
     total = probs.sum(1, keepdim=True)
     return torch.cat(values, 1), probs.div_(torch.where(total == 0, 1.0, total)), parts
@@ -91,8 +91,8 @@ class _Compress(torch.autograd.Function):
             begin = 0
             for channels, index, used in parts:
                 positions, begin = slice(begin, begin + inputs.ratio), begin + inputs.ratio
-                # A token is in one group per part: sums have one term. Unused entries add 0 to
-                # token 0.
+                # A token is in one group per part, so sums have one term. Unused entries add 0
+                # to token 0.
                 index, unused = index.flatten(), ~used[..., None]
                 for total, part in ((dvalues, dvalue), (dscores, dscore)):
                     part = part[:, positions].masked_fill_(unused, 0.0)

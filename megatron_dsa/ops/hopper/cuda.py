@@ -1,9 +1,9 @@
-"""Calls of CUDA functions in TileLang programs."""
+"""Calls to CUDA functions from TileLang programs."""
 
-# TileLang reads shapes from annotations: postpone none.
+# No postponed annotations: TileLang reads shapes from them.
 from tilelang import language as T
 
-#: Fence against hoisting all loads, which exhausts the registers.
+#: Fence that keeps the compiler from hoisting all loads, which exhausts the registers.
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
 """

@@ -1,4 +1,4 @@
-"""Compilation of TileLang programs, cached, for any target and without a GPU."""
+"""Cached compilation of TileLang programs for any target; no GPU is needed."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import tilelang
 
 _PASSES = tilelang.PassConfigKey
-#: For explicit barriers only: TileLang's see one warpgroup at a time.
+#: For kernels with explicit barriers: TileLang's barriers cover one warpgroup at a time.
 OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
 #: For GPUs without wgmma.

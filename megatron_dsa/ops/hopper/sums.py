@@ -1,4 +1,4 @@
-"""Column orders of gradients in global memory, and the fixed-point scale."""
+"""Conversion of accumulated gradients to column order, and the fixed-point scale."""
 
 import torch
 
@@ -6,10 +6,10 @@ from megatron_dsa.ops.common.scaling import has_triton
 
 
 def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
-    """Convert ``[keys, dim]`` of Hopper kernels, ours and cuDNN's, to column order.
+    """Convert ``[keys, dim]`` from Hopper kernels, ours and cuDNN's, to column order.
 
-    They store 16 columns of a fragment as ``[4 threads, 2 halves, 2]`` for ``[2 halves, 4 threads,
-    2]``, so that a thread adds four neighbours at a time.
+    The kernels store 16 columns ``[2 halves, 4 threads, 2]`` of a fragment as ``[4 threads, 2
+    halves, 2]``.
     """
     if _takes_kernel(accumulator):
         from megatron_dsa.ops.hopper.sums_triton import reorder
@@ -20,10 +20,10 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
 
 
 def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.Tensor:
-    """Convert ``[keys, dim]`` of kernels with transposed fragments to column order.
+    """Convert ``[keys, dim]`` from kernels with transposed fragments to column order.
 
-    They store 128 value columns as ``[4 warps, 8 lines, 2 fragments, 2 halves]`` for ``[2
-    fragments, 4 warps, 2 halves, 8 lines]``, and 64 columns past the values as one fragment.
+    The kernels store 128 value columns ``[2 fragments, 4 warps, 2 halves, 8 lines]`` as ``[4 warps,
+    8 lines, 2 fragments, 2 halves]``, and 64 columns past the values as one fragment.
     """
     if _takes_kernel(accumulator):
         from megatron_dsa.ops.hopper.sums_triton import reorder
@@ -52,7 +52,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 def units_for(rows: int, per_row: torch.Tensor) -> torch.Tensor:
     """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
 
-    ``rows`` addends of at most ``per_row`` each reach 2^61, with room for bf16 roundings.
+    A sum of ``rows`` addends up to ``per_row`` stays within 2^61: bf16 roundings need room.
     """
     exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
     return torch.exp2(exponent).view(1)

@@ -1,4 +1,4 @@
-"""Reordering of a gradient's columns in one launch."""
+"""Triton kernel that reorders a gradient's columns."""
 
 import torch
 import triton

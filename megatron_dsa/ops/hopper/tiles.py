@@ -3,7 +3,7 @@
 In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers.
 """
 
-# TileLang reads shapes from annotations: postpone none.
+# No postponed annotations: TileLang reads shapes from them.
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,15 @@ LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 TILE = 64
 #: Threads that copy one key or query, 16 bytes each.
 COPIERS = 8
-#: Threads of a warpgroup, and keys that they copy at a time.
+#: Threads of a warpgroup, and keys that a warpgroup copies at a time.
 GROUP, ROWS = 128, 128 // COPIERS
 #: Columns of a swizzled slab.
 SLAB = 64
 #: Columns of a value, and of the parts that warpgroups compute.
 V_DIM, HALF, QUARTER = 512, 256, 128
-#: Bytes per thread block.
+#: Bytes of shared memory per thread block.
 SHARED = 227 * 1024
-#: Bits of a Members byte.
+#: Maximum queries of a tile: a Members byte has 8 bits.
 MOST_QUERIES = 8
 
 
@@ -32,7 +32,7 @@ def queries_per_tile(heads: int, tile: int = TILE) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a kernel of sparse attention; a tile has ``group`` queries."""
+    """Sizes of a sparse attention kernel; a tile has ``group`` queries."""
 
     heads: int
     dim: int
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def tail(self) -> int:
-        """Columns of a key past its value."""
+        """Number of key columns past the value."""
         return self.dim - self.v_dim
 
     @property
@@ -71,7 +71,7 @@ def head_tiles(heads: int, tile: int = TILE) -> int:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Work of a thread block, the ``rank``-th of a list of ``n`` keys: heads and queries."""
+    """Heads and queries of a thread block, the ``rank``-th for a list of ``n`` keys."""
 
     list: Any
     head: Any
@@ -100,7 +100,7 @@ def block_work(block, Length, rows, shape):
 
 @T.macro
 def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
-    """Copy ``columns`` (first, last) asynchronously, zeros if not ``wanted``."""
+    """Copy ``columns`` (first, last) asynchronously; write zeros if not ``wanted``."""
     for u in T.unroll((columns[1] - columns[0]) // SLAB):
         T.ptx_cp_async(
             T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
@@ -112,11 +112,11 @@ def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
 
 @T.macro
 def fetch_tile(copies, at, tile, threads, thread):
-    """Copy a tile asynchronously, zeros past the end.
+    """Copy a tile asynchronously; write zeros past the end.
 
-    ``copies`` are tuples: target ``[tile, columns]``, source, and columns (first, last).
+    ``copies`` has tuples of target ``[tile, columns]``, source, and columns (first, last).
     """
-    # A loop over their elements would rename the buffers in the generated source.
+    # Unpacking ``copy`` would rename the buffers in the generated source.
     for r in T.unroll(tile // (threads // COPIERS)):
         row = r * (threads // COPIERS) + thread // COPIERS
         for copy in copies:
@@ -126,12 +126,12 @@ def fetch_tile(copies, at, tile, threads, thread):
 
 @dataclass(frozen=True)
 class Lists:
-    """Keys and lists of a call, and registers of a gathering thread.
+    """Keys and key lists of a launch, and registers of a gathering thread.
 
     Attributes:
-        Ids, Members: a list per group of queries, and bits of the queries that selected an entry.
-        ahead, members: prefetched entries.
-        ids: keys of which the thread copies a part.
+        Ids, Members: a list per group of queries, and bits for the queries that selected an entry.
+        ahead, members: prefetched entries of Ids and Members.
+        ids: keys that this thread helps to copy.
     """
 
     KV: Any

@@ -47,10 +47,10 @@ def selected_keys_loss(
     want_gradients: bool = False,
     dq: torch.Tensor | None = None,
 ) -> IndexerLoss:
-    """Return :func:`sparse_indexer_loss` and its gradients, without autograd.
+    """Compute :func:`sparse_indexer_loss` and its gradients without autograd.
 
-    Overwrites ``teacher``, summed over local heads. ``dq`` receives the gradient of q, fp32 for
-    fp16 inputs.
+    ``teacher``, a sum over local heads, is overwritten. ``dq`` receives the gradient of q, in fp32
+    for fp16 inputs.
     """
     inputs = _without_fp16(inputs)
     if head_group is not None:
@@ -121,23 +121,23 @@ def sparse_indexer_loss(
     head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Sum ``KL(teacher || student)`` over query tokens, over the selected keys.
+    """Sum ``KL(teacher || student)`` over the selected keys of all query tokens.
 
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         indices: int32 ``[Sq, K]``, indices into ``inputs.k``, as from :func:`indexer_topk`.
         teacher: ``[Sq, K]``, ``p_sum`` of :func:`sparse_attention`: finite and not negative, also
             at invalid entries; normalised here, without gradient.
-        layout: layout of the selection.
+        layout: layout with which the keys were selected.
         topk_length: int32 ``[Sq]`` or ``None``.
-        head_group: process group that shares the heads; the teacher is summed over it.
+        head_group: process group that splits the heads; the teacher is summed over it.
 
     Returns:
         fp32 scalar, to be divided by the number of real tokens.
 
     Raises:
-        ConfigError: shapes, dtypes or the layout do not fit, or the teacher is invalid (on a GPU a
-            device assert).
+        ConfigError: shapes, dtypes or the layout do not fit, or the teacher is invalid (a device
+            assert on GPUs).
     """
     check_indexer(inputs, layout)
     require_lists(indices, inputs.q, topk_length)
@@ -165,25 +165,25 @@ def dense_indexer_loss(
     sample: QuerySample | None = None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Sum ``KL(teacher || student)`` over query tokens, over all visible keys.
+    """Sum ``KL(teacher || student)`` over the visible keys of all query tokens.
 
-    Other arguments and results as in :func:`sparse_indexer_loss`.
+    For other arguments and results see :func:`sparse_indexer_loss`.
 
     Args:
         q: ``[Sq, H, D]``, queries of the teacher's attention, absorbed or plain MLA.
-        k: its keys ``[Skv, 1 or H, D]``, :class:`LatentKeys`, expanded piece by piece, or
-            :class:`ExpandedKeys`.
+        k: keys of the teacher's attention: a tensor ``[Skv, 1 or H, D]``, :class:`LatentKeys`
+            (expanded some heads at a time) or :class:`ExpandedKeys`.
         softmax_scale: factor on ``q . k``, positive.
         other_lse: ``[Sq, H]``, log of the teacher's mass outside these keys (V4's window and sink),
             ``-inf`` for none.
-        lse: ``[Sq, H]``, natural, of the scaled scores over the visible keys; ``None`` costs a pass
-            over the teacher.
+        lse: ``[Sq, H]``, natural log-sum-exp of the scaled scores over visible keys; ``None`` costs
+            another pass over the keys.
         sample: query tokens for an unbiased estimate, from
             :func:`~megatron_dsa.ops.indexer_loss.sample.draw_sample`; ``None``: all.
 
     Raises:
-        ConfigError: shapes, dtypes or the layout do not fit, or scores are not finite (on a GPU a
-            device assert).
+        ConfigError: shapes, dtypes or the layout do not fit, or scores are not finite (a device
+            assert on GPUs).
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, inputs.q, "flatten sequence and batch")
     check_indexer(inputs, layout, q=q)

@@ -1,7 +1,7 @@
 """Sparse indexer loss with gradients through cuDNN's front end (Hopper, bf16).
 
-Bridged: bucketed list widths; 64 index heads for the gradient, which overwrites the teacher,
-divides by the number of tokens, and ignores entries whose student underflowed, which need it most.
+The adapter cancels cuDNN's division by the number of tokens and clamps underflowed students, which
+cuDNN would ignore.
 """
 
 import torch
@@ -37,7 +37,7 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return the KL sum; normalise the teacher and clean the student in place."""
+    """Return the KL sum; normalise the teacher and mask the student in place."""
     teacher.masked_fill_(~valid, 0.0)
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0
@@ -65,7 +65,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
         indices[None],
         torch.ones(1, dtype=torch.float32, device=x.q.device),
         sm_scale=1.0,
-        loss_coeff=float(rows),  # cuDNN divides by it
+        loss_coeff=float(rows),  # cancels cuDNN's division
         topk_indices_global=False,
         d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )

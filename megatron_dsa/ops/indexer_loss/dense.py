@@ -1,7 +1,7 @@
 """Dense indexer loss in two streaming passes over tiles of (query tokens x slots).
 
-The first computes log-sum-exps, the second teacher, student, loss and gradients. Memory is linear
-in the number of tokens.
+The first pass computes log-sum-exps, the second loss and gradients. Memory is linear in the number
+of tokens.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 
 
 class TileFunctions(Protocol):
-    """Functions of an implementation for a tile of ``r`` query tokens and ``w`` slots.
+    """Functions that an implementation provides for tiles of ``r`` query tokens and ``w`` slots.
 
-    ``x`` has the tile's index queries, weights and keys; ``seen`` counts its columns. Results are
-    fp32 (fp64), in any layout for teachers and score gradients; ranks add teachers elementwise.
+    ``x`` has the tile's index queries, weights and keys; ``seen`` has each token's visible columns.
+    Results are fp32 (fp64). Teachers and score gradients may have any layout; ranks add teachers
+    elementwise.
     """
 
-    #: Most tokens and slots.
+    #: Maximum tokens and slots of a tile.
     shape: tuple[int, int]
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
         """Return the index keys ``[w, DI]``."""
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
-        """Return the log-sum-exp ``[r]`` of the index scores, ``-inf`` if nothing is seen."""
+        """Return the log-sum-exp ``[r]`` of the visible index scores, ``-inf`` if none."""
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
         """Return the log-sum-exp ``[H, r]`` of the scaled attention scores."""
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 where not seen."""
+        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 at hidden keys."""
 
     def loss(
         self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
@@ -56,9 +57,9 @@ class TileFunctions(Protocol):
         self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
         dweights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the gradient ``[w, DI]`` of the keys; add to the tokens' gradients.
+        """Return the key gradient ``[w, DI]``; add to the gradients of the query tokens.
 
-        ``dq [r, HI, DI]`` lacks the head weights. ``dweights [r, HI]`` may be left to
+        ``dq [r, HI, DI]`` excludes the head weights. ``dweights [r, HI]`` may be left to
         :meth:`finish`.
         """
 
@@ -66,9 +67,9 @@ class TileFunctions(Protocol):
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write ``dq`` of a block, times its factor, to ``out``, and missing ``dweights``.
+        """Write a block's ``dq``, times head weights, to ``out``; write missing ``dweights``.
 
-        ``x`` has all keys; ``seen`` counts slots. May overwrite ``dq``.
+        ``x`` has all keys; ``seen`` has visible slots. ``dq`` may be overwritten.
         """
 
 
@@ -138,7 +139,7 @@ class _BlockLoss:
                 keys = take(inputs.k, inputs.layout, tile.slots)
                 part = self.functions.teacher_lse(q[tile.tokens], keys, here)
                 _join(teacher[:, tile.inside], part)
-                del keys, part  # frees memory
+                del keys, part
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:
@@ -191,7 +192,7 @@ def _join(lse: torch.Tensor, part: torch.Tensor) -> None:
 def normalised_lse(
     lse: torch.Tensor, other_lse: torch.Tensor | None, group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``lse [H, r]`` that normalises teachers to 1, and bool ``[r]``: tokens with mass.
+    """Return the ``lse [H, r]`` that normalises teachers to 1, and a mask of tokens with mass.
 
     ``other_lse`` is the rest of the denominator; heads are sharded over ``group``.
     """
@@ -224,7 +225,7 @@ class QueryBlock:
     def tiles(self, width: int) -> Iterator[Tile]:
         """Cut the visible slots into tiles of at most ``width`` slots.
 
-        Bounds rise from query to query: a tile ends before the first query past its slots.
+        Visible ranges ascend with queries: a tile ends before the first query past its slots.
         """
         queries = range(self.begin, self.end)
         lowest, highest = self.query_range.slots(self.begin, self.end)
@@ -248,7 +249,7 @@ def query_blocks(layout: Layout, longest: int) -> Iterator[QueryBlock]:
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Temporary bytes per pair of a tile, per query token, per slot, and fixed."""
+    """Temporary bytes of a tile: per pair, per query token, per slot, and fixed."""
 
     pair: int
     token: int
@@ -261,8 +262,8 @@ class TileBytes:
     def fitting_shape(self, budget: int, longest: int, shortest: int = 1) -> tuple[int, int]:
         """Return the query tokens and slots of a tile that fits the workspace.
 
-        Shrink slots first, to a quarter of the tokens: expanded keys, once per tile, are cheap from
-        several hundred tokens on.
+        Shrink slots first, to a quarter of the tokens: expanding keys once per tile is cheap with
+        several hundred tokens.
         """
         tokens = width = longest
         while self(tokens, width) > budget and (tokens, width) != (shortest, shortest):

@@ -1,8 +1,8 @@
 """Random sample of query tokens for unbiased estimates of the indexer's loss.
 
-Each of equal stretches of query tokens gives a tile of neighbours at the same random offset: all
-tokens are equally likely, and shapes are fixed. With ``parts``, a group of heads teaches each
-token: the gradient, linear in the teacher, stays unbiased; the value, convex in it, grows.
+Equal stretches of query tokens each contribute a tile of adjacent tokens at the same random offset:
+all tokens are equally likely, and shapes are fixed. With ``parts``, one group of heads teaches each
+token: the gradient, linear in the teacher, stays unbiased; the loss, convex in the teacher, grows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: Neighbours sampled together: kernels share keys in a tile of queries.
+#: Adjacent tokens sampled together: queries of a kernel's tile share keys.
 TILE = 64
 _RANGE = 32 * TILE
 
 
 @dataclass(frozen=True, eq=False)
 class QuerySample:
-    """Query tokens of a loss.
+    """Sampled query tokens of a loss.
 
     Attributes:
-        tokens: int64 ``[n]``, unique, in ``parts`` equal parts, each with the same positions of
-            every ascending tile; the last may wrap around.
-        parts: groups of heads; each teaches a part.
-        neighbours: tokens of a tile in a part.
+        tokens: int64 ``[n]``, unique, in ``parts`` equal parts, each with the same offsets of every
+            tile. Tiles ascend; the last may wrap around.
+        parts: number of head groups; each teaches one part.
+        neighbours: number of adjacent tokens per tile and part.
     """
 
     tokens: torch.Tensor
@@ -108,10 +108,10 @@ def sample_size(total: int, share: float) -> int | None:
 
 
 def sampled_tokens(total: int, size: int, offset: torch.Tensor, parts: int = 1) -> QuerySample:
-    """Return a sample of ``size`` tokens; ``offset``: int64, from 0 to ``total - 1``.
+    """Return a sample of ``size`` tokens; ``offset`` is int64, from 0 to ``total - 1``.
 
     Raises:
-        ValueError: ``size`` is not from :func:`sample_size`, or tiles have no equal parts.
+        ValueError: ``size`` is not from :func:`sample_size`, or ``parts`` does not divide a tile.
     """
     if not 0 < size < total or size % TILE:
         raise ValueError(f"size must be that of sample_size for {total} tokens, got {size}")
@@ -137,9 +137,9 @@ def _stretches(total: int, tiles: int, parts: int, device: torch.device):
 def draw_number(
     total: int, share: float, device: torch.device, group: Any = None
 ) -> torch.Tensor | None:
-    """Draw the offset for :func:`sampled_tokens`, ``None`` if all tokens are taken.
+    """Draw the offset for :func:`sampled_tokens`; return ``None`` if the loss uses all tokens.
 
-    From the device's torch generator, which Megatron saves and resumes. Ranks of ``group`` agree.
+    Use the device's torch generator, which Megatron saves and resumes; broadcast over ``group``.
     """
     if sample_size(total, share) is None:
         return None

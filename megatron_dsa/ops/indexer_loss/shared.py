@@ -1,8 +1,8 @@
 """Indexer loss on the mean teacher of all layers that share a selection.
 
-The selection travels between layers as a float tensor with the bits of its integers; the layers'
-head sums are its gradient. Autograd adds them per microbatch, also under recomputation, and runs
-the loss, which normalises the sum, after the attention backward of all layers.
+Layers pass the selection as a float tensor with the bits of its integers and return head sums as
+the tensor's gradient. Autograd adds head sums per microbatch, also under recomputation, and runs
+the loss, which normalises the sum, after all layers' attention backward.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class SharedSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSums:
-    """Pass an attention's head sums to the loss of a shared selection.
+    """Transfer of an attention's head sums to the loss of a shared selection.
 
     Attributes:
-        packed: from :func:`train_on_selection`, or its alias in a later layer.
-        drawn: from the packed selection; ``None`` for all query tokens.
+        packed: selection from :func:`train_on_selection`, or an alias in a later layer.
+        drawn: sample offset from the packed selection; ``None``: all query tokens.
     """
 
     packed: Any
     share: float
     drawn: torch.Tensor | None
     selected_only: bool = False
-    head_group: Any = None  # summed once for all layers
+    head_group: Any = None  # the loss all-reduces once for all layers
 
     @classmethod
     def of(cls, packed: torch.Tensor, share: float) -> HeadSums:
@@ -97,7 +97,7 @@ class HeadSums:
         for part in parts:
             taken = part.tokens if sample is None else sample.tokens[part.tokens]
             columns[taken] = part.teacher.to(found.dtype)
-            del part  # frees memory
+            del part
         return (found,)
 
 
@@ -113,7 +113,7 @@ def train_on_selection(
     policy: Policy,
     ascending: bool = False,
 ) -> torch.Tensor:
-    """Return a packed selection that trains its indexer on the summed head sums of its users.
+    """Return a packed selection whose backward trains the indexer on all layers' head sums.
 
     Args:
         selection: for the query tokens of ``training.layout``.
@@ -148,10 +148,10 @@ class _Settings:
                 indices = in_ascending_order(indices)
             length = selection.length[tokens].int()
             teacher = head_sums[tokens, : width - 2]
-            # The loss overwrites its teacher.
+            # Copy: the loss overwrites its teacher.
             teacher = teacher.clone(memory_format=torch.contiguous_format)
             yield TeacherPart(some, indices.contiguous(), length.contiguous(), teacher)
-            del indices, length, teacher  # frees memory
+            del indices, length, teacher
 
 
 class _SelectionLoss(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Indexer losses: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 4, 5).
+"""Indexer losses: inputs, implementations, reference (DeepSeek-V3.2, eq. 4, 5).
 
-Both are *sums* over query tokens of ``KL(teacher || student)``; the gradient of the scores is
-``student - teacher``.
+Both losses *sum* ``KL(teacher || student)`` over query tokens; the score gradient is ``student -
+teacher``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class SparseLossInputs:
     """Inputs of the loss over selected keys.
 
     Attributes:
-        indices: int32 ``[Sq, K]``, indices into ``indexer.k``; out of range selects nothing.
+        indices: int32 ``[Sq, K]``, indices into ``indexer.k``; entries out of range select nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
         teacher: ``[Sq, K]``, summed over the heads of all ranks, not normalised, undefined at
-            invalid entries. Tokens that sum to 0 contribute nothing. **Overwritten**.
-        dq: ``[Sq, HI, DI]``, contiguous, for the gradient of q; ``None``: allocate.
+            invalid entries. Tokens whose sum is 0 contribute nothing. **Overwritten**.
+        dq: contiguous buffer ``[Sq, HI, DI]`` for the gradient of q; ``None``: allocate one.
     """
 
     indexer: IndexerInputs
@@ -59,7 +59,7 @@ class LatentKeys:
     Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``.
 
     Attributes:
-        latents: ``[Skv, R + P]``: latent, then the rotated dims of all heads.
+        latents: ``[Skv, R + P]``: latent, then the rotated dims that all heads share.
         w_uk: ``[H, D - P, R]``, same dtype.
     """
 
@@ -110,7 +110,7 @@ TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
 class DenseLossInputs:
     """Inputs of the loss over all visible keys.
 
-    ``lse`` is undefined for tokens that see nothing.
+    ``lse`` is undefined for tokens without visible keys.
     """
 
     indexer: IndexerInputs
@@ -173,7 +173,7 @@ DENSE_LOSS = Operation(
     "dense_indexer_loss",
     "indexer loss over all visible keys",
     (
-        # Not cuDNN's: it needs S x S fp32 scores.
+        # cuDNN is omitted because it needs S x S fp32 scores.
         Candidate(
             "tilelang",
             f"{_HERE}.tilelang.dense:dense",
@@ -230,7 +230,7 @@ def _empty_loss(
 def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
     """Sum ``KL(teacher / sum(teacher) || softmax(student_scores))`` over ``mask``.
 
-    All are ``[tokens, keys]``. Tokens without teacher mass contribute 0.
+    Arguments are ``[tokens, keys]``. Tokens whose teacher sums to 0 contribute 0.
     """
     teacher = teacher.masked_fill(~mask, 0.0).detach()
     mass = teacher.sum(-1, keepdim=True)

@@ -19,9 +19,9 @@ from megatron_dsa.ops.layout.layout import Layout
 class Gradients:
     def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
-        # Each query is written once.
+        # Each query's gradient is written once.
         self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
-        # The spare key collects invalid indices.
+        # The spare key collects gradients of invalid indices.
         self.k_with_spare = inputs.k.new_zeros(len(inputs.k) + 1, inputs.k.shape[1], dtype=acc)
         self.k = self.k_with_spare[:-1]
         self.weights = torch.zeros_like(inputs.weights, dtype=acc)
@@ -51,19 +51,16 @@ def sparse(inputs: SparseLossInputs) -> IndexerLoss:
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-    """Return the KL sum and the student; normalise ``teacher`` in place.
-
-    Tokens without teacher mass contribute 0.
-    """
+    """Return the KL sum and the student; normalise ``teacher`` in place."""
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
     logits = logits.masked_fill_(~mask, float("-inf"))
-    # All -inf would be NaN: finite here, dropped below.
+    # If all scores are -inf, softmax gives NaN: use 0, which is masked below.
     logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     log_student = torch.log_softmax(logits, dim=-1)
-    # Per key: sums over many tokens lack digits for their difference.
+    # Subtract per key: a difference of two large sums would lose digits.
     kl = torch.xlogy(teacher, teacher)
     kl.addcmul_(teacher, log_student.masked_fill(~mask, 0.0), value=-1)
     student = log_student.exp_().masked_fill_(~(mask & has_mass), 0.0)
@@ -74,7 +71,7 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
 class _SparseChunk:
     inputs: IndexerInputs
     rows: slice
-    index: torch.Tensor  # [r, K] int64, invalid -> the spare key
+    index: torch.Tensor  # [r, K] int64; invalid entries index the spare key
     mask: torch.Tensor  # [r, K]
     keys: torch.Tensor  # [r, K, DI]
     products: torch.Tensor  # [r, HI, K], after the relu

@@ -17,7 +17,7 @@ from megatron_dsa.ops.layout.layout import Layout, Seen
 
 #: Heads at a time: fewer need less memory, more are faster.
 HEADS_AT_ONCE = 8
-#: Longer ones waste work on the diagonal.
+#: Maximum tile edge: longer tiles waste work on the diagonal.
 LONGEST_EDGE = 1024
 _ALL = slice(None)
 
@@ -68,7 +68,7 @@ class TorchTiles:
             dq[:, heads].add_(mm(flat, x.k).view_as(dq[:, heads]))
             weighted = x.q[:, heads] * x.weights[:, heads, None]
             part = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
-            del flat  # frees memory
+            del flat
             dk = part if dk is None else dk.add_(part)
         assert dk is not None
         return dk
@@ -85,7 +85,6 @@ def _through_heads(x: IndexerInputs, heads: slice, dscores, narrow):
     dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
     dproducts = narrow[:, None].expand_as(products)
     if x.relu:
-        # Written once, in the narrow dtype.
         dproducts = torch.where(products > 0, dproducts, 0.0)
     return dweights, dproducts.flatten(0, 1)
 
@@ -126,12 +125,11 @@ def teacher_lse(
 
 
 def log_sum_exp(scores: torch.Tensor, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` if all is hidden.
+    """Return ``log(sum(exp(scale * scores)))`` over the last dim, ``-inf`` if all are hidden.
 
     Overwrites ``scores [..., r, w]``; ``hidden`` is bool ``[r, w]``, ``scale`` positive.
     """
     peak = scores.masked_fill_(hidden, float("-inf")).amax(-1, keepdim=True)
-    # -inf - -inf would be NaN.
     peak = peak.masked_fill_(peak == float("-inf"), 0.0).mul_(scale)
     total = _add_scaled(-peak, scores, scale).exp_().sum(-1)
     return total.log_().add_(peak.squeeze(-1))
@@ -142,7 +140,7 @@ def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tens
     if not isinstance(keys, torch.Tensor):
         return bmm(q, keys.expanded(heads).permute(1, 2, 0))
     if keys.shape[1] == 1:
-        # Folded heads: expanded keys might be copied once per head.
+        # Fold heads into tokens: ``bmm`` might copy the shared keys per head.
         return mm(q.flatten(0, 1), keys[:, 0].t()).unflatten(0, q.shape[:2])
     return bmm(q, keys[:, heads].permute(1, 2, 0))
 
@@ -165,14 +163,14 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     acc, index_copy = _accumulator(x.q)
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
-    # The teacher's products; or the student's, twice, as one is computed before the last is
-    # dropped; or the student's with mask and gradient.
+    # The largest of: teacher products; two student products (the new and the previous one);
+    # student products with mask and gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,
         some_index_heads * (acc + 1 + index_item + index_copy),
     )
-    # Masks, teachers (one in use, one being reduced), scores and their gradient.
+    # Masks, two teachers (one during its all-reduce), scores and score gradients.
     pair = products + 4 + 4 * widest + index_item
     row = index_heads * index_dim * acc  # dq
     row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)

@@ -1,4 +1,4 @@
-"""Indexer training inside an attention's backward, which has the teacher."""
+"""Indexer training inside the attention backward, which computes the teacher."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass(frozen=True)
 class LatentQueries:
-    """Index queries, computed for any tokens from latents and a weight, then rotated.
+    """Index queries that are computed from latents and a weight, for any tokens.
 
     Attributes:
         latent: ``[Sq, L]``, without gradient.
         weight: ``[HI * DI, L]``, same dtype.
-        cos, sin, neighbours, transform, rounded: as in
+        cos, sin, neighbours, transform, rounded: see
             :func:`~megatron_dsa.ops.rope.api.rotate_index`.
     """
 
@@ -66,9 +66,9 @@ class LatentQueries:
 
 @dataclass(frozen=True)
 class LatentIndexerInputs:
-    """:class:`IndexerInputs` with queries recomputed from latents in the loss's backward.
+    """:class:`IndexerInputs` whose queries the backward recomputes from latents.
 
-    Saves 16 KiB per token with DeepSeek-V3.2's 64 index heads.
+    This saves 16 KiB per token with DeepSeek-V3.2's 64 index heads.
     """
 
     queries: LatentQueries
@@ -99,7 +99,7 @@ class LatentIndexerInputs:
 
     def with_tensors(self, tensors: Sequence[Any]) -> LatentIndexerInputs:
         weight, k, weights, latent, cos, sin = tensors
-        x = self.queries  # constructors take half of the time of ``replace``
+        x = self.queries  # a constructor is twice as fast as ``replace``
         queries = LatentQueries(
             latent, weight, cos, sin, x.heads, x.neighbours, x.transform, x.policy, x.rounded
         )
@@ -134,7 +134,7 @@ class TeacherPart(NamedTuple):
 
 
 class Taught(Protocol):
-    """Consumer of the teacher in an attention's backward."""
+    """Consumer of the teacher in the attention backward."""
 
     @property
     def selected_only(self) -> bool: ...
@@ -159,7 +159,7 @@ class Taught(Protocol):
 class IndexerTraining:
     """Sparse loss that runs in the backward of :func:`megatron_dsa.dsa_kernels.sparse_attention`.
 
-    The teacher is the head sum of the attention probabilities, which the backward recomputes.
+    The teacher is the head sum of the attention probabilities.
 
     Attributes:
         inputs: the indexer's tensors; gradients flow to q (or the weight of
@@ -168,12 +168,13 @@ class IndexerTraining:
             number, a scalar tensor on the device, or a :class:`Factor`.
         record: called in the backward with the KL sum (detached scalar).
         head_group: process group over which heads are sharded; the teacher is summed over it.
-        selected_only: the teacher is a softmax without V4's window and sink.
-        share: share of the query tokens in the loss, drawn in every backward
+        selected_only: the teacher is a softmax over the selected keys, without V4's window and
+            sink.
+        share: share of the query tokens in the loss; every backward draws a sample
             (:mod:`megatron_dsa.ops.indexer_loss.sample`).
-        head_parts: groups of heads, a multiple of the ranks that share them. Each sampled token is
-            taught by one group: ranks exchange no head sums.
-        pools: the keys of ``inputs`` are pools, for which the teacher is summed.
+        head_parts: number of head groups, a multiple of the ranks that split the heads. One group
+            teaches each sampled token, so ranks exchange no head sums.
+        pools: pools that the keys of ``inputs`` represent; the teacher is summed per pool.
     """
 
     inputs: TrainedIndexer
@@ -218,8 +219,8 @@ class IndexerTraining:
 
         Args:
             tensors: from :func:`separate_tensors`; the first three get gradients.
-            parts: the teacher; each part is computed after the previous one's loss.
-            sample: the query tokens of ``parts``, if not all.
+            parts: parts of the teacher; each is computed after the previous part's loss.
+            sample: query tokens of ``parts``; ``None``: all.
         """
         inputs, factor = self.inputs.with_tensors(tensors), Factor.of(self.weight())
         group = self.head_group
@@ -248,7 +249,7 @@ class IndexerTraining:
                 value = kl_sum if value is None else value + kl_sum
                 dweights.append(gradients.weights)
                 dk = gradients.k if dk is None else dk.add_(gradients.k)
-                del q, block, gradients, indices, length, teacher  # frees memory
+                del q, block, gradients, indices, length, teacher
                 queries.add(tokens, dq)
                 del dq
             del part
@@ -274,9 +275,9 @@ class IndexerTraining:
 def separate_tensors(
     taught: Taught | None, **queries: torch.Tensor
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Return ``taught`` without its tensors, and these, for autograd to save.
+    """Return ``taught`` without its tensors, and the tensors for autograd to save.
 
-    ``queries``: tensors with one entry per query token, by argument name.
+    ``queries`` maps argument names to tensors with one entry per query token.
 
     Raises:
         ConfigError: the tensors, the layout and ``queries`` do not fit.
@@ -306,7 +307,7 @@ class _KeptQueries:
         return part_of(self._q, tokens), part_of(self._dq, tokens)
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
-        """Do nothing: ``dq`` is a part of the result."""
+        """Do nothing: ``dq`` is a view of the result."""
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
         return self._dq, False
@@ -329,7 +330,7 @@ class _RecomputedQueries:
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         x = self._queries
-        if dq.dtype != x.weight.dtype:  # may underflow unscaled
+        if dq.dtype != x.weight.dtype:  # fp16 would underflow without scaling
             dq = scaled(dq, self._factor, x.weight.dtype)
         dq = x.product_gradient(dq, tokens)
         self._dweight = sum_mm(self._dweight, dq.t(), part_of(x.latent, tokens))

@@ -1,1 +1,1 @@
-"""Index lists of DeepSeek-V4: compressed keys of a query, then its window."""
+"""Key lists of DeepSeek-V4: compressed keys of a query, then its window."""

@@ -1,7 +1,7 @@
 """Key lists of V4's attention, written block by block.
 
-A query attends to the last positions of its sequence (the window) and to compressed keys, selected
-or all visible. Lists exist for as many tokens as fit the workspace; the backward writes them again.
+A query attends to the last positions of its sequence (the window) and to compressed keys, either
+selected or all visible ones. The backward writes the lists again.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,7 @@ from megatron_dsa.ops.key_lists.spec import KEY_LISTS, ListInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Bytes per list entry: of torch with masks, sums and copies; of a kernel with a copy in a wider
-#: list.
+#: Bytes per list entry: torch needs masks, sums and copies; a kernel copies to a wider list.
 _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 
 
@@ -27,8 +26,8 @@ _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 class KeyLists:
     """Window and compressed keys of every query token of a microbatch.
 
-    The key buffer and each list hold compressed keys first, then keys of positions: lists without a
-    selection are ascending, which speeds up the backward.
+    The key buffer and each list hold compressed keys first, then keys of positions. Lists without a
+    selection are thus ascending, which speeds up the backward.
 
     Attributes:
         window: number of latest visible positions, including the query's.
@@ -36,9 +35,9 @@ class KeyLists:
             all visible ones.
         selected_length: int32 ``[Sq]``, number of valid entries.
         held: int64 ``[slots]``, slot -> index of a position's key past the compressed keys;
-            ``None``: the layout's (all ranks' keys).
-        checked: ``selected`` is below the number of compressed keys, as from ``indexer_topk``;
-            otherwise its maximum is checked.
+            ``None``: the map of the layout (all ranks' keys).
+        checked: ``selected`` is below the number of compressed keys, as from ``indexer_topk``; if
+            false, its maximum is checked.
 
     Raises:
         ConfigError: the tensors do not fit the layout, or each other.
@@ -79,7 +78,7 @@ class KeyLists:
     def width(self, tokens: slice) -> int:
         """Return the list width for some query tokens.
 
-        Powers of two if lists grow, because cuDNN compiles per width.
+        Growing lists have power-of-two widths, because cuDNN compiles per width.
         """
         window = min(self.window, self.layout.widest(tokens))
         if self.compressed is None or self.selected is not None:
@@ -100,7 +99,7 @@ class KeyLists:
     def blocks(self, policy: Policy) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield ``tokens, indices int32 [r, width], length int32 [r]`` for all query tokens.
 
-        Compact indices into the key buffer, then ``-1``.
+        A list has indices into the key buffer without gaps, then ``-1``.
         """
         call = self._call()
         fused = KEY_LISTS.choose(call, policy).candidate.fused

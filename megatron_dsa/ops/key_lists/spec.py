@@ -1,4 +1,4 @@
-"""Inputs, candidates, fake and reference of V4's key lists."""
+"""V4's key lists: inputs, implementations, reference."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ _HERE = __package__
 class ListInputs:
     """Ranges and selections of a block of query tokens.
 
-    A list has ``n`` compressed slots, then the last ``w = min(window, end - start)`` of the slots
-    ``[start, end)``, ascending, as indices into the key buffer, then -1. Beyond ``width`` the last
-    compressed entries are dropped. Implementations return ``indices`` int32 ``[tokens, width]`` and
-    ``length`` int32 ``[tokens]``. Tensors may be slices (with step 1).
+    A list has ``n`` compressed slots, then ascending indices into the key buffer for the last ``w =
+    min(window, end - start)`` of the slots ``[start, end)``, then -1. A list that exceeds ``width``
+    drops its last compressed entries. Implementations return ``indices`` int32 ``[tokens, width]``
+    and ``length`` int32 ``[tokens]``. Tensors may be slices with step 1.
 
     Attributes:
-        key_rows: int64 ``[slots]``, slot -> key index past ``offset``; ``None`` for the identity.
-        selected_length: ``None``: the entries of ``selected`` that are not negative.
-        group_start, group_end: int32 ``[tokens]`` or ``None``, used without ``selected``: all
-            compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
+        key_rows: int64 ``[slots]``, slot -> key index past ``offset``; ``None``: identity.
+        selected_length: ``None``: count the entries of ``selected`` that are not negative.
+        group_start, group_end: int32 ``[tokens]``: without ``selected``, lists have all compressed
+            slots ``[group_start, group_end)``; both ``None``: no compressed keys.
     """
 
     start: torch.Tensor

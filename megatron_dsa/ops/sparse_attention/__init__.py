@@ -1,1 +1,1 @@
-"""Attention of every query to its own list of keys."""
+"""Attention of every query to its list of keys."""

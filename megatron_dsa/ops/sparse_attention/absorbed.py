@@ -1,9 +1,9 @@
 """MLA sparse attention with absorbed up projections.
 
-``W_uk`` is multiplied into the queries and ``W_uv`` into the output: all heads share one key, the
-latent. The wide tensors exist for one block of tokens at a time; the backward recomputes them.
+``W_uk`` is multiplied into the queries and ``W_uv`` into the output, so all heads share one key,
+the latent. Absorbed queries exist for one block of tokens at a time; the backward recomputes them.
 
-With ``group``, weights are gathered in each pass (34 MB per layer of DeepSeek-V3.2 if kept).
+With ``group``, each pass gathers the weights: keeping them takes 34 MB per DeepSeek-V3.2 layer.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ AbsorbedAttentionOutput = SparseAttentionOutput
 class _Plan:
     attention: Settings
     blocks: tuple[slice, ...]
-    kernel_heads: int  # includes padding
+    kernel_heads: int  # includes padding heads
     keeps_latents: bool
     group: Any
 
@@ -87,7 +87,7 @@ class _Blocks:
         return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return a block's inputs; the next call overwrites absorbed queries."""
+        """Return a block's inputs; the next call overwrites the absorbed queries."""
         length = None if self.length is None else self.length[tokens]
         return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
 
@@ -122,8 +122,8 @@ class _AbsorbedAttention(torch.autograd.Function):
             write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
             lses.append(lse)
             if p.keeps_latents:
-                latents.append(latent.contiguous())  # drop padding
-            del inputs, latent, p_sum  # frees memory
+                latents.append(latent.contiguous())  # drops padding heads
+            del inputs, latent, p_sum
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, sink, indices, length, lse, *index_tensors, *latents)
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
@@ -140,7 +140,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, sink, indices, length)
-        if dout is None:  # other ranks take part
+        if dout is None:  # other ranks still run the collectives
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
@@ -175,7 +175,7 @@ class _Backward:
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
-        # A bound method would be a cycle, which keeps buffers until garbage collection.
+        # A bound method's reference cycle would keep buffers until garbage collection.
         rows = blocks.q.shape[:2].numel()
         self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
@@ -185,7 +185,7 @@ class _Backward:
         self.dsink: Any = None
 
     def teachers(self) -> Iterator[TeacherPart]:
-        """Yield teachers in large parts: the loss allocates a key gradient for each."""
+        """Yield the teacher in large parts: the loss allocates a key gradient per part."""
         blocks, indices, length = self.plan.blocks, self.blocks.indices, self.blocks.length
         workspace = self.plan.attention.policy.workspace_bytes // 8
         per_block = self.blocks.longest * indices.shape[1] * 4
@@ -195,7 +195,7 @@ class _Backward:
             teacher = _joined([self.run(block, teaches=True) for block in part])
             of_part = None if length is None else length[tokens]
             yield TeacherPart(tokens, indices[tokens], of_part, teacher)
-            del teacher  # frees memory
+            del teacher
 
     def sampled(self, sample: QuerySample, head_group: Any) -> Iterator[TeacherPart]:
         group = head_group if sample.parts > 1 else None
@@ -225,7 +225,7 @@ class _Backward:
                 teacher = attention.run(PROBABILITIES, inputs, lse[:, heads])
                 taken = slice(first + some.start, first + some.stop)
                 yield TeacherPart(taken, indices, length, teacher)
-                del q, lse, inputs, teacher  # frees memory
+                del q, lse, inputs, teacher
 
     def run(self, tokens: slice, teaches: bool = False) -> Any:
         blocks, attention = self.blocks, self.plan.attention
@@ -303,18 +303,18 @@ def absorbed_attention(
     recompute: bool = False,
     policy: Policy = Policy(),
 ) -> AbsorbedAttentionOutput:
-    """Attend from each query to its own list of latents: plain MLA over the listed keys.
+    """Attend from each query to its list of latents, as plain MLA over the listed keys.
 
-    Other arguments, results and errors as in
+    For other arguments, results and errors see
     :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
 
     Args:
-        q: ``[Sq, H, A + P]``; the ``P`` rope dims last.
-        kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key of all heads.
-        weights: ``[H, A + V, R]``, same dtype: up projection per head, ``W_uk`` then ``W_uv``. With
-            ``group`` this rank's heads only.
-        group: ranks that share the heads and hold different tokens; collective in forward and
-            backward.
+        q: ``[Sq, H, A + P]``; the last ``P`` dims have rope.
+        kv: ``[Skv, R + P]``, same dtype: latent, then the rotated key that all heads share.
+        weights: ``[H, A + V, R]``, same dtype: up projection per head, ``W_uk`` then ``W_uv``; with
+            ``group``, of this rank's heads only.
+        group: process group that splits the heads; its ranks hold different tokens. Forward and
+            backward run collectives on it.
         recompute: rerun the forward kernel in the backward instead of saving ``[Sq, H, R]``.
 
     Returns:

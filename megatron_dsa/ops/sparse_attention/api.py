@@ -1,7 +1,4 @@
-"""Differentiable sparse attention.
-
-With :class:`~megatron_dsa.ops.key_lists.api.KeyLists` (V4), both passes run in blocks of tokens.
-"""
+"""Differentiable sparse attention."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -47,9 +44,9 @@ from megatron_dsa.ops.sparse_attention.spec import (
 
 
 class SparseAttentionOutput(NamedTuple):
-    #: ``[Sq, H, v_dim]`` in q's dtype; 0 without keys.
+    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for queries without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32, natural log, without sink; ``-inf`` without keys.
+    #: ``[Sq, H]`` fp32, natural log-sum-exp without the sink; ``-inf`` for queries without keys.
     lse: torch.Tensor
     #: ``[Sq, K]`` fp32, probabilities summed over local heads, 0 at invalid entries, or ``None``.
     p_sum: torch.Tensor | None
@@ -62,7 +59,7 @@ def _teaching(call: OpCall) -> OpCall:
 
 @dataclass(frozen=True)
 class Settings:
-    """Non-tensor arguments, which live as long as the graph."""
+    """Non-tensor arguments of the autograd function."""
 
     v_dim: int
     softmax_scale: float
@@ -101,7 +98,7 @@ class Settings:
             yield from lists.blocks(self.policy)
 
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
-        """Yield ``some, indices, length`` in parts of an eighth of the workspace."""
+        """Yield ``some, indices, length`` for parts that fit an eighth of the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
         for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
             of_some = None if length is None else part_of(length, some)
@@ -114,7 +111,7 @@ class Settings:
     def teacher_columns(self, p_sum, indices, tokens: slice) -> torch.Tensor:
         if self.lists is None:
             return p_sum
-        # The window directly follows a selection that is not full.
+        # After a partly filled selection, the window uses the remaining columns.
         valid = indices[tokens] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
@@ -123,9 +120,9 @@ class Settings:
 
 
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, tokens: slice, total: int):
-    """Write ``part`` to ``tokens`` of ``whole``, or return a part of all tokens.
+    """Write ``part`` to ``tokens`` of ``whole``; return ``part`` itself if it has all tokens.
 
-    ``len`` would make torch.compile build a graph per size.
+    ``len(part)`` would make torch.compile build a graph per size.
     """
     if part is None or part.shape[0] == total:
         return None if part is None else part.contiguous()
@@ -238,22 +235,23 @@ def sparse_attention(
     indexer: Taught | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
-    """Attend from each query to its own list of keys (one key/value head).
+    """Attend from each query to its list of keys; all heads share one key/value head.
 
     Args:
         q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.
         kv: ``[Skv, D]``, same dtype; the first ``v_dim`` columns are the value (absorbed MLA).
         indices: int32 ``[Sq, K]``, unique key indices per query, the only mask; entries ``< 0`` or
-            ``>= Skv`` select nothing. Or :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
+            ``>= Skv`` select nothing. V4 passes
+            :class:`~megatron_dsa.ops.key_lists.api.KeyLists`.
         softmax_scale: factor on ``q . kv``.
-        topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
-        attn_sink: ``[H]``, logits without a value (DeepSeek-V4): ``out = out_keys * sigmoid(lse -
-            sink)``.
-        kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient of ``kv`` in its stead.
-        want_p_sum: also return the head sum of the probabilities.
-        in_order: lists follow one order of keys, as from ``indexer_topk``: spares the backward a
+        topk_length: int32 ``[Sq]``: entries used per list; ``None``: all.
+        attn_sink: ``[H]``, a logit without a value per head (DeepSeek-V4): ``out = out_keys *
+            sigmoid(lse - sink)``.
+        kv_grad: fp32 ``[Skv, D]``: receives the unrounded gradient instead of ``kv``.
+        want_p_sum: also return the probabilities, summed over heads.
+        in_order: all lists share one key order, as from ``indexer_topk``: the backward skips a
             sort.
-        indexer: trained in the backward on these probabilities.
+        indexer: indexer that the backward trains on these probabilities.
 
     Returns:
         ``out`` is differentiable in q, kv and attn_sink.
@@ -324,7 +322,7 @@ def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
 
 def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
     first = lists.offset
-    # kv holds part of all ranks' keys.
+    # kv holds only some of all ranks' keys.
     keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}
     require_layout(lists.layout, {"q": q}, keys)
     require(topk_length is None, "topk_length must be None: lists have their own lengths")
@@ -333,7 +331,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
     if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
-        # Larger numbers would index keys of positions, which follow the compressed keys.
+        # Larger slots would select keys of positions, which follow the compressed keys.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
         require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)

@@ -1,4 +1,4 @@
-"""Blocks of tokens for absorbed attention."""
+"""Split of tokens into blocks for absorbed attention."""
 
 import torch
 
@@ -8,14 +8,13 @@ from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
-#: Most heads and tokens of a thread block.
+#: Maximum heads and tokens per thread block.
 _ROWS, _TOGETHER = 64, 8
-#: Fewest waves of thread blocks (the last leaves SMs idle) and tokens (weight gradients are updated
-#: once per block).
+#: Minimum waves and tokens: a last wave leaves SMs idle, and each block updates weight gradients.
 _WAVES, _TOKENS = 8, 1024
-#: The same for thread blocks of several tokens, whose waves take much memory.
+#: Minimums for thread blocks of several tokens: their waves need more memory.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
-#: If each backward returns a gradient of all keys.
+#: Maximum keys per token if every backward returns a gradient of all keys.
 _KEY_GRADIENTS = 16
 
 
@@ -28,10 +27,10 @@ def token_blocks(
     backward: bool = True,
     kernel_heads: int = 0,
 ) -> tuple[slice, ...]:
-    """Split tokens into equal slices of whole waves of thread blocks.
+    """Split tokens into equal slices that fill whole waves of thread blocks.
 
-    A slice's wide tensors fit the workspace, unless the GPU would not be full. ``call`` has the
-    dims of latents; ``kernel_heads``: the forward kernel's, if more than the call's.
+    A slice's absorbed tensors fit the workspace unless the GPU would be underused. ``call``
+    has the dims of latents; ``kernel_heads`` includes the forward kernel's padding heads.
     """
     per_token = max(2 * call.heads, kernel_heads)
     per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
@@ -41,7 +40,7 @@ def token_blocks(
         waves, least = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
         fewest = max(waves * wave, _up(least, wave))
         if together > 1 and backward:
-            # Union's ids and members, head sums, their targets (and a copy), teacher.
+            # Bytes: ids and members of the union, head sums, their indices and a copy, teacher.
             per_token += (call.topk or 0) * (5 + 4 * together + 16 + 4)
         if backward and not BACKWARD.choose(call, policy).candidate.support.adds_keys:
             fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))

@@ -1,7 +1,6 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
-Bridged: required sink (``-inf`` for none), ``+inf`` as lse without keys, bucketed list widths,
-sorted lists. On Hopper the unrounded fp32 key gradient is read from the workspace.
+On Hopper, the unrounded fp32 key gradient is read from the workspace.
 """
 
 import logging
@@ -88,7 +87,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 gradient at the end of the workspace."""
+    """Return the fp32 key gradient from the end of the workspace."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)
@@ -96,10 +95,9 @@ def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 
 
 def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return ``p_sum [Sq, K]`` fp32.
+    """Return fp32 ``p_sum [Sq, K]`` without cuDNN's normalisation, so that ranks can add sums.
 
-    Undo cuDNN's normalisation per query (sums of 1 per head, or ``exp(lse - total)`` with a sink),
-    so that ranks can add theirs.
+    A head's probabilities sum to 1, or to ``exp(lse - total)`` with a sink.
     """
     from cudnn import DSA
 
@@ -110,7 +108,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
-    # ``exp(x - inf)`` is 0 without keys and for padding heads.
+    # ``exp(x - inf)`` is 0 for queries without keys and for padding heads.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
         with_heads(inputs.q, heads, -2)[None],

@@ -1,6 +1,6 @@
-"""Sorted key lists for backwards that scatter into the key gradient.
+"""Sorted key lists for backward kernels that scatter into the key gradient.
 
-With one order of keys, concurrent thread blocks add to the same, cached part of the key gradient.
+In sorted order, concurrent thread blocks add to the same, cached part of the key gradient.
 """
 
 import torch
@@ -24,12 +24,12 @@ def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Ten
 def ascending_lists(
     inputs: SparseAttentionInputs, places: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sorted lists without invalid entries; ``places``: the new index of each entry."""
+    """Return sorted lists without invalid entries; write each entry's new index to ``places``."""
     indices, length = caller_lists(inputs)
     queries, width = indices.shape
     keys = inputs.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
-    # Bytes: validity, masked copy, sorted copy and its int64 order.
+    # Bytes per entry: validity, masked copy, sorted copy, int64 sort order.
     step = rows_in_budget(inputs.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)

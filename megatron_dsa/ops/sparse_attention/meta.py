@@ -1,4 +1,4 @@
-"""Fakes of sparse attention: our adapters around no-op kernels."""
+"""Fake sparse attention on meta tensors: our adapters run no-op kernels."""
 
 import torch
 

@@ -14,13 +14,14 @@ from megatron_dsa.ops.sparse_attention import flashmla
 
 
 class KeyGradientAccumulator:
-    """Sum of the key gradient over backward calls for parts of the queries.
+    """Key gradient, summed over backward calls that each process some queries.
 
-    Backwards that use atomics add to :meth:`buffer`; callers pass others' ``dkv`` to :meth:`add`.
+    Backward kernels with atomics add to :meth:`buffer`; callers pass other kernels' ``dkv`` to
+    :meth:`add`.
 
     Args:
-        rows: query tokens times heads of all calls.
-        bounds: returns upper bounds of ``|q|`` and ``|dout|`` of all calls (fp32 scalars), for
+        rows: number of query tokens times heads in all calls.
+        bounds: returns upper bounds (fp32 scalars) of ``|q|`` and ``|dout|`` in all calls, for
             fixed-point sums.
     """
 
@@ -31,7 +32,7 @@ class KeyGradientAccumulator:
         self._sum: torch.Tensor | None = None
 
     def buffer(self, make: Callable[[], Any], finish: Callable[[Any], torch.Tensor]) -> Any:
-        """Return the first call's ``make()``; ``finish`` converts it to fp32 ``[Skv, D]``."""
+        """Return the first call's ``make()``; ``finish`` will convert it to fp32 ``[Skv, D]``."""
         if self._finish is None:
             self._buffer, self._finish = make(), finish
         return self._buffer
@@ -53,11 +54,11 @@ class SparseAttentionInputs:
     """Inputs of every implementation.
 
     Attributes:
-        want_p_sum: return ``p_sum`` if it costs nothing.
+        want_p_sum: also return ``p_sum`` if that costs nothing.
         length_in_range: ``topk_length`` is within ``[0, K]``.
-        key_sum: accumulator of backwards that return ``None`` as ``dkv``.
-        padded_q: contiguous ``[Sq, more than H, D]``: ``q``, then finite padding heads
-            (``Support.head_sizes``).
+        key_sum: accumulator for backward kernels that return ``None`` as ``dkv``.
+        padded_q: contiguous ``[Sq, padded H, D]``: ``q``, then finite padding heads; see
+            ``Support.head_sizes``.
     """
 
     q: torch.Tensor
@@ -76,9 +77,9 @@ class SparseAttentionInputs:
 
 
 _HERE = __package__
-#: Absorbed MLA of V3.2 (512 + 64 dims), and DeepSeek-V4.
+#: Dims of keys and values: absorbed MLA of DeepSeek-V3.2, then DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
-#: Tiles hold several queries.
+#: TileLang tiles hold several queries.
 _FEW_HEADS = First("tilelang", heads=(1, 32))
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
@@ -158,7 +159,7 @@ BACKWARD = Operation(
             fused=False,
         ),
     ),
-    # Others need a separate operation for the teacher.
+    # Other backward kernels need a separate operation for the teacher.
     first=(_FEW_HEADS, First("tilelang", heads=(1, 128), teacher=True)),
     fake=f"{_HERE}.meta:backward",
 )
@@ -217,7 +218,7 @@ def reference(
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
-    # 0, not 0/0, without keys.
+    # Without keys, p is 0 instead of 0/0.
     safe = torch.where(total == float("-inf"), 0.0, total)
     p = torch.exp(logits - safe[..., None])
     return torch.einsum("qhk,qkd->qhd", p, keys[..., :v_dim]), lse, p.sum(1)

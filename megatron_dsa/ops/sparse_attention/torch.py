@@ -72,7 +72,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
 
 
 def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the log of the softmax denominator; 0 for tokens without mass."""
+    """Return the log of the softmax denominator, with 0 for ``-inf``."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return replace_negative_infinity(lse, 0.0)
@@ -85,16 +85,12 @@ def replace_negative_infinity(x: torch.Tensor, value: float) -> torch.Tensor:
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``.
-
-    ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - rowsum(dO * O))``, ``d sink = -sum_t p_sink *
-    rowsum(dO * O)``.
-    """
+    """Return ``dq``, ``dkv`` (accumulation dtype), ``dsink`` and ``p_sum``."""
     q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)
     table = _with_zero_row(kv)
-    # The extra entry collects invalid indices.
+    # The last entry collects gradients of invalid indices.
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None

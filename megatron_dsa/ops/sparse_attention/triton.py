@@ -1,7 +1,4 @@
-"""Triton kernel for head sums of probabilities.
-
-A thread block gathers some keys of a query's list once for up to 128 heads.
-"""
+"""Triton kernel that sums probabilities over heads."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
-#: Entries, dims per step, least and most heads of a thread block's product.
+#: Entries, dims per step, minimum and maximum heads in a thread block's product.
 ENTRIES, DIMS, LEAST_HEADS, MOST_HEADS = 64, 64, 16, 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -45,7 +42,7 @@ def head_sums(
                 q + query * q_row + head[:, None] * q_head + dim[None, :],
                 mask=real[:, None] & inside, other=0.0,
             )  # fmt: skip
-            # Unselected keys may be NaN.
+            # Invalid entries point to key 0, which may be NaN.
             at = row[:, None] + dim[None, :]
             chosen = tl.load(kv + at, mask=selects[:, None] & inside, other=0.0)
             scores = tl.dot(queries, tl.trans(chosen), scores, input_precision="ieee")

@@ -1,35 +1,35 @@
-"""Kernels of compressor pooling.
+"""Triton kernels of compressor pooling.
 
-A tile ``[groups, positions, channels]`` holds all positions of its groups; threads share channels
-first.
+A tile ``[groups, positions, channels]`` holds all positions of its groups; threads are assigned to
+channels first.
 
-The backward recomputes the softmax without extra traffic. A group's program writes the last ``d``
-channels of its tokens and the first ``d`` of the previous group, and zeros the first ``d`` of its
-tokens if no group follows.
+The backward recomputes the softmax without extra traffic. A group's program writes the gradients of
+its tokens' last ``d`` channels and of the previous group's first ``d``; if no group follows, it
+zeros its tokens' first ``d``.
 """
 
 import triton
 import triton.language as tl
 
-#: Can be subtracted from -inf and multiplied by log2(e).
+#: Lowest maximum, finite even times log2(e): -inf minus the maximum must not be NaN.
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Varying sizes must not cause compilations.
+# Varying sizes must not trigger recompilation.
 _PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
 
 
 @triton.jit
 def _exp_of_difference(x, y):
-    # tl.exp keeps denormals with three more instructions.
+    # tl.exp spends three more instructions on denormals.
     return tl.exp2(x * _LOG2_E - y * _LOG2_E)
 
 
 @triton.jit
 def _indices(first_row, position, slot, groups):
-    """Return first tokens of slots (-1: empty), and 1 if a group precedes, else 0.
+    """Return each slot's first token, -1 if empty, and 1 if a group precedes it, else 0.
 
-    int32 stays in registers if prefetched.
+    Prefetched int32 values stay in registers.
     """
     first = tl.load(first_row + slot, mask=slot < groups, other=-1)
     at = tl.load(position + slot, mask=slot < groups, other=0)
@@ -44,7 +44,7 @@ def _tile(base, stride, first, shift, column, use, other):
 
 @triton.jit
 def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr):
-    # Broadcast before the load, or it changes its layout in shared memory.
+    # Broadcast before the load: a loaded tile would change layout through shared memory.
     at = tl.arange(0, BLOCK_P)[None, :, None] * WIDTH + column + tl.zeros_like(like).to(tl.int32)
     return tl.load(ape + at, mask=inside, other=0.0)
 
@@ -127,7 +127,7 @@ def pool_backward(
     own: tl.constexpr = WIDTH - D
     slot = (program * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
     first, at = _indices(first_row, position, slot, groups)
-    # More blocks in flight (num_stages) spill registers and are no faster.
+    # Larger num_stages spill registers and are no faster.
     for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=1):
         slot = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
         row = first.to(tl.int64)
@@ -146,7 +146,7 @@ def pool_backward(
             t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
             after, at_after = _indices(first_row, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
-        # All loads wait for these: prefetch them.
+        # Prefetch the next indices, on which all loads wait.
         first, at = _indices(first_row, position, slot + programs * BLOCK_G, groups)
         top, total, pooled = _softmax(u, s, v, t, OVERLAP)
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -198,7 +198,7 @@ def _zero_gaps(
     near = first_row + row % row_step * slots + number
     here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
     before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
-    # Other batch elements lie between a group's tokens.
+    # Tokens of other batch elements lie between a group's tokens.
     span = RATIO * row_step
     inside = (here >= 0) & (here <= row) & (row - here < span)
     inside = inside | ((before >= 0) & (row - before < span))

@@ -1,6 +1,6 @@
-"""Launches of compressor pooling in Triton.
+"""Launch of the Triton kernels for compressor pooling.
 
-Bound by memory: each SM needs at least 40 kB in flight, which registers limit.
+The kernels are memory-bound: each SM needs at least 40 kB in flight, which registers limit.
 """
 
 import torch
@@ -18,10 +18,10 @@ _FEW_POSITIONS = 16
 
 
 def _tile(inputs: CompressorInputs, channels: int) -> dict[str, int]:
-    """Return the constants of a kernel.
+    """Return the tile constants of a kernel.
 
-    Few positions: small tiles, since many programs keep more bytes in flight. Many positions:
-    shared by a warp, 4 channels (8 bytes of a token) per thread.
+    Few positions need small tiles, since many programs keep more bytes in flight. A warp splits
+    many positions, with 4 channels (8 bytes of a token) per thread.
     """
     positions = next_power_of_2(inputs.ratio)
     vector = channels // 32
@@ -66,11 +66,11 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
     if slots == 0 or values.shape[0] == 0:
         return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
     tile = _tile(inputs, 64)
-    warps = _warps(inputs, tile, 16)  # gradients take registers
+    warps = _warps(inputs, tile, 16)
     parts = ceil_div(inputs.dim, tile["BLOCK_D"])
     blocks = ceil_div(slots, tile["BLOCK_G"])
-    # One wave (16 warps of 128 registers per thread on an SM): more would only add partial sums (2
-    # MB for ratio 4, 4 MB for ratio 128).
+    # One wave: an SM holds 16 warps with 128 registers per thread. More programs would only add
+    # partial sums, of up to 4 MB.
     at_once = 16 // warps * (processors(values.device) if values.is_cuda else 2)
     programs = min(blocks, max(1, at_once // parts))
     partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)

@@ -56,9 +56,9 @@ def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
 
 
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
-    """Return the fixed-point scale of dk: fp32 ``[1]``, a power of two.
+    """Return the fixed-point scale of dk.
 
-    A query adds at most ``2 sum_h |w_h| max|q|`` to an element.
+    A query adds at most ``2 sum_h |w_h| max|q|`` to an element of dk.
     """
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:

@@ -4,16 +4,16 @@ Per block of 64 selected keys, with index heads ``h``:
 
 1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``; keep the signs of S;
 2. after all blocks: softmax, KL, and ``D = student - teacher``;
-3. keys again: ``G_h = sum_j D_j [S_hj > 0] k_j``, ``dq_h = w_h G_h``, ``dw_h = q_h . G_h``, and
-  ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both products use the masked D in
+3. read keys again: ``G_h = sum_j D_j [S_hj > 0] k_j``, ``dq_h = w_h G_h``, ``dw_h = q_h . G_h``,
+  and ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both sums use the masked D in
   bf16.
 
-The adds dominate (512 bytes per selected key), so two small thread blocks share an SM. Each has a
-warpgroup that multiplies and adds, two warps that gather keys, and two that mask D: a fence in the
-adding warps would wait for their adds.
+Atomic adds of 512 bytes per selected key dominate, so two small thread blocks share an SM. Each has
+a warpgroup that multiplies and adds, two warps that gather keys, and two warps that mask D: a fence
+in the adding warps would wait for their adds.
 """
 
-# TileLang reads shapes from annotations: postpone none.
+# No postponed annotations: TileLang reads shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -24,16 +24,16 @@ from megatron_dsa.ops.hopper.tiles import GROUP, TILE, BlockWork, fetch_tile
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
 
-#: Dims of an index head, most entries of a list.
+#: Dims of an index head, maximum entries of a list.
 DIM, MOST = 128, 2048
-#: Registers per thread of both warpgroups, of 256.
+#: Registers per thread of both warpgroups, which share 256.
 REGISTERS = (216, 40)
 STAGES = 3
-#: Each copies 16 bytes of every eighth key.
+#: Gathering threads; each copies 16 bytes of every eighth key.
 GATHERERS = 64
 
 
-# `at`: query of the thread block, `m`: shared memory, `here`: addresses in it, `done`: barriers.
+# `at`: query of the thread block, `m`: shared memory, `here`: addresses of `m`, `done`: barriers.
 
 
 @T.macro
@@ -164,14 +164,14 @@ def addresses_of(m):
 
 
 def build(heads: int, gradients: bool = True, fixed_point: bool = False):
-    """Return the TileLang program for ``heads`` index heads (1 to 64) of 128, with the relu.
+    """Return the TileLang program for 1 to 64 index heads of 128 dims, with the relu.
 
     Arguments (contiguous, sizes dynamic):
         Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``
-        int32, others than indices into K skipped, ``W`` at most 2048; Length ``[Sq]`` int32,
+        int32, entries that do not index K are skipped, ``W`` at most 2048; Length ``[Sq]`` int32,
         clamped; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL; dQ, dW like
-        Q, Weights; dK ``[Skv, 128]``, zeroed, fp32 in the order of ``in_column_order_transposed``,
-        or int64 in column order (``fixed_point``); Units ``[1]`` fp32.
+        Q, Weights; dK ``[Skv, 128]``, zeroed, fp32 for ``in_column_order_transposed``, or int64 in
+        column order (``fixed_point``); Units ``[1]`` fp32.
     """
     if not 1 <= heads <= TILE:
         raise ValueError(f"heads must be 1 to {TILE}, got {heads}: a tile has {TILE} rows")

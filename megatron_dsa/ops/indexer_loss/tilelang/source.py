@@ -1,9 +1,9 @@
-"""CUDA of the sparse loss.
+"""CUDA source of the sparse loss.
 
 In accumulators ``[64 keys, 64 index heads]``, thread ``(warp, line, t)`` (``line``: lane / 4,
 ``t``: lane % 4) holds keys ``16 warp + line + {0, 8}`` and heads ``8 j + 2 t + {0, 1}``, at ``4 j +
-2 (key bit) + (head bit)``. Its word of a block has bit ``2 j + (key bit) + 16 (head bit)`` set if
-that product is positive.
+2 (key bit) + (head bit)``. The thread's word for a block has bit ``2 j + (key bit) + 16 (head
+bit)`` set if that product is positive.
 """
 
 SOURCE = r"""

@@ -1,6 +1,6 @@
-"""Dense loss's teacher, a tile of 128 x 128 pairs per thread block (sm_90a)."""
+"""Teacher of the dense loss, 128 queries x 128 keys per thread block (sm_90a)."""
 
-# TileLang reads shapes from annotations: postpone none.
+# No postponed annotations: TileLang reads shapes from them.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -73,17 +73,18 @@ def consume(Start, End, Out, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, behind: int, rope_per_head: bool):
     """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims.
 
-    A launch does K's heads, in Q and Lse from ``first`` on; adds to ``Out`` unless ``first`` is 0.
+    A launch processes K's heads, which begin at head ``first`` of Q and Lse. The kernel adds to
+    ``Out`` unless ``first`` is 0.
 
     Arguments (contiguous, sizes dynamic):
         Q ``[r, H, nope + rope]``, K ``[w, heads, nope + behind]``, per head the key without rope,
-        then the value or, with ``rope_per_head``, its rope key first; Kpe ``[w, rope]``, a shared
-        rope key (``[1, rope]``, not read with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]`` in
-        base 2, ``N`` at least ``r`` and a multiple of 4; Start, End int32 ``[r]``, visible columns;
-        Out fp32 ``[r, w]`` in whole tiles, 0 where not visible; scale, positive.
+        then (``rope_per_head``) its rope key, then the value; Kpe ``[w, rope]``, a shared rope key
+        (``rope_per_head``: ``[1, rope]``, not read), bf16; Lse fp32 ``[H, 1, N]`` in base 2, ``N``
+        at least ``r`` and a multiple of 4; Start, End int32 ``[r]``, visible columns; Out fp32
+        ``[r, w]`` in whole tiles, 0 at hidden keys; scale, positive.
 
     Raises:
-        ValueError: dims that the tiling does not fit.
+        ValueError: the tiling does not fit the dims.
     """
     dims = Dims.of_keys(nope, rope)
     if rope_per_head and behind < rope:

@@ -1,7 +1,6 @@
-"""Dense indexer loss with Triton kernels: single heads' scores never leave the chip.
+"""Dense indexer loss with Triton kernels, which keep scores of single heads on chip.
 
-Teachers are fp32 and score gradients bf16, in whole blocks of :data:`BLOCK`, 0 where nothing is
-seen.
+Teachers are fp32, score gradients bf16, both in whole blocks of :data:`BLOCK` and 0 at hidden keys.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
 BLOCK = 128
-#: Tile edge: tokens share expanded keys, keys share queries.
+#: Maximum tile edge: tokens of a tile share expanded keys, keys share queries.
 LONGEST_EDGE = 2048
 FEWEST_HEADS = 16
 
@@ -47,7 +46,7 @@ class Launch:
         return ceil_div(rows, self.rows), ceil_div(columns, self.columns)
 
 
-#: Shared memory -> launches; the first that fits is used.
+#: Required shared memory -> launch parameters; the first entry that fits is used.
 LAUNCHES = {
     200 * 1024: {
         "head_sums": Launch(128, 128, 4),
@@ -88,7 +87,7 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class TritonTiles:
-    #: Teachers with contiguous operands only.
+    #: True if teachers copy non-contiguous operands.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):
@@ -98,7 +97,7 @@ class TritonTiles:
         self._launches = launches(self._keys.device)
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
-        """Return a copy, 0 for keys that no query sees: NaN times 0 is NaN."""
+        """Return a copy with 0 for keys that no query sees, because NaN times 0 is NaN."""
         keys = take(self._keys, layout, slots)
         return keys.masked_fill(~self._covered[slots, None], 0.0).contiguous()
 
@@ -198,9 +197,9 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield slices of heads, ``own [w, h or 1, OWN_DIM]`` and ``shared [w, DIM - OWN_DIM]``.
+        """Yield heads, ``own [w, h or 1, OWN_DIM]``, ``shared [w, DIM - OWN_DIM]`` and strides.
 
-        ``shared`` is ``own`` if nothing is shared.
+        ``shared`` is ``own`` if heads share no dims.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)
@@ -244,7 +243,7 @@ def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
     item, gathers = q.element_size(), inputs.layout.key_rows is not None
-    # Teachers (one in use, one being reduced), score gradients, shares of key gradients.
+    # Teachers (two during an all-reduce), score gradients, partial key gradients.
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)

@@ -1,6 +1,6 @@
-"""Triton kernels of the dense loss's gradients, from score gradients (``dS``, bf16).
+"""Triton kernels that compute the dense loss's gradients from score gradients (``dS``, bf16).
 
-Each program owns its sums, which repeat bitwise.
+No two programs add to the same sum: results are bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_rows
 
-#: Varying sizes must not cause compilations.
+#: Varying sizes must not trigger recompilation.
 _PER_TILE = ["start", "end", "rows", "width"]
 
 
@@ -22,7 +22,7 @@ def query_gradient(
 ):  # fmt: skip
     """``dq[t, h] += sum_s dS[t, s] 1[q[t, h] . k[s] > 0] k[s]``.
 
-    ``keys`` are finite also where no query sees them; ``dscores`` is in whole blocks.
+    Even hidden ``keys`` must be finite; ``dscores`` is in whole blocks.
     """
     head = tl.program_id(0) % HEADS
     first_row = tl.program_id(0) // HEADS * BLOCK_M
@@ -56,8 +56,8 @@ def key_gradient(
 ):  # fmt: skip
     """``dk[s] = sum_{t, h} w[t, h] dS[t, s] 1[q[t, h] . k[s] > 0] q[t, h]`` per block of queries.
 
-    ``weights``: fp32 ``[HEADS, weight_stride]`` in whole blocks, 0 for queries that see nothing;
-    ``dk``: fp32 ``[blocks, width, DIM]``.
+    ``weights``: fp32 ``[HEADS, weight_stride]`` in whole blocks, 0 for queries without visible
+    keys; ``dk``: fp32 ``[blocks, width, DIM]``.
     """
     blocks = tl.cdiv(width, BLOCK_N)
     row_block = tl.program_id(0) // blocks
@@ -68,7 +68,7 @@ def key_gradient(
     column = first_column + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, DIM], tl.float32)
     if (low < first_column + BLOCK_N) & (high > first_column):
-        # Unseen queries may be NaN, which times 0 is NaN.
+        # Queries without visible keys may be NaN.
         real = begin < stop
         k_tile = tl.load(keys + tl.minimum(column, width - 1)[:, None] * DIM + dim[None, :])
         ds_at = dscores + row.to(tl.int64)[:, None] * stride + column[None, :]
@@ -92,7 +92,7 @@ def finish_rows(
     q_row_stride, weight_stride, out_row_stride, dweights_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """``out = w dq`` and ``dweights = q . dq`` of a query, 0 if it sees nothing."""
+    """``out = w dq`` and ``dweights = q . dq`` of a query, 0 without visible keys."""
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(start + row) < tl.load(end + row)
     head, dim = tl.arange(0, BLOCK_H), tl.arange(0, DIM)

@@ -1,4 +1,4 @@
-"""Sampled query tokens, and the spread of their gradients."""
+"""Triton kernels that compute sampled tokens and scatter their gradients to all tokens."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def _spread(
     NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     target = tl.program_id(0).to(tl.int64)
-    # A tile begins in its stretch or, by rounding, a token earlier, and ends there or in the next.
+    # Rounding may begin a tile one token before its stretch; a tile may end in the next stretch.
     stretch = (target * tiles + tiles - 1) // total
     source = target * 0 - 1
     for back in tl.static_range(2):

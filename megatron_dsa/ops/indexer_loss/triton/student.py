@@ -1,7 +1,4 @@
-"""Triton kernels of the dense loss's student.
-
-Queries and keys stay in shared memory while index heads pass.
-"""
+"""Triton kernels for the student of the dense loss."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from megatron_dsa.ops.indexer_loss.triton.teacher import LOG2_E, seen_range, til
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Varying sizes must not cause compilations.
+#: Varying sizes must not trigger recompilation.
 _PER_TILE = ["weights", "start", "end", "student_lse", "out", "rows", "width", "part_stride"]
 
 
@@ -62,7 +59,6 @@ def student_lse(
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         peak = tl.max(scores, 1)
-        # -inf - -inf would be NaN.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         lse = (shift + tl.log2(tl.sum(tl.exp2(scores - shift[:, None]), 1))) * _LN_2
     tl.store(out + block * part_stride + row, lse, mask=row < rows)
@@ -93,7 +89,7 @@ def student_loss(
         log_student = scores - tl.load(student_lse + safe_row)[:, None]
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         goal = tl.load(teacher + at)
-        # NaN must show.
+        # NaN must reach the loss.
         log_goal = tl.log2(tl.where(goal == 0.0, 1.0, goal)) * _LN_2
         loss = tl.sum(tl.where(seen, goal * (log_goal - log_student), 0.0), 1)
         if dscores is not None:

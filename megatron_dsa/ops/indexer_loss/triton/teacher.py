@@ -1,7 +1,7 @@
-"""Triton kernels of the dense loss's teacher.
+"""Triton kernels for the teacher of the dense loss.
 
-One loop runs over (heads or blocks of keys) x (chunks of :data:`CHUNK` dims), so that loads overlap
-for any head dim.
+One loop runs over both heads (or blocks of keys) and chunks of :data:`CHUNK` dims, so that loads
+overlap for any head dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CHUNK = 64
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-#: Varying sizes must not cause compilations.
+#: Varying sizes must not trigger recompilation.
 PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
 
 
@@ -61,7 +61,7 @@ def head_sums(
     FIRST: tl.constexpr, DIM: tl.constexpr, OWN_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 where not seen."""
+    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 at hidden keys."""
     blocks = out_stride // BLOCK_N
     first_row = tl.program_id(0) // blocks * BLOCK_M
     first_column = tl.program_id(0) % blocks * BLOCK_N
@@ -134,7 +134,6 @@ def head_lse(
             seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
             scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
-            # -inf - -inf would be NaN.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             mass = mass * tl.exp2(peak - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
             peak = higher

@@ -1,12 +1,12 @@
 """Key gradients summed in 64-bit integers, independent of the order of atomics.
 
-Contributions are multiplied by ``units``, a power of two, and rounded. From query head r, key k
-gets ``dS Q_r + P dO_r`` with ``|dS| = scale P |dO_r . (V_k - O_r)|`` and P summing to 1 over keys,
-so no element exceeds
+Contributions are multiplied by ``units``, a power of two, and rounded. Query head r adds ``dS Q_r +
+P dO_r`` to key k, where ``|dS| = scale P |dO_r . (V_k - O_r)|`` and P sums to 1 over keys. No
+element exceeds
 
     rows * (scale * v_dim * max|dO| * (max|V| + max|O|) * max|Q| + max|dO|)
 
-and ``units`` puts twice that (for bf16 roundings) below 2^62. The rounding error of n
+and ``units`` keeps twice this bound, for bf16 roundings, below 2^62. The rounding error of n
 contributions, about ``sqrt(n / 12) / units``, is below 1e-6 of the norm for 2^18 query heads, as in
 fp32.
 """
@@ -22,10 +22,10 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 def units_per_one(
     inputs: SparseAttentionInputs, out: torch.Tensor, dout: torch.Tensor
 ) -> torch.Tensor:
-    """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
+    """Return the fixed-point scale of the key gradient without synchronisation.
 
-    NaN or 0 if an input is not finite, except keys, which show in the outputs. With
-    ``inputs.key_sum`` it holds for all its calls.
+    The scale is NaN or 0 if an input other than the keys is not finite. With ``inputs.key_sum``,
+    one scale serves all calls.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
@@ -34,15 +34,15 @@ def units_per_one(
         outputs = largest(out)
     else:
         rows, (queries, gradient) = inputs.key_sum.rows, inputs.key_sum.bounds()
-        outputs = values  # an output is a mean of values
+        outputs = values  # outputs are averages of values
     per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + outputs)
     return units_for(rows, per_row * queries + gradient)
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Convert the one-kernel backward's ``[keys, dim]`` to fp32 in column order.
+    """Convert the one-kernel backward's integers ``[keys, dim]`` to fp32 in column order.
 
-    16 columns are stored as ``[2 halves, 2, 4 threads]`` for ``[2 halves, 4 threads, 2]``.
+    The backward stores 16 columns ``[2 halves, 4 threads, 2]`` as ``[2 halves, 2, 4 threads]``.
     """
     rows, dim = fixed.shape
     ordered = torch.empty(rows, dim, dtype=torch.float32, device=fixed.device)

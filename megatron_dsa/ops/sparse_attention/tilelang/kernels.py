@@ -1,4 +1,4 @@
-"""TileLang kernels per GPU: wgmma on Hopper, portable elsewhere."""
+"""Choice of TileLang kernels per GPU: wgmma on Hopper, portable kernels elsewhere."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a
 
 
 class Way(Enum):
-    """Kernels of a backward, with their column order of the key gradient."""
+    """Kernels of a backward, each with its column order of dKV."""
 
     PORTABLE = "portable"
-    #: One Hopper kernel; order of fragments.
+    #: One Hopper kernel; dKV in fragment order.
     ONE = "one kernel"
-    #: Hopper's query_gradient and key_gradient, which adds to dKV once for all tiles of heads;
-    #: order of transposed fragments, integers in order, for coalesced atomics.
+    #: Hopper's query_gradient, then key_gradient, which adds to dKV once for all tiles of heads.
+    #: For coalesced atomics, fp32 is in transposed fragment order, integers in column order.
     TWO = "two kernels"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for one GPU; ``tiles``: tiling of portable ones, ``None`` for Hopper's."""
+    """Kernels for one GPU; ``tiles`` names a portable tiling, ``None`` selects Hopper's kernels."""
 
     target: str
     tiles: str | None

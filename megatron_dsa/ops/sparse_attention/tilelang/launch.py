@@ -1,7 +1,7 @@
 """Sparse attention through our TileLang kernels (bf16), without padding.
 
-Up to 32 heads, adjacent queries share a tile and the union of their lists: a non-finite key spoils
-all of them.
+With at most 32 heads, adjacent queries share a tile and the union of their lists, where a
+non-finite key spoils all queries.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ def backward(
 ):
     """Return ``dq``, ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
 
-    ``dkv`` is ``None`` with ``inputs.key_sum``. Bitwise repeatable in torch's deterministic mode
-    (:mod:`.fixed_point`), unless a query lists a key twice.
+    ``dkv`` is ``None`` with ``inputs.key_sum``. In torch's deterministic mode results are bitwise
+    repeatable (:mod:`.fixed_point`), unless a query lists a key twice.
     """
     from megatron_dsa.ops.hopper.tiles import head_tiles, queries_per_tile
 
@@ -56,7 +56,7 @@ def backward(
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     heads, tile = q.shape[1], kernels.rows("backward")
     way, group = kernels.way(heads, fixed), queries_per_tile(heads, tile)
-    # fp32 sums of up to two tiles do not depend on their order.
+    # The fp32 sum of two tiles does not depend on their order.
     sums_heads = inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
     total = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
     total = total.contiguous()
@@ -78,10 +78,10 @@ def backward(
                 p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
                 len(kv), inputs.workspace_bytes,
             )  # fmt: skip
-        del sums  # frees memory
+        del sums
     dsink = None
     if sink is not None:
-        # 0, not NaN, without keys and with a sink of -inf.
+        # Without keys and with a sink of -inf, return 0 instead of NaN.
         total = replace_negative_infinity(total, float("inf"))
         dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
     return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum
@@ -94,7 +94,7 @@ class _KeySum:
     v_dim: int
     dkv: torch.Tensor
     units: torch.Tensor
-    #: NaN once an output was not finite.
+    #: NaN if any output was not finite, else 0.
     poison: torch.Tensor | float = 0.0
 
     def result(self) -> torch.Tensor:
@@ -176,9 +176,9 @@ def key_lists(
 ):
     """Yield slices of the queries, with the key lists that kernels read.
 
-    Ids int32 ``[lists, W]``, members uint8 alike (:mod:`.hopper.unions`), length int32 ``[lists]``;
-    unions for groups of several queries. ``with_places`` adds int32 ``[queries, K]``: each valid
-    entry's index in its list, ``None`` if unchanged.
+    Lists are ids int32 ``[lists, W]``, members uint8 ``[lists, W]`` and length int32 ``[lists]``;
+    groups of several queries get unions (:mod:`.hopper.unions`). ``with_places`` adds int32
+    ``[queries, K]``: each valid entry's index in its list, ``None`` if unchanged.
     """
     queries, width = inputs.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=inputs.indices.device)
@@ -192,7 +192,7 @@ def key_lists(
     indices, length = caller_lists(inputs)
     form_unions = (kernels or kernels_for(indices.device)).unions(group, with_places)
     capacity = group * width
-    # Bytes: ids, members, their sums, int32 and int64 indices.
+    # Bytes per entry: id, members, head sums, int32 and int64 indices.
     bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:

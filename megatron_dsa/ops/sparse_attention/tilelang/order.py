@@ -1,4 +1,4 @@
-"""Head sums, reordered from a kernel's lists to the caller's."""
+"""Reordering of head sums from a kernel's lists to the caller's lists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def to_callers_lists(
     keys: int,
     workspace_bytes: int,
 ) -> None:
-    """Write the sum of each entry of the caller's lists, 0 for invalid ones.
+    """Write the head sum of each entry in the caller's lists, 0 for invalid entries.
 
     Args:
         out: fp32 ``[Sq, K]``, contiguous.
         sums: fp32 ``[at least Sq, W]``, contiguous, in the kernel's order.
-        places: int32 ``[Sq, K]``: index in ``sums`` of each valid entry; ``None``: unchanged.
+        places: int32 ``[Sq, K]``: index of each valid entry in ``sums``; ``None``: same order.
     """
     queries, width = indices.shape
     if out.is_meta:
@@ -40,7 +40,7 @@ def to_callers_lists(
                 BLOCK=block,
             )  # fmt: skip
         return
-    # Bytes: validity, masked and int64 indices, the result twice.
+    # Bytes per entry: validity, masked and int64 indices, two copies of the result.
     step = rows_in_budget(workspace_bytes, width * 24)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
@@ -51,7 +51,7 @@ def to_callers_lists(
         out[rows] = torch.where(valid, found, 0.0)
 
 
-# Varying sizes must not cause compilations.
+# Varying sizes must not trigger recompilation.
 @triton.jit(do_not_specialize=[
     "out", "sums", "places", "indices", "length", "keys", "width", "stride",
 ])  # fmt: skip

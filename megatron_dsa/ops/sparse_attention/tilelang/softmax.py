@@ -1,4 +1,4 @@
-"""Softmax steps of Hopper's and the portable kernels, in base 2.
+"""Softmax steps of the Hopper and portable kernels, in base 2.
 
 ``top`` is the maximum per query head, ``total`` the sum of P.
 """
@@ -7,13 +7,13 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.tiles import LN_2, LOG2_E
 
-#: Finite, so that exponents of masked scores are -inf.
+#: Finite initial maximum: masked scores minus the maximum are -inf, not NaN.
 LOWEST = -1e30
 
 
 @T.macro
 def raise_top(peak, top, decay, scale):
-    """Raise ``top`` to ``peak``; earlier sums of P shrink by ``decay``."""
+    """Raise ``top`` to ``peak``; multiply earlier sums of P by ``decay``."""
     for r in T.Parallel(top.shape[0]):
         peak[r] = T.max(peak[r] * (scale * LOG2_E), top[r])
         decay[r] = T.exp2(top[r] - peak[r])
@@ -42,7 +42,7 @@ def write_lse(Lse, top, total, at, shape):
 @T.macro
 def read_lse(Lse, m, at, tile, thread):
     if thread < tile:
-        # ``exp2(S - inf)`` is 0 without keys and for padding heads.
+        # ``exp2(S - inf)`` is 0 for queries without keys and for padding heads.
         m.lse[thread] = T.infinity("float32")
         if thread < at.rows:  # noqa: SIM102 (the next condition reads memory)
             if Lse[at.first + thread] > -T.infinity("float32"):

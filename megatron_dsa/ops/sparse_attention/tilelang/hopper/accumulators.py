@@ -1,13 +1,13 @@
-"""CUDA of the backwards.
+"""CUDA source of the Hopper backward kernels.
 
-Addresses in shared memory are integers: given a pointer in a loop, TileLang puts a memory barrier
-before each product. For dS, P is in fp16, in units of :data:`P_UNIT`: bf16 would double the
-rounding error.
+Addresses in shared memory are integers: given a pointer in a loop, TileLang inserts a memory
+barrier before each product. dS uses P in fp16, in units of :data:`P_UNIT`, because bf16 would
+double the rounding error.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 
-#: P <= 2 fits fp16.
+#: In this unit, P up to 2 fits fp16.
 P_UNIT = 2.0**-14
 
 SOURCE = (

@@ -1,13 +1,13 @@
 """Backward of sparse attention, 64 query heads per thread block (sm_90a).
 
-``S = K Q^T``, ``dP = V dO^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS^T K``,
-``dKV = dS Q + P dO`` per block of 64 gathered keys, all that shared memory holds, in four
-warpgroups:
+Four warpgroups compute ``S = K Q^T``, ``dP = V dO^T``, ``P = exp(S - lse)``, ``dS = P (dP -
+delta)``, ``dQ += dS^T K`` and ``dKV = dS Q + P dO`` for 64 gathered keys at a time, which fill
+shared memory:
 
 * ``S``: scores, P, and the left half of dQ's columns;
 * ``DP``: dP, dS, and the rest of dQ;
 * ``KV``: dKV, 64 columns at a time, added to global memory from registers;
-* ``GATHER``: keys, as soon as dQ has read half of the buffer.
+* ``GATHER``: fetches keys as soon as dQ has read half of the buffer.
 """
 
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
-#: Registers per thread of S, DP, KV and GATHER, of 512.
+#: Registers per thread of S, DP, KV and GATHER.
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 
@@ -49,7 +49,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
         for side in (0, 1):
             T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
             if side == 0:
-                # KV has read the ids of block i - 2: its P was overwritten.
+                # KV has read the ids of block i - 2, whose P was overwritten.
                 queries.next_ids(lists, m, at, i, thread)
             columns = ((0, HALF), (HALF, shape.dim))[side]
             queries.fetch_part(lists, m, done, side, columns, thread)
@@ -99,8 +99,8 @@ def exponentials(s, m, i, members, shape, scale):
     T.wait_wgmma(0)
     for part in tuple(range(0, TILE, 16)):
         for k, h in T.Parallel(TILE, 16):
-            # Invalid entries may have any finite P: their zero key cancels dS in dQ, and dKV skips
-            # them.
+            # P of invalid entries may be any finite number: dQ multiplies their dS by a zero key,
+            # and dKV skips them.
             s[k, part + h] = T.exp2(T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0))
             if shape.group > 1:
                 member = members[k] >> T.cast((part + h) // shape.heads, "uint8") & 1
@@ -126,7 +126,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
-        # KV and DP have read the old dS.
+        # Wait until KV and DP have read the old dS.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         T.copy(s, m.p)
         for side in (0, 1):
@@ -137,7 +137,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[0])
-    # Only this warpgroup still used these columns of the keys.
+    # No other warpgroup still reads these key columns.
     queries.write_columns(dQ, m, dq, at, 9)
 
 
@@ -162,7 +162,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product also reads dS of other warps.
+        # The product reads the dS of all warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -173,14 +173,15 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
 def build(
     heads: int, dim: int, v_dim: int, group: int = 1, fixed_point: bool = False, p_sum: bool = False
 ):
-    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+    """Return the TileLang program for ``heads`` query heads of ``dim`` dims.
 
     A thread block has 64 heads of one query, or all heads of ``group`` adjacent queries over the
     union of their lists (:mod:`.unions`).
 
-    Contiguous arguments. Lse: natural, ``-inf`` without keys. Members: bit ``g`` if query ``g``
-    selected the key (``group`` > 1). Length: within ``[0, W]``. dKV: zeroed, in accumulator order.
-    Units: fixed-point scale. Delta: ``rowsum(dO * O)``. PSum: zeroed, undefined at invalid entries.
+    Arguments are contiguous. Lse: natural log, ``-inf`` without keys. Members: bit ``g`` is set if
+    query ``g`` selected the key (``group`` > 1). Length: within ``[0, W]``. dKV: zeroed, in
+    accumulator order. Units: fixed-point scale. Delta: ``rowsum(dO * O)``. PSum: zeroed, undefined
+    at invalid entries.
     """
     shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
@@ -207,7 +208,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Arrivals of copies and threads, for parts of the keys.
+            # Barriers count copies and threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

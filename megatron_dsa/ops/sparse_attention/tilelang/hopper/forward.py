@@ -1,14 +1,14 @@
 """Forward of sparse attention, 64 query heads per thread block (sm_90a).
 
-Two warpgroups share a pair of blocks of 64 keys. Each multiplies the P of one block (registers),
-then the other's (shared memory), with half of the value columns:
+Two warpgroups process pairs of 64-key blocks. Each multiplies half of the value columns by its
+block's P, from registers, then by the other block's P, from shared memory:
 
 * ``EVEN``: ``S0 = Q K0^T``, its maximum, P0, ``O_L += P0 V0_L``, then ``O_L += P1 V1_L``;
 * ``ODD``: ``S1 = Q K1^T``, the maximum of both, P1, ``O_R += P1 V1_R``, then ``O_R += P0 V0_R``;
-* ``GATHER``: keys, as soon as half of a buffer is free.
+* ``GATHER``: fetches keys as soon as half of a buffer is free.
 
-One computes exponentials while the other multiplies. EVEN uses the maximum of its block, and
-corrects P0 and O_L once ODD has the joint one. An unpaired last block is EVEN's.
+One warpgroup computes exponentials while the other multiplies. EVEN uses the maximum of its block,
+and rescales P0 and O_L once ODD has the maximum of both. EVEN processes an unpaired last block.
 """
 
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     write_lse,
 )
 
-#: Registers per thread of EVEN, ODD and GATHER, of 504.
+#: Registers per thread of EVEN, ODD and GATHER.
 REGISTERS = (216, 216, 72)
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
@@ -82,7 +82,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     lists = Lists(KV, Ids, Members, shape.group, ahead, members)
     list_ahead(lists, at, 0, PAIR, thread)
     for i in T.serial(at.blocks(PAIR)):
-        # Pair i - 2 is done: its buffers were freed.
+        # Pair i - 2, whose ids are overwritten here, has freed its buffers.
         ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
         m.ids[i % 2, thread] = ahead[0]
         note_members(lists, m, i, word, thread)
@@ -126,10 +126,10 @@ def select(s, m, i, buffer, shape, tx):
 
 @T.macro
 def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
-    """Divide by the sum of P; write half of O, and lse (ODD)."""
+    """Divide by the sum of P and write half of O; ODD also writes lse."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
-    # Both warpgroups are done with the keys, whose buffers receive O.
+    # O reuses the key buffers, which both warpgroups must have read.
     T.sync_threads(9, 2 * GROUP)
     for r in T.Parallel(TILE):
         total[r] = m.tops[0, r] + m.tops[1, r]
@@ -268,12 +268,12 @@ def odd(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
 
 
 def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = False):
-    """Return the TileLang program, with arguments as in :func:`.backward.build`.
+    """Return the TileLang program; for arguments see :func:`.backward.build`.
 
     Ids outside of KV select nothing; Lse excludes Sink; scale is positive.
     """
     shape = Shape(heads, dim, v_dim, group)
-    # P0 overwrites K0's columns past the values: only S0 needs them.
+    # P0 overwrites K0's columns past the values, which only S0 needs.
     slots = 1 if shape.tail else 2
     needed = 2 * TILE * (3 * dim + slots * TILE) + 4 * (4 * TILE + 2 * TILE + 8 * group) + 1024
     if needed > SHARED:
@@ -305,7 +305,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Arrivals of copies and threads, for halves of both buffers.
+            # Barriers count copies and threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

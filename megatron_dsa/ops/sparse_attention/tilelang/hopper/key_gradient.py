@@ -1,12 +1,13 @@
 """Second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
 
-``dKV = dS Q + P dO`` per block of 64 keys, over one or two tiles of 64 heads; bound by the atomics.
-A warpgroup computes 256 value columns, and the columns past them for half of the keys, transposed,
-so that a warp adds 128 contiguous bytes (fixed point: 64) to each of 4 keys.
+The kernel computes ``dKV = dS Q + P dO`` for 64 keys at a time, over one or two tiles of 64 heads;
+atomics bound its time. A warpgroup computes 256 value columns, and the columns past the values for
+half of the keys. Products are transposed, so that a warp adds 128 contiguous bytes (fixed point:
+64) to each of 4 keys.
 
-* One tile: two consumers of a thread block split the columns.
-* Two tiles: two thread blocks split the columns; consumers take even and odd blocks.
-* A producer fetches ids, P and dS, laid out as in shared memory.
+* With one tile, the two consumers of a thread block split the columns.
+* With two tiles, two thread blocks split the columns; consumers process even and odd blocks.
+* A producer fetches ids, P and dS.
 
 Consumers alternate: one runs wgmma while the other does atomic adds.
 """
@@ -19,11 +20,11 @@ from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
 from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, BlockWork, Shape, fetch
 
-#: Registers per thread of consumers and producer, of 504.
+#: Registers per thread of two consumers and the producer.
 REGISTERS = (216, 216, 72)
-#: Value columns of an accumulator; a consumer has two.
+#: Value columns per accumulator; a consumer has two accumulators.
 COLUMNS = 128
-#: Tiles -> blocks of P and dS in shared memory.
+#: Number of head tiles -> blocks of P and dS in shared memory.
 STAGES = {1: 4, 2: 2}
 TILE_BYTES = 2 * TILE * TILE * 2
 TRANSPOSED = {"transpose_A": True, "transpose_B": True}
@@ -216,10 +217,10 @@ def consume(dKV, Units, m, done, at, tiles, wg, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
-    """Return the TileLang program; arguments as in :func:`.query_gradient.build`.
+    """Return the TileLang program; for arguments see :func:`.query_gradient.build`.
 
-    dKV: zeroed, transposed (:func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed`),
-    integers in column order.
+    dKV: zeroed; integers in column order, fp32 in the order that
+    :func:`~megatron_dsa.ops.hopper.sums.in_column_order_transposed` converts.
     """
     shape = Shape(heads, dim, v_dim)
     tiles = shape.tiles
@@ -244,14 +245,14 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
-                # One per tile: wgmma_gemm misplaces columns past 64 of part of a buffer.
+                # One buffer per tile: wgmma_gemm misplaces columns past 64 in a slice.
                 q=[T.alloc_shared([TILE, owned + shape.tail], bf16) for _ in range(tiles)],
                 do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
                 pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),
                 ids=T.alloc_shared([stages, TILE], int32),
             )
             done = SimpleNamespace(
-                # Threads that write ids, and the one that expects bytes.
+                # The barrier counts threads that write ids and the thread that starts the copy.
                 full=T.alloc_barrier(arrive_count=[TILE + 1] * stages),
                 free=T.alloc_barrier(arrive_count=[GROUP * (3 - tiles)] * stages),
                 turn=T.alloc_barrier(arrive_count=[GROUP, GROUP]),

@@ -1,4 +1,4 @@
-"""Common parts of the Hopper backwards."""
+"""Macros that the Hopper backward kernels share."""
 
 from types import SimpleNamespace
 
@@ -37,9 +37,9 @@ def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
 
 @T.macro
 def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
-    """Fetch Q and dO, compute delta (256 threads).
+    """Fetch Q and dO and compute delta with 256 threads.
 
-    In shared memory lse is in base 2, delta includes scale and P's unit.
+    In shared memory, lse is in base 2, and delta is multiplied by the scale and P's unit.
     """
     if tx < 2 * GROUP:
         copies = ((m.q, Q, (0, dim)), (m.do, dO, (0, V_DIM)))
@@ -88,9 +88,9 @@ def fetch_part(lists, m, done, part, columns, thread):
 
 @T.macro
 def left_columns():
-    """Return zeroed accumulators of dQ's left half, with their columns.
+    """Return zeroed accumulators for the left half of dQ, with their columns.
 
-    Quarters: an instruction must not need more registers than a thread starts with.
+    Each holds a quarter: an instruction must not need more registers than a thread starts with.
     """
     dq_0 = T.alloc_fragment([TILE, QUARTER], "float32")
     dq_1 = T.alloc_fragment([TILE, QUARTER], "float32")

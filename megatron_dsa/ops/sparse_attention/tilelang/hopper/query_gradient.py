@@ -1,10 +1,7 @@
 """First half of the backward for many heads: P, dS and dQ of 64 query heads (sm_90a).
 
-Like :mod:`.backward`, with P and dS in global memory for :mod:`.key_gradient`, in three warpgroups:
-
-* ``S``: scores, P, and the left half of dQ's columns;
-* ``DP``: dP, dS, and the rest of dQ;
-* ``GATHER``: keys, as soon as dQ has read a quarter of the buffer.
+The warpgroups S, DP and GATHER work as in :mod:`.backward`, but P and dS are stored in global
+memory for :mod:`.key_gradient`, and GATHER refills a buffer in quarters.
 """
 
 from types import SimpleNamespace
@@ -31,7 +28,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE as REDUCTION
 
-#: Registers per thread of S, DP and GATHER, of 504.
+#: Registers per thread of S, DP and GATHER.
 REGISTERS = {576: (208, 232, 64), 512: (208, 224, 72)}
 BYTES = TILE * TILE * 2
 
@@ -103,14 +100,13 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
     for i in T.serial(at.blocks()):
         for n, (left, right) in enumerate(key_parts(shape.dim)):
             T.barrier_wait(done.keys[n], i & 1)
-            # Products read through the async proxy.
             T.fence_proxy_async()
             T.wgmma_gemm(
                 m.k[:, left:right], m.q[:, left:right], s, transpose_B=True, clear_accum=n == 0
             )
         T.barrier_arrive(done.s_issued)
         T.wait_wgmma(0)
-        # The copy has read the old P, DP the old dS.
+        # Wait until the copy has read the old P; DP has read the old dS.
         if thread == 0:
             call("dsa_tile_is_read")
         T.sync_threads(9, GROUP)
@@ -119,7 +115,6 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
             call("dsa_store_half", s.data, here[1], of=(side,))
             call("dsa_store_p", s.data, here[2], of=(side,))
             T.barrier_arrive(done.p[side])
-        # The copy reads through the async proxy.
         T.fence_proxy_async()
         T.barrier_arrive(done.p_stored)
         store(i, done.p_stored, target[0], here[0], thread)
@@ -127,14 +122,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
         T.barrier_wait(done.ds, i & 1)
-        # Separately, to free the first early.
+        # DP's first product runs undisturbed and frees its keys early.
         T.barrier_wait(done.keys_free[0], i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(1)
         T.barrier_arrive(done.keys_free[1])
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[3])
-    # Only this warpgroup still used these columns of the keys.
+    # No other warpgroup still reads these key columns.
     T.sync_threads(9, GROUP)
     queries.write_columns(dQ, m, dq, at, 9)
     call("dsa_tiles_are_stored")
@@ -167,7 +162,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product also reads dS of other warps.
+        # The product reads the dS of all warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -175,7 +170,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         T.wait_wgmma(len(dq) - 1)
         T.barrier_arrive(done.keys_free[0])
         T.wait_wgmma(0)
-        # S overwrites dS when the next keys arrive.
+        # S overwrites dS once the next keys arrive: the copy must have read dS.
         if thread == 0:
             call("dsa_tile_is_read")
         T.barrier_arrive(done.keys_free[2])
@@ -185,10 +180,10 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
 
 
 def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
-    """Return the TileLang program; arguments as in :func:`.backward.build`.
+    """Return the TileLang program; for arguments see :func:`.backward.build`.
 
     PdS: bf16 ``[lists, ceil(W / 64), tiles, 2, 64 keys, 64 heads]``, P and dS of blocks within
-    Length, as in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
+    Length, swizzled like shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
     """
     shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]
@@ -218,7 +213,6 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),
                 keys_free=T.alloc_barrier(arrive_count=[GROUP] * 4),
                 p=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
-                # ``p_stored``: P is visible to copies; ``s_issued``: products of S are in flight.
                 p_stored=T.alloc_barrier(arrive_count=GROUP),
                 s_issued=T.alloc_barrier(arrive_count=GROUP),
                 ds=T.alloc_barrier(arrive_count=GROUP),

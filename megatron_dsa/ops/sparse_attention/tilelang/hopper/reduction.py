@@ -1,9 +1,9 @@
-"""CUDA that TileLang lacks: atomic adds of wgmma accumulators.
+"""CUDA source for atomic adds of wgmma accumulators.
 
-Of 16 columns, a thread (``t``: lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
-them as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffling costs more than a pass over
-the result. In fixed point it adds single numbers, stored as ``[2 halves, 2, 4 threads]``: four
-threads add to neighbours.
+Among 16 columns, thread ``t`` (lane modulo 4) holds ``2t, 2t + 1, 8 + 2t, 9 + 2t``. In fp32 it adds
+all four as one vector, stored as ``[4 threads, 2 halves, 2]``: shuffles would cost more than a
+later pass over the result. In fixed point it adds single numbers, stored as ``[2 halves, 2, 4
+threads]``, so that four threads add to neighbours.
 """
 
 SOURCE = r"""

@@ -1,10 +1,10 @@
 """Unions of adjacent queries' key lists, with a membership bit per query.
 
 With few heads, a tile holds several adjacent queries, which select nearly the same keys. Unions are
-ascending: concurrent thread blocks add to the same, cached part of the key gradient.
+sorted like :func:`~megatron_dsa.ops.sparse_attention.lists.ascending_lists`.
 
-A thread block marks keys in bitmaps in shared memory, :data:`RANGE` at a time. Keys that a query
-lists twice (top-k never does) repeat at the end.
+A thread block marks keys in shared-memory bitmaps, :data:`RANGE` keys at a time. A key that a query
+lists twice, as top-k never does, is repeated at the end.
 """
 
 from tilelang import language as T
@@ -12,7 +12,7 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper import prefix_sums
 from megatron_dsa.ops.hopper.programs import compiler
 
-#: Keys whose bitmaps fit shared memory: 8 KiB per query.
+#: Number of keys whose bitmaps, 8 KiB per query, fit shared memory.
 RANGE = 65536
 THREADS = 256
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
 def build(group: int, with_places: bool = False):
     """Return the TileLang program for unions of ``group`` adjacent queries' lists.
 
-    Contiguous arguments. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and Members
-    end at Count; Places (``with_places``): the index in the union of each valid entry.
+    Arguments are contiguous. Invalid Indices are skipped; Length is within ``[0, K]``; Ids and
+    Members end at Count; Places (``with_places``) gets the union index of each valid entry.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 

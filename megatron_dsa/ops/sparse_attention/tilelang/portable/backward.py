@@ -1,7 +1,7 @@
 """Backward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-dKV is transposed, because vector atomics need sm_90: eight threads then hold eight neighbouring
-columns of a key, a whole memory sector.
+Vector atomics need sm_90, so dKV is transposed: eight threads hold eight neighbouring columns of a
+key, a whole memory sector.
 """
 
 from types import SimpleNamespace
@@ -116,7 +116,7 @@ def build(
     p_sum: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program; arguments as in :func:`..hopper.backward.build`.
+    """Return the TileLang program; for arguments see :func:`..hopper.backward.build`.
 
     dKV is in column order.
     """
@@ -205,7 +205,7 @@ def build(
                 T.gemm(m.ds, m.k[block_of_keys, :v_dim], dq, policy=FULL_COL)
                 if tail:
                     T.gemm(m.ds, m.k[block_of_keys, v_dim:], dq_tail, policy=FULL_COL)
-            # Nothing has synchronised without keys.
+            # Without keys, no loop iteration has synchronised the threads.
             T.sync_threads()
             T.copy(dq, m.q[:, :v_dim])
             if tail:

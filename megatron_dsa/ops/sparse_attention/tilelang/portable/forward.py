@@ -1,7 +1,7 @@
 """Forward of sparse attention with ``mma.sync``, for sm_80 and newer.
 
-Warps divide the query heads for S and the value columns for O, so that each value is read once; P
-and factors cross through shared memory.
+Warps split the query heads for S and the value columns for O, so that each value is read once. P
+and the scaling factors pass through shared memory.
 """
 
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def scale_rows(o, m):
 @T.macro
 def finish(O, Lse, Sink, o, top, total, factor, m, at, shape):  # noqa: E741
     divisors(factor, Sink, top, total, at, shape)
-    # Without keys, queries may still arrive in the buffer reused for O.
+    # Without keys, the copy of queries to O's buffer may be unfinished.
     T.ptx_wait_group(0)
     T.sync_threads()
     T.copy(factor, m.factor)
@@ -73,7 +73,7 @@ def build(
     with_sink: bool = False,
     tiles: str = "sm_80",
 ):
-    """Return the TileLang program; arguments as in :func:`..hopper.forward.build`."""
+    """Return the TileLang program; for arguments see :func:`..hopper.forward.build`."""
     tiling = tiling_of(FORWARD, tiles)
     shape = Shape(heads, dim, v_dim, group, tiling.rows)
     tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
@@ -108,7 +108,7 @@ def build(
             peak = T.alloc_fragment([tile], fp32)
             top = T.alloc_fragment([tile], fp32)
             factor = T.alloc_fragment([tile], fp32)
-            # Per thread: one reduction at the end.
+            # Partial sums per thread, reduced once at the end.
             sums = T.alloc_fragment([tile, block_keys], fp32)
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
@@ -122,7 +122,7 @@ def build(
             T.clear(sums)
             T.fill(top, LOWEST)
             for i in T.serial(at.blocks(block_keys)):
-                # Block i has arrived, block i - 1 was read.
+                # Block i has arrived, and all threads have read block i - 1.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
                 gather_next(source, m, at, i + stages - 1, tiling, thread)

@@ -1,4 +1,4 @@
-"""Tiles of the portable kernels per GPU, and their loading of keys."""
+"""Tile sizes of the portable kernels per GPU, and the gather of keys."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class Tiling:
     """Work of a thread block.
 
     Attributes:
-        rows: heads of one query, or of several.
-        stages: buffers for blocks of keys; one means no overlap with the gather.
+        rows: query heads, of one or several queries.
+        stages: buffers for blocks of keys; with one, computation cannot overlap the gather.
     """
 
     rows: int
@@ -26,7 +26,7 @@ class Tiling:
         return self.threads // COPIERS
 
 
-#: Bytes per thread block.
+#: Bytes of shared memory per thread block.
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 _LARGE_FORWARD, _LARGE_BACKWARD = Tiling(64, 64, 2, 256), Tiling(64, 32, 2, 256)
 FORWARD = {
