@@ -159,7 +159,7 @@ _NEGATIVE = {
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range] = FLAGS
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for numbers, also in lists, by flag, argument or field."""
+    """Yield ``(ok, message)`` per number or list entry; keys are flags or fields."""
     for name, value in values.items():
         flag = name if name.startswith("--") else flag_of(name)
         limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
@@ -186,7 +186,7 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)``: learning rates rise within the run, then fall."""
+    """Yield ``(ok, message)``: warm-up ends within the run and ``--lr`` is the highest rate."""
     if values["skip_train"]:
         return
     highest = values["lr"]

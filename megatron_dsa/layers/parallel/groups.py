@@ -25,8 +25,8 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 class Ranks:
     """Tensor-parallel (``tp``) times context-parallel ranks that share a microbatch.
 
-    Ranks compute keys of local tokens and get all keys. *Query tokens* are the indexer's, and
-    depend on ``tp_mode`` ("tp": all tokens of ``tp``):
+    Ranks compute keys of local tokens and gather all keys. *Query tokens* are the indexer's tokens
+    and depend on ``tp_mode`` (in the table, ``tp`` means all tokens of the group ``tp``):
 
     ============  ================  ==================  =====  ===========  ============
     tp_mode       indexer's tokens  attention's tokens  heads  indexer_tp   attention_tp
@@ -124,7 +124,7 @@ def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather tokens; the backward slices: all ranks have the same gradient."""
+    """All-gather tokens; the backward slices, since all ranks have the same gradient."""
     if not several(group):
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
@@ -140,9 +140,9 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
-    """Wait for the indexer's keys of all ranks; local keys get their gradient.
+    """Return the indexer's keys of all ranks; the backward returns local keys' gradient.
 
-    By heads, ``ranks.tp`` have the same gradient: only ``ranks.cp`` sum.
+    In mode ``heads``, ``ranks.tp`` have equal gradients, so only ``ranks.cp`` sum them.
     """
     if ranks.indexer_tp is None:
         return finish_with_gradient(gathering)
@@ -156,7 +156,7 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """All-to-all ``[tokens * ranks, H / ranks, D]`` to ``[tokens, H, D]``, by rank."""
+    """Exchange ``[tokens * ranks, H / ranks, D]`` for ``[tokens, H, D]`` by an all-to-all."""
     return _Exchange.apply(x, group, True)
 
 
