@@ -2,9 +2,8 @@
 
 Each matrix product that the mathematics requires counts once, with two operations per multiply-add.
 Not counted are repeated products (scores in a backward pass, recomputed layers, keys that several
-ranks expand), masked parts of tiles, and elementwise work (norms, rope, softmax, pooling, Hadamard
-transforms, short convolutions, sums over index heads or streams). The count divided by time and
-peak is the model FLOPs utilization of PaLM (appendix B).
+ranks expand), masked parts of tiles, and elementwise work (norms, rope, softmax, convolutions).
+Divided by time and peak, the count is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times: forward and two gradients. The indexer's
   count twice, because its inputs are detached; products of a frozen main model count once. Under
@@ -15,8 +14,6 @@ peak is the model FLOPs utilization of PaLM (appendix B).
   attention adds attention's scores of all visible keys, forward only.
 * A loss on a share of the query tokens counts that share of its products.
 * Masked dense attention counts all visible keys, because it computes them.
-* In sparse attention, ``W_uk`` and ``W_uv`` multiply queries and outputs.
-* Experts count for the tokens that they process.
 * A KDA layer counts its recurrence: per token and head, two reads and one write of the state.
 * In hybrid models, layers of other kinds (Mamba, gated delta net) are not counted.
 

@@ -1,6 +1,6 @@
 """Fused gradient accumulation with transformer-engine but without Apex.
 
-megatron-core 0.19 also sets it for its own linears and raises if Apex's kernel is missing.
+megatron-core 0.19 also enables fusion for Megatron's linears and raises if Apex is missing.
 """
 
 import functools
@@ -30,7 +30,7 @@ def leave_linears_unfused_without_apex() -> None:
 
 
 def require_kernel_of_deferred_gradients(config: Any) -> None:
-    """Check the kernel of the output layer's deferred gradient.
+    """Check that Apex's kernel exists if the output layer's weight gradient is deferred.
 
     Raises:
         ConfigError: Apex is missing.
