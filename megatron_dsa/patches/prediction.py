@@ -1,7 +1,7 @@
 """Fixes of multi-token prediction.
 
 * megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``, across padded documents.
-* It divides losses by local token counts, which is wrong for uneven masks under context parallelism.
+* It divides losses by local token counts, which is wrong if context-parallel ranks' masks differ.
 * megatron-core 0.20 tests for inference linears with ``isinstance``, which raises without
   transformer-engine.
 """

@@ -17,7 +17,7 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, pack
 #: Enough queries to fill a GPU, few enough to run within seconds.
 MAX_TIMED_ROWS = 4096
 BUDGET_BYTES = 2**30
-#: No query selects every eleventh key or the last one.
+#: Every eleventh key and the last key are never selected.
 UNSELECTED_STEP = 11
 
 

@@ -27,7 +27,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """Check that all flags have an effect in this run.
 
     Raises:
-        ConfigError: a flag has none.
+        ConfigError: a flag has no effect.
     """
     for ok, message in _flag_rules(args):
         require(ok, message)
@@ -38,7 +38,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def _require_writable(folder: str) -> None:
-    """Create a folder, unless it raises :class:`OSError`."""
+    """Create a folder and a file in it, or raise an error."""
     os.makedirs(folder, exist_ok=True)
     with naming(folder), tempfile.TemporaryFile(dir=folder):
         pass
@@ -73,7 +73,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     )
     yield from _needed_flags(args)
     yield from _fp8_parameter_rules(args)
-    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # string before validation
+    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # a string before validation
     yield (
         fp32_gradients
         or not args.use_precision_aware_optimizer
@@ -98,7 +98,7 @@ _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _PACKED = "--dataloader-inter-document-masking"
 _USUAL = ("adam", "sgd")
 _SFT, _PRESET = "with --sft", "megatron_dsa.pretrain sets it; add it"
-#: Rule, condition in words ("": always), condition as code.
+#: Rule, its condition in words ("" for always) and as code.
 ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
     (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
@@ -167,11 +167,11 @@ def _of_v4() -> str:
     return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
 
 
-#: Arguments, condition of their effect as code, the same in words.
+#: Arguments, and the condition under which they have an effect, as code and in words.
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
-        lambda args: on_meta(),  # the latter is also a flag of the plan
+        lambda args: on_meta(),  # plans set dsa_dry_run to False
         "with --dsa-dry-run",
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
@@ -256,8 +256,8 @@ def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Main parameters would be initialised from weights rounded to FP8."""
-    # Megatron uses it until this run has saved a checkpoint.
+    """Reject starts that would initialise main parameters from weights rounded to FP8."""
+    # Megatron loads --pretrained-checkpoint until this run has saved a checkpoint.
     saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
     pretrained = args.pretrained_checkpoint is not None and not saved
     starts = pretrained or (args.load and (args.finetune or args.no_load_optim))

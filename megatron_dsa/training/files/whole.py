@@ -1,4 +1,4 @@
-"""Atomic result files: all appear, or none; links are not followed."""
+"""Atomic result files: either all appear or none; links are not followed."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ def require_own_name(path: Path) -> None:
     """Check that ``path`` is a regular file or absent.
 
     Raises:
-        ConfigError: it is a link, folder or device.
+        ConfigError: ``path`` is a link, folder or device.
     """
     require(
         not path.is_symlink() and (path.is_file() or not path.exists()),
@@ -37,7 +37,7 @@ class WholeFiles:
         scratch: folder to write to; files not returned by :meth:`path` are dropped.
 
     Raises:
-        FileError: files cannot be written; names the last one begun.
+        FileError: files cannot be written; the message names the last file.
         ConfigError: see :meth:`path`.
     """
 
@@ -62,8 +62,8 @@ class WholeFiles:
     def path(self, name: str) -> Path:
         """Return the scratch path of a file or folder that will be moved to ``name``.
 
-        Files are moved in call order. The last one marks the others as complete: if several are
-        replaced, its predecessor is removed first.
+        Files are moved in call order. The last file marks the others as complete, so an old one is
+        removed first.
 
         Raises:
             ConfigError: a link, folder or device has this name.
@@ -73,7 +73,7 @@ class WholeFiles:
         return self.scratch / name
 
     def finish(self) -> None:
-        """Write the rest after success; for subclasses."""
+        """Write further files after success; subclasses override this method."""
 
     def __exit__(self, kind, error: BaseException | None, _traceback) -> None:
         try:
