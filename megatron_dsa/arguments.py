@@ -266,7 +266,6 @@ def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]
 
 
 def field_values(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return a configuration class's fields from parsed flags."""
     return {
         each.name: _field_value(each, about, getattr(args, about.dest))
         for each, about in option_fields(config_class)

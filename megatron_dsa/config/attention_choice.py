@@ -102,7 +102,6 @@ class LayerCalls:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def of(self, heads: int, qk_dim: int, v_dim: int = 0, **more) -> OpCall:
-        """Return a call with ``heads`` local heads, in the parameters' dtype."""
         dtype = more.pop("dtype", self.config.params_dtype)
         return describe_call(
             self.device, dtype=dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim, **more
@@ -206,7 +205,6 @@ def by_sequence(config: Any) -> bool:
 
 
 def query_heads(config: Any) -> int:
-    """Return the number of local heads of unmasked attention."""
     ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
     return config.num_attention_heads // ranks
 

@@ -19,7 +19,6 @@ def load_extra(module: str, flag: str) -> ModuleType:
 
 
 def optional_extra(module: str) -> ModuleType | None:
-    """Import ``megatron_dsa.extras.<module>``, or return ``None``."""
     name = f"megatron_dsa.extras.{module}"
     try:
         return importlib.import_module(name)

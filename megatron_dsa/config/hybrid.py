@@ -1,7 +1,4 @@
-"""Layer kinds per layer, pipeline stage and prediction depth.
-
-The module imports no Megatron, for commands that only print.
-"""
+"""Layer kinds per layer, pipeline stage and prediction depth; imports no Megatron."""
 
 from typing import Any
 
@@ -19,7 +16,6 @@ def has_pattern(config: Any) -> bool:
 
 
 def stages_of(pattern: str) -> list[str]:
-    """Return the decoder letters per (virtual) pipeline stage."""
     return pattern.partition(PREDICTION)[0].split(STAGE)
 
 
@@ -28,7 +24,6 @@ def decoder_of(pattern: str) -> str:
 
 
 def predictions_of(pattern: str) -> list[str]:
-    """Return the letters per prediction depth."""
     return [part for part in pattern.split(PREDICTION)[1:] if part]
 
 
@@ -59,7 +54,6 @@ def attention_number(config: Any, layer_number: int) -> int:
 
 
 def logged_layers(config: Any) -> int:
-    """Return the number of layers that the log covers."""
     if has_pattern(config):
         return config.num_layers + len("".join(predictions_of(config.layer_pattern)))
     return config.num_layers + (config.mtp_num_layers or 0)

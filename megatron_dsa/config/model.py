@@ -154,7 +154,6 @@ def has_adapters(config: Any) -> bool:
 
 
 def linears_with_adapters(config: Any) -> tuple[str, ...]:
-    """Return the adapted linears of a layer, named as in released checkpoints."""
     return adapted_linears(config, options_of(config))
 
 

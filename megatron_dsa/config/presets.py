@@ -46,7 +46,6 @@ _OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size
 
 
 def _glm_5_3(*, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Return fields that only GLM-5.3 has."""
     return {
         "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False, POOL_SIZE: 4,
         "linear_attention_freq": [int(layer % 4 != 3) for layer in range(layers)],

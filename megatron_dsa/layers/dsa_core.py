@@ -106,7 +106,6 @@ class DSACoreAttention(CoreAttention):
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """Return the numbers of selecting layers, also if this layer is outside of a model."""
         numbers = attention_layers(self.config)
         numbers += range(self.config.num_layers + 1, self.layer_number + 1)
         return [number for number in numbers if selects_keys(self.config, number)]

@@ -116,7 +116,6 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
 
 
 def _check_other_fields(params, total: int, keys: Sharding) -> None:
-    """Reject fields that describe a different batch to Megatron."""
     for field in ("local_cp_size", "cp_group"):
         value = getattr(params, field, None)
         given = value if value is None or isinstance(value, int) else value.size()

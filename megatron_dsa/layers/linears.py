@@ -119,7 +119,6 @@ class Fp32Parameters:
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a transformer-engine linear that computes in bf16."""
     return _without_recipe(linear, override_quantized_autocast=True)
 
 
@@ -160,7 +159,6 @@ def can_read_weight(linear: Any, config: Any) -> bool:
 
 
 def uses_plain_weight(linear: Any, config: Any) -> bool:
-    """Return True if transformer-engine never quantises the products."""
     quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
     if params is None:
         return not quantised

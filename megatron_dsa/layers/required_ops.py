@@ -296,7 +296,6 @@ def _all_are_taught(config: Any) -> bool:
 
 
 def _teaching(config: Any, attention: OpCall) -> OpCall:
-    """Return attention's call with only the heads that teach each query token."""
     parts = options_of(config).head_parts
     heads = attention.heads if parts == 1 else config.num_attention_heads // parts
     return replace(attention, heads=heads)

@@ -111,7 +111,6 @@ def _device() -> torch.device:
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return distinct numbers without a random generator."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, device=_DEVICE).float()).view(shape).to(dtype)
 

@@ -24,11 +24,7 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return this rank's blocks of a matrix sharded over ``ranks``.
-
-    Raises:
-        ConfigError: blocks do not divide the matrix or its shards.
-    """
+    """Return this rank's blocks of a matrix sharded over ``ranks``."""
     require(
         bool(pattern) and all(size >= 1 for size in pattern),
         f"rows of Muon's blocks must be positive, got {pattern}",
@@ -58,9 +54,6 @@ def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) 
     """Mark ``weight``, whole or sharded, as stacked matrices.
 
     ``pattern``: sizes of consecutive blocks, repeated.
-
-    Raises:
-        ConfigError: the pattern does not fit, or columns are sharded.
     """
     sharded = is_sharded(weight)
     require(

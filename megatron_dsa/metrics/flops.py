@@ -12,7 +12,6 @@ Divided by time and peak, the count is the model FLOPs utilization of PaLM (appe
   for selected keys (sparse loss) or all visible keys (dense loss).
 * Attention counts the keys that it attends to, forward and backward. A dense loss on top of sparse
   attention adds attention's scores of all visible keys, forward only.
-* A loss on a share of the query tokens counts that share of its products.
 * Masked dense attention counts all visible keys, because it computes them.
 * A KDA layer counts its recurrence: per token and head, two reads and one write of the state.
 * In hybrid models, layers of other kinds (Mamba, gated delta net) are not counted.

@@ -240,7 +240,6 @@ class TrainingLog:
 
 
 def install_logging(config, device=None, training_module: ModuleType | None = None) -> None:
-    """Add this package's metrics to Megatron's training log."""
     if has_indexers(config):
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -251,7 +250,6 @@ def install_logging(config, device=None, training_module: ModuleType | None = No
 
 
 def say_how_trained(config) -> None:
-    """Log once how indexers are trained, or that they are frozen."""
     if not has_indexers(config):
         return
     if indexer_is_trained(config):

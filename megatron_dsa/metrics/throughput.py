@@ -125,7 +125,6 @@ class Throughput:
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write calls, times and MFU, like ``track_e2e_metrics``."""
         self.megatron.track(log_throughput, throughput)
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
@@ -154,7 +153,6 @@ def installed(training_module: ModuleType | None = None) -> Throughput | None:
 
 
 def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
-    """Make Megatron's training loop count ``config``'s operations."""
     training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):

@@ -149,7 +149,6 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_rng() -> None:
-    """Replace CUDA's random generator by the CPU's."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_args, **_kwargs):

@@ -1,18 +1,12 @@
 """Step counts and momenta of Megatron's optimizers in checkpoints.
 
 torch counts steps per parameter, transformer-engine and Apex per group. megatron-core 0.19 loses
-the count when the package changes:
+the count when the package changes: the distributed optimizer lets parameters share one count
+tensor, and other optimizers look only where their package stores the count.
 
-* The distributed optimizer reads a count that torch's Adam lacks, and lets parameters share one
-  tensor that each of them increments.
-* Other optimizers look for the count only where their package stores it.
-
-Optimizers without parameters fail, because rank 0 writes for all ranks:
-
-* They have no step count, and their empty list of fp32 weights is written for all ranks.
-* The loader drops their empty states, which hold the count with Muon.
-
-SGD has no ``init_state_fn``, so resuming raises ``TypeError``.
+Optimizers without parameters fail: they have no step count, rank 0 writes their empty list of fp32
+weights for all ranks, and the loader drops their empty states. SGD has no ``init_state_fn``, so
+resuming raises ``TypeError``.
 """
 
 import functools
@@ -84,8 +78,6 @@ def _save_a_count(optimizer_class: Any) -> None:
 
 
 def _load_the_count(optimizer_class: Any) -> None:
-    """Load the step count that a rank with parameters saved."""
-
     @replace(optimizer_class, "load_state_dict")
     def load_state_dict(original, self, state_dict):
         saved = state_dict.get("optimizer", state_dict)

@@ -30,11 +30,7 @@ def leave_linears_unfused_without_apex() -> None:
 
 
 def require_kernel_of_deferred_gradients(config: Any) -> None:
-    """Check that Apex's kernel exists if the output layer's weight gradient is deferred.
-
-    Raises:
-        ConfigError: Apex is missing.
-    """
+    """Check that Apex's kernel exists if the output layer's weight gradient is deferred."""
     from megatron.core.tensor_parallel import layers
 
     deferred = config.gradient_accumulation_fusion and config.defer_embedding_wgrad_compute

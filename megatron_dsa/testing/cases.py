@@ -87,7 +87,6 @@ def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tenso
 
 
 def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
-    """Restrict a layout to ascending query tokens."""
     # The i-th token must be at or before slot first + i.
     first = int((tokens - torch.arange(len(tokens), device=tokens.device)).max())
     return dataclasses.replace(
@@ -106,7 +105,6 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 
 
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Return bool ``[tokens, Skv]``, which marks visible keys."""
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
     if layout.key_rows is None:

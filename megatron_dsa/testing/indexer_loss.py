@@ -33,7 +33,6 @@ def random_teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
 
 
 def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) -> ExpectedLoss:
-    """Compute the sparse loss and its gradients; ``teacher`` is ``[Sq, K]``."""
     k = inputs.k.detach().double().requires_grad_()
     tokens, heads, dim = inputs.q.shape
     indices, valid = lists.indices, lists.valid
@@ -67,7 +66,6 @@ def expected_dense_loss(inputs: DenseLossInputs) -> ExpectedLoss:
 
 
 def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tensor:
-    """Sum the probabilities ``[Sq, Skv]`` head by head."""
     q, total = inputs.q.detach().double(), torch.zeros(visible.shape, dtype=torch.float64)
     total = total.to(visible.device)
     for head in range(q.shape[1]):

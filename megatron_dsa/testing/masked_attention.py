@@ -82,7 +82,6 @@ class ExpectedMasked:
 
 
 def expected_masked(case: MaskedCase) -> ExpectedMasked:
-    """Compute float64 results in blocks of heads and tokens."""
     (queries, heads), num_keys = case.q.shape[:2], len(case.kv)
     out, dq, dkv, dk_pe = (
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
@@ -166,7 +165,6 @@ class MaskedReference:
     def listed_keys(
         self, found: Comparison, sums: ListedProbabilities, listed: slice = slice(None)
     ) -> None:
-        """Compare head sums and keys with the lists."""
         self.compact_teacher(found, sums.p_sum)
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)

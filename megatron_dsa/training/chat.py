@@ -246,7 +246,6 @@ class ChatTokenizer:
         return np.where(in_loss[: len(ids)], marked, ~marked)
 
     def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
-        """Return the index where the loss of a turn ends."""
         last = stop
         while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1

@@ -32,7 +32,7 @@ def saved_name(root: Path, step: int | None) -> str | None:
 
 
 def read_tracker(tracker: Path) -> str:
-    """Return a tracker file's iteration or ``release``; if damaged, that of the last checkpoint.
+    """Return a tracker file's iteration or ``release``; if damaged, the last complete checkpoint's.
 
     Raises:
         ConfigError: the file is damaged and no checkpoint is complete.

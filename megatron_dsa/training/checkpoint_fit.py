@@ -36,9 +36,6 @@ def check_optimizer(
     """Check that a checkpoint's optimizer state has this run's optimizer and layout.
 
     ``metadata``: Megatron's content metadata (``distrib_optim_sharding_type``).
-
-    Raises:
-        ConfigError: optimizer or layout differ.
     """
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", saved is None):
         return
@@ -47,11 +44,7 @@ def check_optimizer(
 
 
 def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
-    """Check that tensors in the checkpoint, ``available`` by key, have this run's shapes.
-
-    Raises:
-        ConfigError: a shape or the layout of optimizer states differs.
-    """
+    """Check that tensors in the checkpoint, ``available`` by key, have this run's shapes."""
     for _, _, entry in nested_entries(list(sharded_state_dict.values())):
         bucket = BUCKETS.match(entry.key)
         saved = available.get(entry.key)
@@ -77,7 +70,6 @@ def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
 
 
 def nested_entries(content):
-    """Yield ``(container, index, entry)`` of nested sharded entries."""
     if not isinstance(content, dict | list):
         return
     for name, entry in content.items() if isinstance(content, dict) else enumerate(content):

@@ -75,7 +75,6 @@ def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | N
 
 
 def arguments_of_gpt(saved: argparse.Namespace) -> argparse.Namespace:
-    """Convert a hybrid model's arguments to a GPT's."""
     pattern = getattr(saved, "hybrid_layer_pattern", None)
     if pattern is None or (count := count_pairs(pattern)) is None:
         return saved
@@ -109,7 +108,6 @@ def _hybrid_name(name: str) -> str:
 
 
 def is_held(entry, available: dict) -> bool:
-    """Return True if a checkpoint has an entry or all its parts."""
     if isinstance(entry, ShardedTensorFactory) and entry.key not in available:
         return all(part.key in available for part in nested_values(entry.build()))
     return entry.key in available
@@ -138,7 +136,6 @@ def _other_norm_names(key: str):
 
 
 def _in_stack(entry, key: str, layer: int, layers: int):
-    """Return an entry that reads one layer of a stacked tensor."""
     if isinstance(entry, ShardedTensor):
         return dataclasses.replace(
             entry,
@@ -160,7 +157,6 @@ def _in_stack(entry, key: str, layer: int, layers: int):
 
 
 def _out_of_stack(entry, layers: int):
-    """Return the entry of one layer, from a stack of ``layers``."""
     found = _STACKED.fullmatch(entry.key)
     if found is None:
         return entry

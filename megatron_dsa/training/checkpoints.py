@@ -138,11 +138,7 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
 
 
 def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
-    """Check that a checkpoint has the hash-routing tables that the model loads.
-
-    Raises:
-        ConfigError: layers, vocabulary or experts per token differ.
-    """
+    """Check that a checkpoint has the hash-routing tables that the model loads."""
     entries = entries_of(directory)
     shapes = [e.global_shape for key, e in entries.items() if key.endswith(".router.tid2eid")]
     given, where = getattr(args, "moe_hash_layers", 0), f"as in checkpoint {directory}"
@@ -169,11 +165,7 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
 
 
 def check_adapters(args: argparse.Namespace, directory: Path) -> None:
-    """Check that a run keeps all adapters (LoRA) of its checkpoint.
-
-    Raises:
-        ConfigError: the run drops adapters, or has another rank or scale.
-    """
+    """Check that a run keeps all adapters (LoRA) of its checkpoint."""
     found = [
         key
         for key in entries_of(directory)

@@ -140,11 +140,7 @@ def _naming_lists(args) -> Iterator[None]:
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:
-    """Check that the files of ``--data-path`` exist; skip object stores.
-
-    Raises:
-        ConfigError: a ``.bin`` or ``.idx`` file is missing.
-    """
+    """Check that the files of ``--data-path`` exist; skip object stores."""
     for prefix in prefixes:
         if "://" in prefix:
             continue
@@ -165,9 +161,6 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
     """Check token ids on the host, since a GPU would end in a device assert.
 
     ``vocabulary`` excludes the embedding's padding.
-
-    Raises:
-        ConfigError: a token is outside the vocabulary.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name)
@@ -287,11 +280,7 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
 
 
 def check_cp_layout(args) -> None:
-    """Check that the context-parallel layout fits the data.
-
-    Raises:
-        ConfigError: the layout does not fit.
-    """
+    """Check that the context-parallel layout fits the data."""
     ranks, layout = args.context_parallel_size, args.dsa_cp_layout
     packed = args.dataloader_inter_document_masking
     if ranks == 1:
@@ -318,9 +307,6 @@ def with_room(cu_seqlens: torch.Tensor, documents: int) -> torch.Tensor:
     """Return cumulative lengths of the fixed size ``[b, documents + 1]``.
 
     ``cu_seqlens`` is int32 ``[b, n]`` on the host, padded with copies of its last entry.
-
-    Raises:
-        ConfigError: a sequence has more documents.
     """
     most = int((cu_seqlens.diff(dim=1) > 0).sum(1).max())
     require(
@@ -368,9 +354,9 @@ def _pack(
 def _joined(
     cu_seqlens: torch.Tensor, length: int, fixed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 cumulative lengths of all sequences' documents, without and with padding.
+    """Return int32 cumulative lengths of all documents, without and with padding.
 
-    ``cu_seqlens``: ``[b, n + 1]``. Empty documents are kept only with ``fixed``.
+    ``cu_seqlens`` is ``[b, n + 1]``. Empty documents are kept only if ``fixed``.
     """
     first = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * length
     lengths, starts = cu_seqlens.diff(dim=1).flatten(), (cu_seqlens[:, :-1] + first).flatten()

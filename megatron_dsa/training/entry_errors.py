@@ -184,9 +184,6 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
 
     Args:
         argv: the command line, by default ``sys.argv``; ``--traceback`` lets errors pass through.
-
-    Raises:
-        SystemExit: instead of an error that :func:`explain` describes.
     """
     try:
         yield

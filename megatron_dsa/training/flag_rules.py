@@ -24,11 +24,7 @@ MUON = ("muon", "adaptive_muon")
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check that all flags have an effect in this run.
-
-    Raises:
-        ConfigError: a flag has no effect.
-    """
+    """Check that all flags have an effect in this run."""
     for ok, message in _flag_rules(args):
         require(ok, message)
     if not on_meta():
@@ -38,7 +34,6 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def _require_writable(folder: str) -> None:
-    """Create a folder and a file in it, or raise an error."""
     os.makedirs(folder, exist_ok=True)
     with naming(folder), tempfile.TemporaryFile(dir=folder):
         pass
@@ -171,7 +166,7 @@ def _of_v4() -> str:
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
-        lambda args: on_meta(),  # plans set dsa_dry_run to False
+        lambda args: on_meta(),  # the command ``plan`` also has a GPU flag
         "with --dsa-dry-run",
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),

@@ -99,7 +99,7 @@ def accumulate_in_every_call(model: torch.nn.Module) -> None:
     """
     for module in getattr(model, "mtp", torch.nn.Module()).modules():
         if hasattr(module, "disable_parameter_transpose_cache"):
-            # Without the cache, every call quantises FP8 weights and accumulates.
+            # Without the cache, every call quantises FP8 weights.
             module.disable_parameter_transpose_cache = True
 
 

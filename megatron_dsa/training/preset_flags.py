@@ -27,7 +27,7 @@ SFT = [
 def preset_flags(argv: list[str], planning: bool = False) -> None:
     """Insert this machine's flags before the user's, which win.
 
-    ``planning``: assume a GPU.
+    ``planning`` assumes a GPU.
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()

@@ -89,7 +89,7 @@ def _shows_all(args: argparse.Namespace) -> bool:
 def quiet_output() -> Iterator[None]:
     """Hide Megatron's arguments and parameter names, except at level DEBUG.
 
-    Also hide its memory reports, except of GPUs, and the warning at a first start.
+    Also hide its theoretical memory, memory without a GPU, and the warning at a first start.
     """
     import torch
     from megatron.training import arguments, checkpointing, get_args, training

@@ -108,9 +108,9 @@ def tokenise(
 
 
 def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[list[int]]:
-    """Pack indices of ``lengths`` into lists with sums of at most ``room``: best fit.
+    """Pack indices of ``lengths`` by best fit into lists whose lengths sum to at most ``room``.
 
-    ``most``: indices per list, if limited.
+    ``most`` limits the indices per list.
     """
     packed: list[list[int]] = []
     open_lists: dict[int, list[int]] = {}  # tokens left -> lists
@@ -183,7 +183,6 @@ class SFTDataset(MegatronDataset):
         return IndexedDataset(prefix, mmap=config.mmap_bin_files)
 
     def _fitting(self) -> np.ndarray:
-        """Select conversations; print how many are cut or dropped."""
         room = self.config.sequence_length
         lengths = self.dataset.sequence_lengths[self.indices] - 1
         long = lengths > room
@@ -240,9 +239,9 @@ def sft_datasets(
     shared: dict[str, Any],
     on_this_rank: Callable[[], bool],
 ) -> Any:
-    """Build the data sets of ``--sft`` from JSONL files; collective.
+    """Build the data sets of ``--sft`` from JSONL files, on all ranks together.
 
-    Rank 0 tokenises while the others wait. ``shared``: fields of all Megatron's data sets.
+    Rank 0 tokenises while the others wait. ``shared`` has fields common to all data sets.
     """
     parts = (shared["blend"], *(shared["blend_per_split"] or ()))
     paths = {path for part in parts if part for path in part[0]}

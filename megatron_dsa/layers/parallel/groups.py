@@ -78,7 +78,6 @@ class Ranks:
         return tuple(self._part(table, self.indexer_tp) for table in tables)
 
     def queries_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slice attention's tokens to query tokens."""
         return self._part(x, self.attention_tp)
 
     def _part(self, x: torch.Tensor, gathered_by) -> torch.Tensor:
@@ -131,7 +130,6 @@ def gather_same(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum over ``group``; return this rank's part along dim 0."""
     return reduce_scatter_async(x, group).wait()
 
 

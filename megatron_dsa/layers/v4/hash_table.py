@@ -40,11 +40,7 @@ def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
 
 
 def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None:
-    """Check a table ``[vocabulary, topk]`` on the host.
-
-    Raises:
-        ConfigError: wrong width or dtype, unknown or repeated experts.
-    """
+    """Check a table ``[vocabulary, topk]`` on the host."""
     require(
         table.dim() == 2 and table.shape[1] == topk and not table.is_floating_point(),
         f"{name} must hold integers [vocabulary, --moe-router-topk = {topk}], got {table.dtype} "

@@ -13,11 +13,7 @@ from megatron_dsa.training.files.system_errors import naming, sentence
 
 
 def require_own_name(path: Path) -> None:
-    """Check that ``path`` is a regular file or absent.
-
-    Raises:
-        ConfigError: ``path`` is a link, folder or device.
-    """
+    """Check that ``path`` is a regular file or absent."""
     require(
         not path.is_symlink() and (path.is_file() or not path.exists()),
         f"{path} is a link or no file: remove it, or choose another --output",
@@ -25,10 +21,9 @@ def require_own_name(path: Path) -> None:
 
 
 class WholeFiles:
-    """Files of one folder, written to a scratch folder inside and moved when complete.
+    """Context manager for files of one folder, written to scratch and moved when complete.
 
-    A context manager. An error removes all files and created folders; a kill leaves a folder
-    ``incomplete-*``.
+    An error removes all files and created folders; a kill leaves a folder ``incomplete-*``.
 
     Args:
         folder: created if needed.
@@ -64,9 +59,6 @@ class WholeFiles:
 
         Files are moved in call order. The last file marks the others as complete, so an old one is
         removed first.
-
-        Raises:
-            ConfigError: a link, folder or device has this name.
         """
         require_own_name(self.folder / name)
         self._order.append(name)
