@@ -21,7 +21,7 @@ def main() -> int:
 
         with report_errors():
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # paths may be no valid text
+                sys.stdout.reconfigure(errors="backslashreplace")  # paths may not be valid text
             status = cli.main()
             with naming("standard output"):
                 sys.stdout.flush()

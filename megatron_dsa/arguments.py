@@ -48,7 +48,7 @@ FORMER = {
 
 
 class _BackendAction(argparse.Action):
-    """``--attention-backend``, extended by :data:`BACKENDS`.
+    """Action of ``--attention-backend`` that also accepts :data:`BACKENDS`.
 
     Megatron's setting stays ``auto``: checkpoints pickle its enum, which lacks our values.
     """

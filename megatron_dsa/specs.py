@@ -231,7 +231,7 @@ def dsa_layer_spec(
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
-    optional_extra("muon.patch")  # registers its patches
+    optional_extra("muon.patch")  # the import registers patches
     install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer

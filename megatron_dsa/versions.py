@@ -134,7 +134,7 @@ def optional_version(distribution: str) -> str | None:
 def why_not_transformer_engine(has_gpu: bool) -> str | None:
     """Return why Megatron cannot use transformer-engine, if so; may import the package."""
     if sys.modules.get("transformer_engine.pytorch") is not None:
-        return None  # its importer succeeded
+        return None  # an earlier import succeeded
     if installed_version("transformer-engine") is None:
         return "no transformer-engine"
     if not has_gpu:  # tested first, since without a GPU the extension is hidden

@@ -36,7 +36,7 @@ class AttentionChoice:
     """Attention method of all layers.
 
     Attributes:
-        way: for selected keys: ``sparse`` reads lists of keys, ``masked`` runs plain MLA under a
+        way: method. For selected keys: ``sparse`` reads lists, ``masked`` runs plain MLA under a
             bit mask, ``masked_latents`` does so on gathered latents. For all visible keys:
             ``visible`` uses a bit mask, ``dense`` a ring of ranks, ``dense_latents`` gathers.
         reason: why a bit mask is used or not, in one clause.

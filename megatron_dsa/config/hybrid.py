@@ -1,4 +1,4 @@
-"""Layer kinds per layer, pipeline stage and prediction depth; imports no Megatron."""
+"""Kinds of layers per pipeline stage and prediction depth; imports no Megatron."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def logged_layers(config: Any) -> int:
 
 
 def count_pairs(pattern: str) -> int | None:
-    """Return the number of layers if a GPT is equivalent: 4 for ``D-D-|DEDE/DE``."""
+    """Return the layer count of an equivalent GPT, if any: 4 for ``D-D-|DEDE/DE``."""
     letters = decoder_of(pattern)
     pairs = [letters[i : i + 2] for i in range(0, len(letters), 2)]
     pairs += predictions_of(pattern)

@@ -1,7 +1,4 @@
-"""Model fields of this package, and properties of any transformer configuration.
-
-The module imports no Megatron, for commands that only print.
-"""
+"""Model fields and properties of transformer configurations; imports no Megatron."""
 
 # No ``from __future__ import annotations``: flags come from field types.
 import functools

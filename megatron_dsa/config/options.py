@@ -104,7 +104,7 @@ class DSAOptions:
     sequence_length: int | None = None
     #: Number of sequences in an unpacked microbatch; their tokens alternate.
     interleaved_sequences: int = 1
-    #: Number of such sequences in a packed microbatch.
+    #: Number of sequences of that length in a packed microbatch.
     packed_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",
@@ -213,7 +213,7 @@ class DSAOptions:
                 f"DSAOptions.{name} must be at least 1, got {value}: give --seq-length or "
                 "--micro-batch-size",
             )
-        # Configuration files give lists, but dispatch hashes both options.
+        # Configuration files give lists, but dispatch needs hashable tuples.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 

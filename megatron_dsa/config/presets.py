@@ -40,7 +40,7 @@ def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Keys of models that are fields of :class:`DSAOptions`.
+#: Keys below that are fields of :class:`DSAOptions`.
 LATENT_EPSILON, POOL_SIZE = "dsa_latent_norm_epsilon", "dsa_indexer_pool_size"
 _OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size"}
 
@@ -262,8 +262,8 @@ MODELS = (
 def model_flags(name: str) -> list[str]:
     """Return the flags that ``--dsa-model`` sets for one of :data:`MODELS`.
 
-    They omit data, tokenizer (it gives the small models' vocabulary), sequence length, schedule,
-    precision and parallel layout.
+    The flags omit data, tokenizer, sequence length, schedule, precision and parallel layout. The
+    tokenizer sets the vocabulary of small models.
 
     Raises:
         ConfigError: unknown name.
@@ -283,7 +283,7 @@ def model_flags(name: str) -> list[str]:
 
 def _released_fields(name: str) -> dict[str, Any]:
     fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
-    said = ("attention_dropout", "hidden_dropout")  # in ALWAYS
+    said = ("attention_dropout", "hidden_dropout")  # set by ALWAYS
     return {field: value for field, value in fields.items() if field not in said} | {
         "init_method_std": 0.02,
         "padded_vocab_size": VOCABULARY[name],

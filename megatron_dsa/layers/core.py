@@ -155,7 +155,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
-        """Build ``attn_sink``: per local head, a softmax logit that has no value."""
+        """Build ``attn_sink``, one softmax logit without value per local head."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
@@ -226,7 +226,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group that sums the teacher over heads, ``None`` if local heads are all."""
+        """Return the group that sums the teacher over heads, ``None`` if no sum is needed."""
         if self.choice.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None

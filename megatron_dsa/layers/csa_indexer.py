@@ -42,7 +42,7 @@ class CSAIndexer(Indexer):
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"
         self.mark_query_heads()
         self.linear_weights_proj = self.linear(linear, config.hidden_size, self.heads)
-        # It reads local tokens, so ranks sum the gradient.
+        # The projection reads local tokens, so ranks sum its gradient.
         self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
             submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim

@@ -376,19 +376,19 @@ class DSACoreAttention(CoreAttention):
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
-        # Independent of grad mode, since recompute must decide alike.
+        # Recompute must decide alike, so grad mode does not matter here.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
             inputs = self.indexer(
                 x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
             )
-        # Latents are checked with their queries, before the selection.
+        # ``_select`` checks inputs whose queries are not yet computed.
         layout = self.key_layout(layout)
         return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
-    """Sort lists by key index, the order of masked attention's head sums."""
+    """Sort lists by key index, like head sums of masked attention."""
     keys, indices = attended.layout.key_ownership, attended.indices
     return indices if keys is None or keys.in_order else in_ascending_order(indices)

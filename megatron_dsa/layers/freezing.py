@@ -1,4 +1,4 @@
-"""Freezing of parameters per stage, and of the main model's backward.
+"""Frozen parameters per stage, and skipped backward of a frozen main model.
 
 The indexers' losses need no backward through a frozen model: layers, logits and LM loss run
 without grad, and identity functions connect the losses.
@@ -86,8 +86,8 @@ def _let_gradients_pass(_decoder, args, kwargs):
 class _Follow(torch.autograd.Function):
     """Identity on a frozen layer's output, whose backward also starts the layer's loss.
 
-    The input gets the output's gradient, truncated where hyper-connections widen the output. It is
-    wrong, but reaches no parameter.
+    The input gets the output's gradient, truncated where hyper-connections widen the output. This
+    gradient is wrong, but reaches no parameter.
     """
 
     @staticmethod

@@ -170,7 +170,7 @@ def _check_other_fields(params, total: int, keys: Sharding) -> None:
 def require_causal_mask(
     mask: torch.Tensor | None, tokens: int, sharding: Sharding, packed: bool
 ) -> None:
-    """Reject masks that are not causal; on a GPU by a device assert.
+    """Reject masks that are not causal; GPU masks by a device assert.
 
     ``mask [..., q, k]`` is True where a key is hidden. ``q`` covers all tokens or one
     context-parallel rank's, ``k`` a sequence (a sample if ``packed``), ``tokens`` a whole sequence.

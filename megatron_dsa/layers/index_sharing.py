@@ -42,8 +42,8 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # A view passes gradients; a new object is needed since CUDA graphs mark tensors as
-            # inputs or outputs.
+            # A view passes gradients; CUDA graphs, which mark inputs and outputs, need a new
+            # object.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:

@@ -1,6 +1,6 @@
 """Choice and compilation of kernels before training.
 
-cuDNN compiles a kernel for seconds per head count, dims, list width and softmax scale.
+cuDNN takes seconds to compile a kernel for a head count, dims, list width and softmax scale.
 """
 
 import contextlib

@@ -5,8 +5,8 @@ Not counted are repeated products (scores in a backward pass, recomputed layers,
 ranks expand), masked parts of tiles, and elementwise work (norms, rope, softmax, convolutions).
 Divided by time and peak, the count is the model FLOPs utilization of PaLM (appendix B).
 
-* A product with a trained weight counts three times: forward and two gradients. The indexer's
-  count twice, because its inputs are detached; products of a frozen main model count once. Under
+* A product with a trained weight counts three times: forward and two gradients. Those in the
+  indexer count twice, because its inputs are detached, and in a frozen main model once. Under
   LoRA, products with frozen weights add only the input's gradient; adapters are not counted.
 * The indexer scores all visible keys in the forward. Its loss adds two gradients of these scores,
   for selected keys (sparse loss) or all visible keys (dense loss).
@@ -14,7 +14,7 @@ Divided by time and peak, the count is the model FLOPs utilization of PaLM (appe
   attention adds attention's scores of all visible keys, forward only.
 * Masked dense attention counts all visible keys, because it computes them.
 * A KDA layer counts its recurrence: per token and head, two reads and one write of the state.
-* In hybrid models, layers of other kinds (Mamba, gated delta net) are not counted.
+* Other layers of hybrid models (Mamba, gated delta net) are not counted.
 
 A frozen ``warmup`` counts no gradient of the main model.
 """
@@ -167,7 +167,7 @@ def _kda_work(config) -> list[Work]:
     width = heads * dim
     # Projections of queries, keys, values and output, low-rank gates, and beta.
     weights = hidden * (4 * width + heads) + 2 * dim * (hidden + width)
-    state = 3 * width * dim  # the key reads the state, the value is written, the query reads
+    state = 3 * width * dim  # the state is read by the key, written, and read by the query
     return [
         _linear("projections", weights, _weight_gradients(config)),
         _linear("delta rule", state, _main_gradients(config)),

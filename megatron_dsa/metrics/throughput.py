@@ -156,7 +156,7 @@ def install_throughput(config: Any, training_module: ModuleType | None = None) -
     training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
-        return  # another stage of the same model
+        return  # another stage installed it
     if before is None:
         megatron = MegatronFunctions(
             training.consume_seqlen_stats_in_iteration,

@@ -31,7 +31,6 @@ class Shape:
         rows: query tokens compared with float64.
         packed: several sequences share the tokens.
         sink: a learned sink per head.
-        dtype: dtype of queries and keys.
     """
 
     heads: int
@@ -187,7 +186,7 @@ def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
     # Spoil every second list, so that valid lists remain between.
     longest = length.argsort(descending=True, stable=True)[::2].tolist()
     no_length, only_invalid, hole, past_the_end, stale = longest[:5]
-    length[no_length] = 0  # its ids stay listed
+    length[no_length] = 0  # the ids stay in the list
     indices[only_invalid] = -1
     middle = int(length[hole]) // 2
     indices[hole, middle] = -1

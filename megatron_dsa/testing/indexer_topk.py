@@ -1,7 +1,6 @@
 """Inputs, float64 scores and comparison of index selection, also with engine numerics.
 
-Engine numerics (:mod:`megatron_dsa.ops.indexer_topk.engine`) are bitwise equal if products are
-exact.
+Engine numerics (:mod:`megatron_dsa.ops.indexer_topk.engine`) match bitwise if products are exact.
 """
 
 from dataclasses import replace

@@ -107,7 +107,7 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
 def check_parts(
     found: Comparison, case: MaskedCase, parts: int, probabilities: Callable, width: int
 ) -> None:
-    """Compare head sums if each of ``parts`` of the queries has other heads."""
+    """Compare head sums where each of ``parts`` slices of queries has a slice of heads."""
     count, some = len(case.q) // parts, case.q.shape[1] // parts
     cases = []
     for i in range(parts):

@@ -220,9 +220,9 @@ class ChatTokenizer:
     def _mark(self, where: str, rendered: tuple, ids: list[int], offsets: list) -> np.ndarray:
         text, spans, tagged = rendered
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
-        in_loss = np.zeros(len(ids) + 1, bool)  # with room for eos_token
+        in_loss = np.zeros(len(ids) + 1, bool)  # the last is for eos_token
         for first, last in spans:
-            # Tokens that overlap the span count.
+            # A token that overlaps the span is in the loss.
             inside = np.flatnonzero((begin < last) & (end > first))
             if inside.size:
                 start, stop = int(inside[0]), int(inside[-1]) + 1
@@ -250,7 +250,7 @@ class ChatTokenizer:
         while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1
         if last > start and ids[last - 1] in self._special:
-            return last  # without the newline
+            return last  # the newline is outside the loss
         closed = stop == len(ids) or ids[stop] in self._special
         self.open_turns += not closed
         return stop + closed

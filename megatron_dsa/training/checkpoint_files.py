@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files before Megatron reads them; repair of a damaged tracker file."""
+"""Checks of a checkpoint's files before Megatron reads them, and of the tracker file."""
 
 import contextlib
 import functools
@@ -132,7 +132,7 @@ def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Report damage that file sizes do not show as :class:`ConfigError`."""
+    """Raise :class:`ConfigError` for damage that file sizes do not show."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is not an Exception

@@ -36,7 +36,7 @@ class Known(NamedTuple):
     """An error of Megatron or torch, with a message for users.
 
     Attributes:
-        through: functions of which the traceback has one; "" matches any.
+        through: functions, one of them in the traceback; "" matches any.
         kinds: class names of the error or its cause.
         says: message, with fields ``{error}``, ``{launch}``, ``{executable}``, ``{save}`` and
             groups of ``text``.
@@ -231,7 +231,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Errors of other ranks need more than one rank.
+        # Without ``through``, the error is about other ranks.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
             # Only these errors have useful lines after the first.

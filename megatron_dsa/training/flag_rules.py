@@ -166,7 +166,7 @@ def _of_v4() -> str:
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
-        lambda args: on_meta(),  # the command ``plan`` also has a GPU flag
+        lambda args: on_meta(),
         "with --dsa-dry-run",
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
@@ -228,7 +228,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
 
 def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     if args.seq_length is None:
-        return  # before validation
+        return  # not validated yet
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
     length, unit = args.seq_length, math.lcm(halves * context, context * tensor)

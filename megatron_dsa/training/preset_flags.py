@@ -7,7 +7,7 @@ from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
 
-#: Attention reads no masks and has its rope kernels.
+#: Attention needs no masks and uses this package's rope.
 ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
 WITHOUT_TRANSFORMER_ENGINE = [
     "--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion",

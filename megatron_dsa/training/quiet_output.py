@@ -29,7 +29,7 @@ WARNINGS = (
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
     # The module of this warning is a path.
     ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
-    # Harmless without a GPU.
+    # This warning is harmless without a GPU.
     ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
     ("The argument order of load has been changed", r"torch\.distributed\."),
     ("torch.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\."),
@@ -66,7 +66,7 @@ def _is_shown_briefly(record: logging.LogRecord) -> bool:
 
 
 def silence_host_warnings() -> None:
-    """Silence :data:`WARNINGS` and :data:`RECORDS`, unless the user asks for warnings.
+    """Silence :data:`WARNINGS` and :data:`RECORDS`, unless the user enables warnings.
 
     Call before importing Megatron. Existing filters have priority.
     """
@@ -89,7 +89,7 @@ def _shows_all(args: argparse.Namespace) -> bool:
 def quiet_output() -> Iterator[None]:
     """Hide Megatron's arguments and parameter names, except at level DEBUG.
 
-    Also hide its theoretical memory, memory without a GPU, and the warning at a first start.
+    Also hide theoretical memory, GPU memory without a GPU, and warnings of a first start.
     """
     import torch
     from megatron.training import arguments, checkpointing, get_args, training

@@ -83,7 +83,7 @@ def tokenise(
                 beat()
                 last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
-        builder.data_file.flush()  # attribute errors to this file
+        builder.data_file.flush()  # so that errors name this file
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
     print(

@@ -9,7 +9,7 @@ from megatron_dsa.config.rules.table import Must, check_rows, uses_csa
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
-#: Linears of DeepSeek-V3.2 and GLM-5 in checkpoints -> Megatron's module, which may fuse two.
+#: Linears of V3.2 and GLM-5 in checkpoints -> Megatron's module, which may fuse two linears.
 V3_LINEARS = {
     "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
     "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
@@ -26,7 +26,7 @@ V3_LINEARS = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-#: The same for DeepSeek-V4, which has no dense MLPs.
+#: Linears of V4 in checkpoints -> Megatron's module.
 V4_LINEARS = {
     "attn.wq_a": f"{_ATTENTION}linear_q_down_proj",
     "attn.wq_b": f"{_ATTENTION}linear_q_up_proj",

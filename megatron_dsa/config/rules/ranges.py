@@ -138,7 +138,6 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     ),
     (Range(1, 2**32 - 1, "numpy's generators take 32 bits"), "--seed"),
 )
-#: Flag -> range.
 FLAGS: dict[str, Range] = {flag: limits for limits, flags in _ROWS for flag in flags.split()}
 
 #: Flags without a range that accept negative numbers.
@@ -186,7 +185,7 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)``: warm-up ends within the run and ``--lr`` is the highest rate."""
+    """Yield rules: warm-up ends within the run, and ``--lr`` is the highest rate."""
     if values["skip_train"]:
         return
     highest = values["lr"]

@@ -7,9 +7,9 @@ from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.rules.ranges import range_rules
 
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-#: Size -> field with the number of ranks that divide it.
+#: Size -> field with the number of ranks that share it.
 SHARED = {"num_attention_heads": TENSOR, "ffn_hidden_size": TENSOR}
-#: The same for layers with experts.
+#: Size in layers with experts -> field with the number of ranks that share it.
 SHARED_BY_EXPERTS = {
     "moe_shared_expert_intermediate_size": TENSOR,
     "moe_ffn_hidden_size": EXPERT_TENSOR,

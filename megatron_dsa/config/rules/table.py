@@ -15,7 +15,7 @@ class Must(NamedTuple):
 
     Attributes:
         name: field of the configuration, else of the options.
-        values: the required value; a tuple: one of them; :class:`Not`: none of them.
+        values: required value, tuple of allowed values, or :class:`Not` of forbidden values.
         why: reason, then the fix unless it is to drop the flag.
         flag: flag that cannot be derived from ``name``.
     """

@@ -28,7 +28,7 @@ from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 #: parts 1.5).
 LONGEST_TO_MEAN = 1.1
 #: Minimum ratio of visible to selected keys for an exchange. A token's 25 KB (64 heads of 128, 2048
-#: keys) take 0.1 to 0.2 us over NVLink, as long as scoring a few thousand keys.
+#: keys) take 0.1 to 0.2 us over NVLink, the time to score a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
@@ -147,12 +147,12 @@ def balanced_topk(
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[local] = selected
     back.wait()
-    # Lengths follow from visibility.
+    # Visibility determines the lengths.
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
 def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
-    """Return the exchange if it pays; all ranks decide alike."""
+    """Return the exchange if it saves time; all ranks decide alike."""
     if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None

@@ -49,7 +49,7 @@ def join_keys_of_ranks(
 def index_keys_of_ranks(
     compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks
 ) -> torch.Tensor:
-    """Return the indexer's compressed keys of all ranks by slot, ``[count, D]``."""
+    """Return the indexer's compressed keys of all ranks, ``[slots, D]``."""
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)

@@ -28,7 +28,7 @@ class Gathering(NamedTuple):
     #: Tensor that connects start and finish in autograd; on one rank, the keys.
     link: torch.Tensor
     keys: Transfer
-    #: Filled by the backward of finish.
+    #: Transfer that the backward of ``finish_*`` fills.
     gradient: Transfer
     group: object
 

@@ -23,7 +23,7 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 
 @dataclass(frozen=True)
 class Ranks:
-    """Tensor-parallel (``tp``) times context-parallel ranks that share a microbatch.
+    """Tensor- and context-parallel ranks that share a microbatch.
 
     Ranks compute keys of local tokens and gather all keys. *Query tokens* are the indexer's tokens
     and depend on ``tp_mode`` (in the table, ``tp`` means all tokens of the group ``tp``):

@@ -1,4 +1,4 @@
-"""Hash routing: experts by token id (DeepSeek-V4).
+"""Hash routing, which chooses experts by token id (DeepSeek-V4).
 
 Token ids travel as ``context``, Megatron's unused argument for cross attention, which recompute
 saves.

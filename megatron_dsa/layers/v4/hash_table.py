@@ -21,7 +21,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
     draws = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
     orders = draws.argsort(dim=1, stable=True).tolist()
     for number in range(1, rounds):
-        begun = number * experts % topk  # tail of the previous order
+        begun = number * experts % topk  # experts that a token across orders already has
         if begun:
             _keep_apart(orders[number], set(orders[number - 1][-begun:]), topk - begun)
     table = torch.tensor(orders, dtype=torch.int32, device="cpu").flatten()

@@ -105,7 +105,7 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Megatron may have changed the residual: keep its version in the graph.
+        # Use Megatron's residual, to keep Megatron's changes in the graph.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
