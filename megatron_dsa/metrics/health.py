@@ -44,7 +44,7 @@ class Attended:
 
     Attributes:
         inputs: the indexer's tensors.
-        layout, topk: layout and size of the selection.
+        layout, topk: visible keys and size of the selection.
         positions: layout of positions; differs from ``layout`` for compressed keys.
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention, ``Skv`` the indexer's keys; ``kv
             [Skv, H, Dk]`` of masked dense attention; ``q [Sq, H, A + P]`` and latents ``kv [Skv, R

@@ -26,7 +26,7 @@ class Patch(NamedTuple):
         by: code that installs the patch.
         when: runs that need the patch.
         needed: ``when`` as code, for layer specs.
-        upstream: pull request of NVIDIA/Megatron-LM.
+        upstream: number in NVIDIA/Megatron-LM.
         versions: megatron-core versions with the defect.
     """
 
