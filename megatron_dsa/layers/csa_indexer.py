@@ -59,7 +59,7 @@ class CSAIndexer(Indexer):
     ) -> IndexerInputs:
         """Return queries and weights of the query tokens, and the keys of all compressed slots.
 
-        ``x [s, b, hidden]`` and latent ``qr [s, b, q_lora_rank]`` (normalised) are detached and local.
+        ``x [s, b, hidden]`` and normalised ``qr [s, b, q_lora_rank]`` are detached and local.
         """
         config = self.config
         q, _ = self.linear_wq_b(self.latents(qr, ranks))
