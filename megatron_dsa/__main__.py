@@ -8,7 +8,7 @@ from megatron_dsa.training.entry_errors import report_errors
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.quiet_output import silence_host_warnings
 
-#: Required modules -> distribution.
+#: Imported module -> distribution that provides it.
 _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}
 
 
@@ -21,7 +21,7 @@ def main() -> int:
 
         with report_errors():
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
+                sys.stdout.reconfigure(errors="backslashreplace")  # paths may not be valid text
             status = cli.main()
             with naming("standard output"):
                 sys.stdout.flush()
@@ -33,7 +33,7 @@ def main() -> int:
             _drop_output()
         raise
     except BrokenPipeError:
-        _drop_output()  # ``head`` has ended
+        _drop_output()  # the reader, such as ``head``, has exited
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _drop_output() -> None:
-    """Discard the rest, which the interpreter flushes at exit."""
+    """Discard output that the interpreter would flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

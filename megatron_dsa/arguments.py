@@ -19,7 +19,7 @@ from megatron_dsa.ops.dispatch.policy import FLAG, check_operations
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 MODEL_FLAG = "--dsa-model"
-#: Prefixes of our flags, and of Megatron's for its DSA.
+#: Prefix of this package's flags, and prefixes of Megatron's flags for DSA.
 OWN_PREFIX, MEGATRON_PREFIXES = "--dsa-", ("--dsa-indexer-", "--dsa-kernel-backend")
 USAGE = "%(prog)s [flags of Megatron and of megatron_dsa]"
 #: Module allowed in ``--spec`` with ``--dsa-model``.
@@ -32,7 +32,7 @@ _FORMER_OPERATIONS = {
     "dense-loss": "dense_indexer_loss", "indexer-backward": "sparse_indexer_loss",
 }  # fmt: skip
 _GONE = "it is gone, selection is exact unless --dsa-indexer-numerics says otherwise: drop it"
-#: Former flag -> reason.
+#: Removed flag -> replacement or reason.
 FORMER = {
     **{
         f"--dsa-{old}-impl": f"it is {FLAG} {new}=NAME now"
@@ -48,9 +48,9 @@ FORMER = {
 
 
 class _BackendAction(argparse.Action):
-    """``--attention-backend`` with our values.
+    """Action of ``--attention-backend`` that also accepts :data:`BACKENDS`.
 
-    Megatron's setting stays ``auto``: checkpoints pickle it, and other values break its enum.
+    Megatron's setting stays ``auto``: checkpoints pickle its enum, which lacks our values.
     """
 
     def __call__(self, parser, namespace, value, option_string=None):
@@ -63,7 +63,7 @@ class _BackendAction(argparse.Action):
         if value not in AttnBackend.__members__:
             choices = ", ".join([*BACKENDS, *AttnBackend.__members__])
             parser.error(f"argument --attention-backend: invalid choice {value!r} (from {choices})")
-        # The last occurrence wins.
+        # The last value on the command line wins.
         namespace.dsa_attention_backend = None
         setattr(namespace, self.dest, AttnBackend[value])
 
@@ -101,19 +101,19 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
+    """Add this package's flags; for Megatron's ``extra_args_provider``.
 
-    ``--dsa-indexer-*`` are Megatron's. Parsing raises :class:`ConfigError` for numbers out of
+    Megatron defines ``--dsa-indexer-*``. Parsing raises :class:`ConfigError` for numbers out of
     range.
     """
     _repair_help(parser)
-    # Otherwise errors print all of Megatron's flags.
+    # Errors print the usage, by default with all of Megatron's flags.
     parser.usage = USAGE
     group = parser.add_argument_group("megatron_dsa")
     parser._action_groups.insert(0, parser._action_groups.pop())
     _replace_attention_backend(parser, group)
     parser.set_defaults(dsa_attention_backend=None)
-    # Megatron's ``sft`` evaluates means of microbatches and ranks, not tokens.
+    # With ``sft``, Megatron averages evaluation losses over microbatches instead of tokens.
     parser._option_string_actions["--sft"].dest = "dsa_sft"
     parser.set_defaults(sft=False, dsa_sft=False)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
@@ -139,7 +139,7 @@ def _add_own_flags(group) -> None:
 
 
 def check_own_flags(words: list[str]) -> None:
-    """Reject wrong values, numbers and own flags before Megatron's seconds of imports.
+    """Check this package's flags before Megatron's imports, which take seconds.
 
     Raises:
         ConfigError: a number is out of range.
@@ -155,7 +155,7 @@ def check_own_flags(words: list[str]) -> None:
     wrong = [x for x in flags if x.startswith(OWN_PREFIX) and not x.startswith(MEGATRON_PREFIXES)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # the last wins
+    numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # last one wins
     for ok, message in (*range_rules(vars(parsed), FLAGS), *range_rules(numbers, FLAGS)):
         require(ok, message)
 
@@ -163,7 +163,7 @@ def check_own_flags(words: list[str]) -> None:
 def _numbers(words: list[str]) -> list[float]:
     found = []
     for word in words:
-        with contextlib.suppress(ValueError):  # Megatron's parser rejects it
+        with contextlib.suppress(ValueError):  # Megatron's parser rejects other words
             found.append(float(word))
     return found
 
@@ -266,7 +266,6 @@ def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]
 
 
 def field_values(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return a configuration class's fields from parsed flags."""
     return {
         each.name: _field_value(each, about, getattr(args, about.dest))
         for each, about in option_fields(config_class)
@@ -361,7 +360,7 @@ class _RefuseFormer(argparse.Action):
 
 
 def megatron_argv(argv: list[str]) -> list[str]:
-    """Return ``argv`` with ``auto`` for our backends: Megatron parses it again on its own."""
+    """Return ``argv`` for Megatron's second parse, with ``auto`` instead of our backends."""
     from megatron.core.transformer.enums import AttnBackend
 
     out = []

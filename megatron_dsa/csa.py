@@ -23,7 +23,7 @@ from megatron_dsa.ops.rope.api import norm_rope, rotate
 
 @dataclass
 class CSASelfAttentionSubmodules:
-    """Layers of V4's attention."""
+    """Submodules of V4's attention."""
 
     linear_q_down_proj: ModuleSpec | type = None
     q_layernorm: ModuleSpec | type = None
@@ -40,7 +40,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``). One key/value head serves all query heads.
-    Tensor-parallel ranks shard heads and output groups, and replicate the rest, on local tokens.
+    Tensor-parallel ranks shard heads and output groups; other linears run on local tokens.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
         selective = config.recompute_granularity == "selective"
-        # Names of Megatron's MLA.
+        # Attribute names follow Megatron's MLA.
         self.checkpoint_core_attention = selective and "core_attn" in recomputed
         self.recompute_up_proj = selective and "mla_up_proj" in recomputed
 
@@ -110,7 +110,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             is_mtp=is_mtp,
             choice=choice,
         )
-        # Stacked matrices of local groups.
+        # The weight stacks the matrices of local groups.
         self.linear_o_group_proj = columns(
             submodules.linear_o_group_proj,
             query // config.o_groups,
@@ -145,7 +145,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # Nothing else reads the projection.
+            # In place, since nothing else reads the projection.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
         q = self.maybe_recomputed(queries, q_latent)
@@ -166,13 +166,13 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         return head_products(out, weight.transpose(1, 2)).flatten(1)
 
     def delayed_linears(self) -> list:
-        """Return the called linears; the output groups' weight is only read."""
+        """Return the linears that are called; the output groups' weight is read directly."""
         return [
             self.linear_q_down_proj, self.linear_q_up_proj, self.linear_kv_proj, self.linear_proj,
         ]  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Avoid a saved quantised copy of recomputed input (FP8)."""
+        """Save no quantised copy of the recomputed input under FP8."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.linear_q_down_proj)

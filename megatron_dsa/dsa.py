@@ -1,7 +1,7 @@
 """Multi-latent attention around the DSA core.
 
-Layers and parameter names are Megatron's; stage sparse may attend to latents (weight absorption),
-where heads share one 576-dim key.
+Layers and parameter names are Megatron's. In stage sparse, weight absorption lets all heads attend
+to one 576-dim latent per token.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from megatron_dsa.ops.rope.api import rotate
 class _Latents(NamedTuple):
     """Normalised local latents, ``[s, b, q_lora_rank | kv_lora_rank | 64]``.
 
-    ``shared`` joins ``kv`` and rotated ``k_pe``; ``gathering`` overlaps with the indexer.
+    ``shared`` concatenates ``kv`` and rotated ``k_pe``; its all-gather overlaps with the indexer.
     """
 
     q: torch.Tensor
@@ -55,7 +55,7 @@ class _Latents(NamedTuple):
     gathering: Gathering | None = None
 
     def of_all_ranks(self) -> tuple[torch.Tensor, Any]:
-        """Return ``kv`` and ``k_pe`` ``[keys, 576]``, and their gradient proxy if sharded."""
+        """Return shared latents ``[keys, 576]``, and their gradient proxy if sharded."""
         assert self.shared is not None
         if self.gathering is None:
             return self.shared.flatten(0, 1), None
@@ -64,7 +64,7 @@ class _Latents(NamedTuple):
 
 @dataclasses.dataclass
 class DSASelfAttentionSubmodules(MLASelfAttentionSubmodules):
-    """Parts of MLA, and the linear of ``--dsa-output-gate``."""
+    """Submodules of MLA, and the linear of ``--dsa-output-gate``."""
 
     linear_gate: ModuleSpec | type | None = None
 
@@ -87,7 +87,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         validate(config)
         super().__init__(
             config=config,
-            # Built once, below.
+            # The core is built below.
             submodules=dataclasses.replace(submodules, core_attention=IdentityOp),
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
@@ -124,7 +124,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
                 tp_group=self.pg_collection.tp,
             )  # fmt: skip
         if self.options.muon_per_head != "none":
-            # One matrix of queries, keys and values per head.
+            # Muon orthogonalises one matrix per head.
             ranks = config.tensor_model_parallel_size
             mark_row_blocks(self._query_linear().weight, (self.q_head_dim,), ranks)
             dims = config.qk_head_dim, config.v_head_dim
@@ -166,8 +166,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
-            # Column-parallel: all tokens of some columns. Scatter also the rope key, to sum its
-            # gradient over ranks.
+            # Column-parallel: gather the columns. Scattering the rope key sums its gradient over
+            # ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
                 kv = scatter_to_sequence_parallel_region(kv)
@@ -186,11 +186,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return _Latents(q_latent, kv_latent, k_pe, shared, gathering)
 
     def _rotated(self, x: torch.Tensor, tables) -> torch.Tensor:
-        """Rotate the last dims of ``x [tokens, H, D]``; pairs stay in place."""
+        """Apply rope to the last dims of ``x [tokens, H, D]`` without reordering pairs."""
         return rotate(x, *tables, policy=self.core_attention.policy)
 
     def _queries(self, q_latent: torch.Tensor, rope: TokenRope) -> torch.Tensor:
-        """Return ``[tokens, H, 192]``, the last 64 dims rotated."""
+        """Return queries ``[tokens, H, 192]`` with rope on the last 64 dims."""
         q, _ = self._query_linear()(q_latent)
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
         if self.ranks.by_sequence:
@@ -203,7 +203,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def _plain(self, latents: _Latents, rope: TokenRope, finish) -> tuple[torch.Tensor, ...]:
         """Run ``finish(q [tokens, H, 192], kv [tokens, H, 256], k_pe [tokens, 1, 64])``.
 
-        ``kv`` joins key without rope and value.
+        ``kv`` concatenates keys without rope and values.
         """
         k_pe = latents.k_pe
         if self.ranks.tp is not None:
@@ -219,11 +219,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(up, latents.q, latents.kv, k_pe)
 
     def _up_weights(self) -> torch.Tensor:
-        """Return ``W_uk``, then ``W_uv``, of local heads, ``[H, 128 + 128, latent]``."""
+        """Return ``W_uk`` and ``W_uv`` of local heads, stacked ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
         return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
 
-    # Each returns a method of the core and its tensors.
+    # Each method below returns a method of the core and its tensor arguments.
 
     def _sparse(self, latents: _Latents, rope: TokenRope):
         weights = self._up_weights()
@@ -270,7 +270,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Run a method of the core, saving ``tensors`` for recompute."""
         count, selects = len(tensors), self.options.stage == "sparse"
         of_indexer = () if index_inputs is None else index_inputs.tensors()
-        # Recompute may run after the next microbatch.
+        # Read now, since recompute may run after the next microbatch.
         given = self._given_selection(layout) if selects else None
         shared = () if given is None or given.packed is None else (given.packed,)
         hands_on = self.hands_on_selection and self.core_attention.computes_topk
@@ -292,7 +292,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return out
 
     def _given_selection(self, layout) -> TopKIndices | None:
-        """Return the selection of an earlier layer or replay."""
+        """Return the selection of an earlier layer or of a replay, if any."""
         if not self.core_attention.computes_topk:
             return self.shared_selection
         replayed = self.core_attention.given_selection(layout, layout, self.ranks)

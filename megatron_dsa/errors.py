@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-#: Flag for tracebacks instead of one sentence.
+#: Flag that shows tracebacks instead of one-sentence errors.
 TRACEBACK_FLAG = "--traceback"
 
 
@@ -40,7 +40,7 @@ def require(condition: object, message: str) -> None:
 
 
 def did_you_mean(given: str, known: Iterable[str], others: bool = True) -> str:
-    """Return the end of a message: the closest known name, else (``others``) all."""
+    """Return a message's suffix: the closest known name, else all names if ``others``."""
     known = list(known)
     if near := get_close_matches(given, known, n=1):
         return f"; did you mean {near[0]}?"

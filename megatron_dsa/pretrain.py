@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import parts that need Megatron only after :func:`prepare_host`."""
+    """Import names that need Megatron lazily, after :func:`prepare_host`."""
     if name not in ("embedding_ranks", "forward_step", "loss_function", "model_config_from_args"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "model" if name == "embedding_ranks" else "setup"
@@ -44,7 +44,7 @@ def __getattr__(name: str):
 
 
 def prepare_host(argv: list[str]) -> None:
-    """Prepare Megatron for this machine, before its import; add preset flags to ``argv``.
+    """Prepare this machine before Megatron's import; add preset flags to ``argv``.
 
     Raises:
         VersionError: unsupported Python, torch or megatron-core.
@@ -52,7 +52,7 @@ def prepare_host(argv: list[str]) -> None:
     """
     require_supported_megatron()
     silence_host_warnings()
-    # These have no other processes.
+    # With these flags there is one process.
     if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
         check_launch()
     if cpu_host.needed():
@@ -71,11 +71,11 @@ def prepare_host(argv: list[str]) -> None:
         for warning in untested_versions():
             print(f"> warning: {warning}")
     install("dataset helper")
-    install("tracker file", read_tracker)  # --use-checkpoint-args reads one during parsing
+    install("tracker file", read_tracker)  # parsing --use-checkpoint-args reads it
 
 
 def main() -> None:
-    """Train or plan; errors print one sentence."""
+    """Train or plan; print one sentence for an error."""
     silence_host_warnings()
     with report_errors():
         _main()
@@ -127,11 +127,11 @@ def finish() -> None:
         runs = ", ".join(f"{name} {count}" for name, count in counts.items())
         print_rank_0(f">   {operation}: {runs}")
     if torch.distributed.is_initialized():
-        # No rank may leave while others wait for it.
+        # A rank that exits early would break collectives of the others.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
-# Processes that save checkpoints import this again.
+# Processes that save checkpoints import this module again.
 if __name__ == "__main__":
     main()

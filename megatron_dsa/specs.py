@@ -6,7 +6,7 @@
 * :func:`dsa_layer_spec`: one layer.
 * :func:`dsa_hybrid_stack_spec`: for ``--spec`` and ``HybridModelConfig.hybrid_stack_spec``.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec``, ``dsa_local_hybrid_stack_spec``,
-  ``dsa_te_hybrid_stack_spec``: ready objects of dense layers.
+  ``dsa_te_hybrid_stack_spec``: spec objects with dense layers.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ require_supported_megatron()
 
 
 def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = False) -> ModuleSpec:
-    """Return the spec of V4's self-attention; a layer's ratio decides which parts are built."""
+    """Return the spec of V4's self-attention; a layer builds only parts that its ratio needs."""
     norm = backend.layer_norm(rms_norm=True, for_qk=True)
     compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
     linear = backend.indexer_linear(fp8=True) if fp8_indexer else ReplicatedLinear
@@ -110,7 +110,7 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
                 module=CSACoreAttention,
                 submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
-            # Only its weight is read.
+            # The layer is not called; only its weight is read.
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
@@ -135,7 +135,7 @@ def _attention_spec(
             linear_weights_proj=linear,
         ),
     )
-    # Unfused: the indexer reads the normalised query latent.
+    # The norm is not fused, since the indexer also reads its output.
     latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=DSASelfAttention,
@@ -220,9 +220,9 @@ def dsa_layer_spec(
     """Return the spec of one decoder layer, with V4's attention for ``csa_compress_ratios``.
 
     Args:
-        config: a transformer configuration, or a model configuration with one inside.
+        config: a transformer configuration, or a model configuration that contains one.
         moe: experts instead of a dense MLP.
-        is_mtp: for multi-token prediction.
+        is_mtp: the layer is for multi-token prediction.
         kda: Kimi Delta Attention instead of sparse attention.
 
     Raises:
@@ -231,7 +231,7 @@ def dsa_layer_spec(
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
-    optional_extra("muon.patch")  # registers its patches
+    optional_extra("muon.patch")  # the import registers patches
     install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
@@ -270,11 +270,11 @@ def dsa_block_spec(
     """
     config = _transformer_config(config)
     if config.dsa_indexer_topk_freq > 1:
-        # Checkpoint tensors cannot stack layers with and without indexer; also in stage dense,
-        # whose checkpoint the next stage loads.
+        # One checkpoint tensor cannot stack layers with and without indexer. Stage dense must
+        # match, since later stages load its checkpoint.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The last layer's stage sends more: send shapes.
+        # The last layer's stage sends a larger tensor, so stages exchange shapes.
         config.mtp_standalone = True
     install_for_model(config)
 
@@ -403,7 +403,7 @@ _READY = {
 
 
 def __getattr__(name: str):
-    # Raises the reason if transformer-engine is missing.
+    # Raises an error with the reason if transformer-engine cannot be used.
     if name in _READY:
         return _dense_spec(*_READY[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,9 +22,9 @@ MEGATRON_BELOW = "0.21"
 #: Tested releases of megatron-core.
 MEGATRON_RUN_WITH = "0.19.2"
 MEGATRON_MAIN = "0.20.0 (main of 2026-08-22)"
-#: Set to 1, it allows later versions.
+#: Environment variable; 1 allows later versions.
 ANY_HOST = "MEGATRON_DSA_ANY_HOST"
-#: Missing from 0.18.2 and 0.17.1.
+#: Module that megatron-core 0.18.2 and 0.17.1 lack.
 _MODEL_CONFIG = "megatron.training.models.gpt"
 #: First and last tested release of torch.
 TORCH_RUN_WITH = ((2, 11), (2, 15))
@@ -58,7 +58,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_before(found: str, floor: str) -> bool:
-    """Compare versions, by release unless ``floor`` is a pre-release."""
+    """Compare versions, by release numbers unless ``floor`` is a pre-release."""
     wanted = Version(floor)
     if wanted.is_prerelease:
         try:
@@ -93,9 +93,9 @@ def installed_version(distribution: str) -> str | None:
 
 @functools.cache
 def host_version() -> str | None:
-    """Return the version of ``megatron.core``: a source tree may hide a wheel."""
+    """Return the version of the importable ``megatron.core``, be it a source tree or wheel."""
     if (package_info := _package_info()) is not None:
-        # Importing it runs git.
+        # Importing the file runs git.
         text = package_info.read_text()
         found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", text, re.M))
         if {"MAJOR", "MINOR", "PATCH", "PRE_RELEASE"} <= set(found):
@@ -104,7 +104,7 @@ def host_version() -> str | None:
 
 
 def host_described() -> str:
-    """Return megatron-core's version, with its folder unless a wheel."""
+    """Return megatron-core's version, with the folder of a source tree."""
     found, package_info = host_version(), _package_info()
     if package_info is None:
         return str(found)
@@ -123,7 +123,7 @@ def _package_info() -> Path | None:
 
 
 def optional_version(distribution: str) -> str | None:
-    """Return an optional package's version, ``"unknown version"`` if built in place."""
+    """Return a package's version, ``"unknown version"`` without metadata, or ``None``."""
     version = installed_version(distribution)
     module = OPTIONAL_PACKAGES[distribution][0]
     if version is None and module_exists(module):
@@ -132,22 +132,22 @@ def optional_version(distribution: str) -> str | None:
 
 
 def why_not_transformer_engine(has_gpu: bool) -> str | None:
-    """Return why Megatron cannot use transformer-engine, if so; may import it."""
+    """Return why Megatron cannot use transformer-engine, if so; may import the package."""
     if sys.modules.get("transformer_engine.pytorch") is not None:
-        return None  # its importer succeeded
+        return None  # an earlier import succeeded
     if installed_version("transformer-engine") is None:
         return "no transformer-engine"
-    if not has_gpu:  # first: without a GPU the extension is hidden
+    if not has_gpu:  # tested first, since without a GPU the extension is hidden
         return "transformer-engine needs a GPU"
     return _failed_import_of_transformer_engine()
 
 
 @functools.cache
 def _failed_import_of_transformer_engine() -> str | None:
-    """Cached: the extension is hidden afterwards."""
+    """Import transformer-engine once, since its extension may be hidden later."""
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # wrong versions raise any error
+    except Exception as error:  # wrong versions may raise any error
         if not module_exists("transformer_engine_torch"):
             return "transformer-engine without its PyTorch extension (pip install the extra 'te')"
         first = (str(error).splitlines() or [""])[0]

@@ -1,4 +1,4 @@
-"""Choice of attention and its sharding, once for all layers.
+"""Choice of the attention method and its sharding, common to all layers.
 
 ========  =============================  =======================  ==========================
 stage     on one context-parallel rank   on several               a bit mask is used
@@ -33,16 +33,16 @@ Way = Literal["sparse", "masked", "masked_latents", "visible", "dense", "dense_l
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Attention of all layers.
+    """Attention method of all layers.
 
     Attributes:
-        way: to selected keys: ``sparse`` by lists, ``masked`` by plain MLA under a bit mask,
-            ``masked_latents`` also with gathered latents. To all visible keys: ``visible`` under a
-            bit mask, ``dense`` (over a ring of ranks), ``dense_latents`` with gathered latents.
-        reason: for or against a bit mask, in one clause.
-        masked_up_to: longest masked sequence (selected keys) or microbatch (visible keys), if any.
-        tp_mode: sharding over tensor-parallel ranks. ``heads``: local heads, repeated indexer;
-            ``sequence``: local tokens; ``select``: local tokens to select, local heads to attend.
+        way: method. For selected keys: ``sparse`` reads lists, ``masked`` runs plain MLA under a
+            bit mask, ``masked_latents`` does so on gathered latents. For all visible keys:
+            ``visible`` uses a bit mask, ``dense`` a ring of ranks, ``dense_latents`` gathers.
+        reason: why a bit mask is used or not, in one clause.
+        masked_up_to: tokens of the longest masked sequence (``visible``: microbatch), if any.
+        tp_mode: sharding over tensor-parallel ranks. ``heads``: local heads, replicated indexer;
+            ``sequence``: local tokens; ``select``: select for local tokens, attend by local heads.
     """
 
     way: Way
@@ -56,7 +56,7 @@ class AttentionChoice:
 
     @property
     def shares_latents(self) -> bool:
-        """Return True if a rank's keys are latents of all ranks."""
+        """Return True if a rank attends to latents of all ranks."""
         return self.way in ("sparse", "masked_latents", "dense_latents")
 
     def describe(self) -> str:
@@ -74,7 +74,7 @@ class AttentionChoice:
 
 
 def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
-    """Return the attention of all layers in this stage.
+    """Return the attention method of all layers in the configured stage.
 
     ``config`` is validated; ``device``: ``cuda`` or ``cpu``, by default this machine's.
     """
@@ -95,14 +95,13 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
 
 
 class LayerCalls:
-    """Calls of all layers on a device."""
+    """Operator calls of the layers on a device."""
 
     def __init__(self, config: Any, device: str | None = None):
         self.config = config
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def of(self, heads: int, qk_dim: int, v_dim: int = 0, **more) -> OpCall:
-        """Return a call with ``heads`` local heads, in the parameters' dtype."""
         dtype = more.pop("dtype", self.config.params_dtype)
         return describe_call(
             self.device, dtype=dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim, **more
@@ -130,7 +129,7 @@ class LayerCalls:
 
 
 class _Rule(NamedTuple):
-    """Rule on bit masks; the first that applies decides."""
+    """Rule for or against a bit mask; the first applicable rule decides."""
 
     applies: bool
     masks: bool
@@ -177,13 +176,13 @@ def _mask_of_visible(calls: LayerCalls) -> Iterator[_Rule]:
     name = options.policy.named_for("dense_attention")
     yield _Rule(name is not None, False, f"dense_attention={name} was asked for")
     yield from _rules_of_fusion(calls.visible_attention(), options.policy)
-    # A tile would hold tokens of all sequences.
+    # A tile would mix tokens of all sequences.
     alternate = options.interleaved_sequences > 1
     yield _Rule(alternate, False, "sequences of a microbatch alternate", MOST_KEPT)
     length = options.sequence_length
     yield _Rule(length is None, False, "no sequence length is given", MOST_KEPT)
     assert length is not None
-    tokens = length * options.packed_sequences  # the backward keeps the bits
+    tokens = length * options.packed_sequences  # the bits are saved for the backward
     yield _Rule(True, tokens <= MOST_KEPT, f"{tokens} tokens of a microbatch", MOST_KEPT)
 
 
@@ -206,13 +205,12 @@ def by_sequence(config: Any) -> bool:
 
 
 def query_heads(config: Any) -> int:
-    """Return the local heads of unmasked attention."""
     ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
     return config.num_attention_heads // ranks
 
 
 def _select_mode(config: Any) -> TPMode:
-    """Return masked attention's mode; a dense loss needs all heads."""
+    """Return masked attention's ``tp_mode``; a dense indexer loss needs all heads."""
     mode, several = options_of(config).tp_mode, config.tensor_model_parallel_size > 1
     if not (several and config.sequence_parallel) or has_dense_loss(config):
         return "heads"
@@ -220,9 +218,9 @@ def _select_mode(config: Any) -> TPMode:
 
 
 def _exchanges_latents(config: Any) -> bool:
-    """Return True if dense stages exchange latents, by default whenever those are narrower.
+    """Return True if dense stages exchange latents, by default if narrower than keys.
 
-    In DeepSeek's shapes: from two local heads on.
+    DeepSeek's latents are narrower than the keys of two local heads.
     """
     options = options_of(config)
     if options.cp_exchange != "auto":

@@ -1,4 +1,4 @@
-"""Extras, loaded by name: the core imports none."""
+"""Imports of extras by name, since the core depends on none."""
 
 import importlib
 from types import ModuleType
@@ -19,12 +19,11 @@ def load_extra(module: str, flag: str) -> ModuleType:
 
 
 def optional_extra(module: str) -> ModuleType | None:
-    """Import ``megatron_dsa.extras.<module>``, or return ``None``."""
     name = f"megatron_dsa.extras.{module}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Other missing modules are errors of that module.
+        # A missing dependency of the extra is an error.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

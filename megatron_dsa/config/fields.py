@@ -1,4 +1,4 @@
-"""Configuration fields with flags."""
+"""Configuration fields that have flags."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ class Option:
     Attributes:
         flag: a boolean field's flag reverses the default.
         help: text of ``--help-dsa``, which appends the default.
-        unit: factor from the flag to the field, for example bytes per MiB.
-        parse: converts the words after the flag; also gets the flag, for messages.
+        unit: factor from the flag's number to the field's, for example bytes per MiB.
+        parse: converts the words after the flag; its second argument is the flag, for messages.
     """
 
     flag: str
@@ -45,7 +45,7 @@ def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
 
 
 def given_values(words: list[str], flag: str) -> list[str]:
-    """Return a flag's values on a command line, after a blank or ``=``."""
+    """Return the values given as ``FLAG VALUE`` or ``FLAG=VALUE``."""
     values = []
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -54,7 +54,7 @@ def given_values(words: list[str], flag: str) -> list[str]:
     return values
 
 
-#: Megatron's flags with other names than their fields.
+#: Field -> Megatron's flag, where the names differ.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
     "fp8": "--fp8-format",
@@ -71,9 +71,9 @@ _NAMES = {
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
-#: Implied by other flags or Megatron's defaults.
+#: Fields that other flags or Megatron's defaults imply.
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
-#: Lists per layer, which Megatron reads as expressions.
+#: Per-layer lists, which Megatron parses as Python expressions.
 _PATTERNS = {"moe_layer_freq", "linear_attention_freq"}
 _NEGATIVE = {
     "add_bias_linear": "--disable-bias-linear",
@@ -91,7 +91,7 @@ def said(value: Any) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return a field's words of the command line; none for ``None``."""
+    """Return the command-line words that set a field; none for ``None``."""
     if value is None or name in _LEFT_OUT:
         return []
     flag = flag_of(name)
@@ -99,7 +99,7 @@ def flag_words(name: str, value: Any) -> list[str]:
         return [flag]
     if value is False:
         return [_NEGATIVE[name]] if name in _NEGATIVE else []
-    if name in _PATTERNS and isinstance(value, list):  # no blanks: ([0]*3+[1]*58)
+    if name in _PATTERNS and isinstance(value, list):  # without blanks, e.g. ([0]*3+[1]*58)
         runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
         return [flag, f"({'+'.join(runs)})"]
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""GPUs to plan for."""
+"""GPUs that dry runs plan for."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ GPUS = {
     "gb200": GPU("NVIDIA GB200", (10, 0), 183.8),
 }
 
-#: Streaming multiprocessors of the server GPU per capability.
+#: Compute capability -> streaming multiprocessors of its server GPU.
 _PROCESSORS = {AMPERE: 108, ADA: 142, HOPPER: 132, BLACKWELL: 148}
 
 
@@ -31,6 +31,6 @@ def planned_processors(capability: tuple[int, int]) -> int:
 
 
 def gpu_here() -> str:
-    """Return this machine's key of :data:`GPUS`, else ``h200``."""
+    """Return the key in :data:`GPUS` of this machine's GPU, else ``h200``."""
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return next((key for key, gpu in GPUS.items() if gpu.name == found), "h200")

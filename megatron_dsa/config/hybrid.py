@@ -1,16 +1,13 @@
-"""Kinds of layers: hybrid patterns, pipeline stages, prediction, KDA.
-
-Commands that only print import this without Megatron.
-"""
+"""Kinds of layers per pipeline stage and prediction depth; imports no Megatron."""
 
 from typing import Any
 
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
-#: Megatron's letters; layers with other letters are Megatron's.
+#: Letters of Megatron's patterns; Megatron builds layers with other letters.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
-#: KDA in GPT layers; no Megatron letter.
+#: Letter for KDA in GPT layers; Megatron has none.
 KDA = "K"
 
 
@@ -19,7 +16,6 @@ def has_pattern(config: Any) -> bool:
 
 
 def stages_of(pattern: str) -> list[str]:
-    """Return the decoder letters per (virtual) pipeline stage."""
     return pattern.partition(PREDICTION)[0].split(STAGE)
 
 
@@ -28,12 +24,11 @@ def decoder_of(pattern: str) -> str:
 
 
 def predictions_of(pattern: str) -> list[str]:
-    """Return the letters per prediction depth."""
     return [part for part in pattern.split(PREDICTION)[1:] if part]
 
 
 def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
-    """Return the parts of a decoder layer (from 1) or a prediction depth."""
+    """Return the letters of a decoder layer or prediction depth (both from 1)."""
     if has_pattern(config):
         pattern = config.layer_pattern
         return predictions_of(pattern)[number - 1] if is_mtp else decoder_of(pattern)[number - 1]
@@ -43,7 +38,7 @@ def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
 
 
 def attention_layers(config: Any) -> list[int]:
-    """Return the decoder layers (from 1) with sparse attention."""
+    """Return the numbers (from 1) of decoder layers with sparse attention."""
     if has_pattern(config):
         letters = decoder_of(config.layer_pattern)
         return [number for number, letter in enumerate(letters, 1) if letter == ATTENTION]
@@ -59,14 +54,13 @@ def attention_number(config: Any, layer_number: int) -> int:
 
 
 def logged_layers(config: Any) -> int:
-    """Return the number of logged layers, decoder first."""
     if has_pattern(config):
         return config.num_layers + len("".join(predictions_of(config.layer_pattern)))
     return config.num_layers + (config.mtp_num_layers or 0)
 
 
 def count_pairs(pattern: str) -> int | None:
-    """Return the layers of an equivalent GPT, such as ``D-D-|DEDE/DE``."""
+    """Return the layer count of an equivalent GPT, if any: 4 for ``D-D-|DEDE/DE``."""
     letters = decoder_of(pattern)
     pairs = [letters[i : i + 2] for i in range(0, len(letters), 2)]
     pairs += predictions_of(pattern)

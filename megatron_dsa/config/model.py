@@ -1,7 +1,4 @@
-"""Model fields of this package, and properties of any transformer configuration.
-
-Commands that only print import this without Megatron.
-"""
+"""Model fields and properties of transformer configurations; imports no Megatron."""
 
 # No ``from __future__ import annotations``: flags come from field types.
 import functools
@@ -24,7 +21,7 @@ from megatron_dsa.config.rules.ranges import option_rules
 from megatron_dsa.config.rules.table import uses_csa
 from megatron_dsa.errors import require
 
-#: Suffixes of adapter parameters.
+#: Name suffixes of adapter parameters.
 LORA_A, LORA_B = "_lora_A", "_lora_B"
 
 
@@ -65,7 +62,7 @@ class StreamFields:
         "--moe-hash-seed",
         "Seed of these tables in a new model; a checkpoint has its own.",
     )
-    #: Padded vocabulary, set by the model's builder.
+    #: Padded vocabulary size, set by the model builder.
     moe_hash_vocab_size: int | None = None
     kda_gate_lower_bound: float = option(
         -5.0,
@@ -154,7 +151,6 @@ def has_adapters(config: Any) -> bool:
 
 
 def linears_with_adapters(config: Any) -> tuple[str, ...]:
-    """Return the adapted linears of a layer, named as in released checkpoints."""
     return adapted_linears(config, options_of(config))
 
 
@@ -163,18 +159,18 @@ def loss_is_sparse(config: Any) -> bool:
 
 
 def has_dense_loss(config: Any) -> bool:
-    """Return True if an indexer loss over all visible keys is computed, also in evaluation."""
+    """Return True if training or evaluation computes an indexer loss over all visible keys."""
     computed = indexer_is_trained(config) or options_of(config).evaluate_indexer
     return uses_indexer(config) and computed and not loss_is_sparse(config)
 
 
 def selected_keys(config: Any) -> int:
-    """Return the most keys (or pools) that an indexer selects."""
+    """Return the maximum number of keys or pools that an indexer selects."""
     return config.dsa_indexer_topk // options_of(config).indexer_pool_size
 
 
 def selected_tokens(config: Any) -> int:
-    """Return the most keys of a query, in V3.2's attention."""
+    """Return the maximum number of keys per query in V3.2's attention."""
     return config.dsa_indexer_topk + options_of(config).indexer_pool_size - 1
 
 

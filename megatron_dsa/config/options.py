@@ -12,7 +12,7 @@ from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.ops.layout.sharding import CPLayout
 
-#: Tensor-parallel sharding: heads, tokens, or attention's heads and the indexer's tokens.
+#: Tensor-parallel sharding: by heads, by tokens, or attention by heads and the indexer by tokens.
 TPMode = Literal["heads", "sequence", "select"]
 
 
@@ -20,8 +20,7 @@ TPMode = Literal["heads", "sequence", "select"]
 class DSAOptions:
     """Settings without a field in Megatron's configuration.
 
-    Stored as ``dsa`` of the transformer configuration; without it, defaults apply. ``--help-dsa``
-    prints their help texts.
+    Stored as ``dsa`` of the transformer configuration; without it, defaults apply.
     """
 
     stage: Literal["dense", "warmup", "sparse"] = option(
@@ -35,7 +34,7 @@ class DSAOptions:
         "--dsa-warmup-train-all",
         "In stage warmup, train the main model too (default: only the indexer).",
     )
-    #: Prefer fused implementations, unless ``--attention-backend dsa_unfused``.
+    #: Prefer fused implementations; False with ``--attention-backend dsa_unfused``.
     fused: bool = True
     strict: bool = option(
         False,
@@ -101,11 +100,11 @@ class DSAOptions:
         "faster for short sequences; auto: masked where fused kernels can run it and it is "
         "cheaper.",
     )
-    #: Longest sequence in tokens (``--seq-length``), for ``auto`` above.
+    #: Longest sequence in tokens (``--seq-length``), by which ``auto`` above decides.
     sequence_length: int | None = None
-    #: Sequences of an unpacked microbatch, whose tokens alternate.
+    #: Number of sequences in an unpacked microbatch; their tokens alternate.
     interleaved_sequences: int = 1
-    #: Sequences of that length in a packed microbatch.
+    #: Number of sequences of that length in a packed microbatch.
     packed_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",
@@ -137,7 +136,7 @@ class DSAOptions:
         "--dsa-latent-norm-epsilon",
         "Epsilon of the norms of MLA's latents (default: --norm-epsilon). GLM-5 has another.",
     )
-    #: Pairs ``(operation, implementation)`` that must run or raise.
+    #: Pairs ``(operation, implementation)``; each implementation runs or raises.
     named: tuple[tuple[str, str], ...] = option(
         (),
         FLAG,
@@ -214,7 +213,7 @@ class DSAOptions:
                 f"DSAOptions.{name} must be at least 1, got {value}: give --seq-length or "
                 "--micro-batch-size",
             )
-        # Configuration files return lists, but dispatch hashes these.
+        # Configuration files give lists, but dispatch needs hashable tuples.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 

@@ -28,7 +28,7 @@ def _shapes(
 
 
 def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
-    """Return DeepSeek-V4's further fields; ``first``: ratio of the first two layers."""
+    """Return fields that only DeepSeek-V4 has; the first two layers have ratio ``first``."""
     return {
         "mtp_num_layers": 1,
         "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
@@ -40,13 +40,12 @@ def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Option fields, keyed by flag names.
+#: Keys below that are fields of :class:`DSAOptions`.
 LATENT_EPSILON, POOL_SIZE = "dsa_latent_norm_epsilon", "dsa_indexer_pool_size"
 _OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size"}
 
 
 def _glm_5_3(*, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Return GLM-5.3's further fields."""
     return {
         "qk_pos_emb_head_dim": 0, "dsa_indexer_rotate_activation": False, POOL_SIZE: 4,
         "linear_attention_freq": [int(layer % 4 != 3) for layer in range(layers)],
@@ -63,7 +62,7 @@ def _yarn(factor: float, original: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Attention of released models, as configuration arguments.
+#: Model -> configuration arguments of its attention.
 PRESETS: dict[str, dict[str, Any]] = {
     "v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
@@ -85,7 +84,7 @@ def _experts(*, number: int, size: int, chosen: int, scale: float) -> dict[str, 
     return {
         "gated_linear_unit": True, "hidden_dropout": 0.0,
         "num_moe_experts": number, "moe_router_topk": chosen, "moe_ffn_hidden_size": size,
-        "moe_shared_expert_intermediate_size": size,  # one per layer, for all tokens
+        "moe_shared_expert_intermediate_size": size,  # one shared expert per layer
         "moe_router_topk_scaling_factor": scale, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
     }  # fmt: skip
@@ -112,7 +111,7 @@ def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: MLPs, residual and norms for :data:`PRESETS`.
+#: Model -> configuration arguments of its MLPs, residuals and norms.
 AROUND: dict[str, dict[str, Any]] = {
     "v3.2": _after_dense_layers(layers=61, dense_size=18432)
     | {
@@ -145,9 +144,9 @@ VOCABULARY = {
 
 
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
-    """Return a configuration with a released model's attention, and ``changes``.
+    """Return a configuration with a released model's attention, updated by ``changes``.
 
-    The rest has Megatron's defaults, except V4's norms and rope.
+    Other fields have Megatron's defaults, except V4's norms and rope.
 
     Raises:
         ConfigError: unknown name or field.
@@ -156,7 +155,7 @@ def preset(name: str, **changes: Any) -> DSATransformerConfig:
 
 
 def model_preset(name: str, **changes: Any) -> DSATransformerConfig:
-    """Return the configuration of a whole released model, with ``changes``.
+    """Return the configuration of a whole released model, updated by ``changes``.
 
     Training settings keep Megatron's defaults; :data:`VOCABULARY` has the embedding's size.
 
@@ -193,7 +192,7 @@ def _configuration(
     return kind(**fields | {"dsa": options})
 
 
-#: Flags of every model, since Megatron's defaults of embedding and dropout differ.
+#: Flags set for every model, since Megatron's defaults of embedding and dropout differ.
 ALWAYS = (
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -208,7 +207,7 @@ _POSITIONS = {
 }
 #: Weight of the indexers' loss, which stage sparse restricts to selected keys.
 _INDEXER_LOSS = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
-#: DeepSeek's balancing of experts: a bias, and a small loss within sequences.
+#: DeepSeek's expert balancing: a router bias and a small per-sequence loss.
 _BALANCE = {
     "moe_router_bias_update_rate": 1e-3,
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -261,10 +260,10 @@ MODELS = (
 
 
 def model_flags(name: str) -> list[str]:
-    """Return the flags of ``--dsa-model``: one of :data:`MODELS`, with training settings.
+    """Return the flags that ``--dsa-model`` sets for one of :data:`MODELS`.
 
-    Data, tokenizer (with the small models' vocabulary), sequence length, schedule, precision and
-    parallel layout have other flags.
+    The flags omit data, tokenizer, sequence length, schedule, precision and parallel layout. The
+    tokenizer sets the vocabulary of small models.
 
     Raises:
         ConfigError: unknown name.
@@ -276,7 +275,7 @@ def model_flags(name: str) -> list[str]:
     if "num_moe_experts" in fields:
         fields |= _BALANCE
     if "mtp_num_layers" in fields:
-        # DeepSeek lowers V4's to 0.1 once the learning rate decays.
+        # DeepSeek lowers V4's factor to 0.1 once the learning rate decays.
         fields["mtp_loss_scaling_factor"] = 0.3 if "csa_compress_ratios" in fields else 0.1
     words = [word for field, value in fields.items() for word in flag_words(field, value)]
     return words + list(ALWAYS)
@@ -284,7 +283,7 @@ def model_flags(name: str) -> list[str]:
 
 def _released_fields(name: str) -> dict[str, Any]:
     fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
-    said = ("attention_dropout", "hidden_dropout")  # in ALWAYS
+    said = ("attention_dropout", "hidden_dropout")  # set by ALWAYS
     return {field: value for field, value in fields.items() if field not in said} | {
         "init_method_std": 0.02,
         "padded_vocab_size": VOCABULARY[name],

@@ -35,9 +35,9 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 
     @classmethod
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
-        """Return ``config`` as this class; ``own``: given fields of a subclass.
+        """Return ``config`` as this class; ``own`` sets fields of a subclass.
 
-        Finished fields are copied: Megatron's ``__post_init__`` may not run twice.
+        All fields are copied, because Megatron's ``__post_init__`` must not run twice.
         """
         ours = cls.__new__(cls)
         defaults = {each.name: each.default for each, _ in option_fields(cls)}
@@ -51,7 +51,8 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 class CSATransformerConfig(CSAFields, DSATransformerConfig):
     """Configuration of DeepSeek-V4's window, CSA and HCA attention.
 
-    The one key/value head has ``v_head_dim`` dims; the last ``qk_pos_emb_head_dim`` rotate.
+    The single key/value head has ``v_head_dim`` dims; rope rotates the last
+    ``qk_pos_emb_head_dim``.
     ``kv_lora_rank`` is unused.
     """
 

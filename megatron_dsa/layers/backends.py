@@ -1,4 +1,4 @@
-"""Layer sets for specs."""
+"""Layer classes for specs, per ``--transformer-impl``."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
-    """Layers without transformer-engine; ``absorbed_linear``'s weight is also read directly."""
+    """Layers without transformer-engine; absorption reads ``absorbed_linear``'s weight."""
 
     def linear(self) -> type:
         return ReplicatedLinear
@@ -63,7 +63,7 @@ def get_backend(transformer_impl: str) -> Any:
 
 
 class SeparateNorms:
-    """Backend without fused norms, for streams and adapters."""
+    """Backend without fused norms, for hyper-connections and adapters."""
 
     def __init__(self, backend):
         self._backend = backend

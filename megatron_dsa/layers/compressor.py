@@ -48,13 +48,13 @@ class Compressor(Fp32Parameters, MegatronModule):
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )
         for parameter in self.parameters():
-            # Ranks have other groups: sum gradients over tensor-parallel ranks.
+            # Tensor-parallel ranks compress different groups: sum the gradients.
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(
         self, x: torch.Tensor, keys: CompressedKeys, rope: PositionRope, ranks: Ranks
     ) -> torch.Tensor:
-        """Return compressed keys ``[slots of keys.groups, dim]`` of local ``x [s, b, hidden]``."""
+        """Compress local ``x [s, b, hidden]`` to keys ``[slots of keys.groups, dim]``."""
         values, scores = (
             linear(x)[0].flatten(0, 1) for linear in (self.linear_wkv, self.linear_wgate)
         )
@@ -63,5 +63,5 @@ class Compressor(Fp32Parameters, MegatronModule):
         pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=self.policy)
         pooled = self.norm(pooled)
         tables = rope.of_groups(keys, pooled.dtype)
-        # The backward of ``[:, 0]`` would copy into zeros.
+        # The backward of ``[:, 0]`` would fill a tensor of zeros.
         return rotate(pooled[:, None], *tables, policy=self.policy).squeeze(1)

@@ -1,4 +1,4 @@
-"""Base of both core attentions."""
+"""Base class of both core attentions."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ from megatron_dsa.ops.layout.pools import KeyPools
 
 
 class Indexer(MegatronModule):
-    """Linears and weights of all indexers.
+    """Base class of indexers.
 
     Subclasses set ``linear_wq_b`` and ``linear_weights_proj``.
     """
@@ -76,7 +76,7 @@ class Indexer(MegatronModule):
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scaled weights, also in fp32 if scores imitate an inference engine."""
+        """Return the scaled head weights, and fp32 ones if scores imitate an inference engine."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -94,13 +94,13 @@ class CoreAttention(Fp32Parameters, MegatronModule):
 
     Args:
         layer_number: from 1.
-        softmax_scale: factor on ``q . k``; ``None`` compiles nothing beforehand.
-        is_mtp: in multi-token prediction, which never shares indices.
+        softmax_scale: factor on ``q . k``; with ``None`` no kernel is compiled in advance.
+        is_mtp: True in multi-token prediction, which never shares indices.
 
     Attributes:
-        selecting_layers: numbers of all decoder layers that select.
-        selection_source: replaces selections: ``given(core, layout, keys, ranks)``.
-        selection_sink: receives selections: ``put(core, indices, keys)``.
+        selecting_layers: numbers of all decoder layers that select keys.
+        selection_source: its ``given(core, layout, keys, ranks)`` replaces selections.
+        selection_sink: its ``put(core, indices, keys)`` receives selections.
         keeps_loss: keep the loss for :meth:`take_loss` instead of attaching it.
     """
 
@@ -138,7 +138,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.loss_scale = install_loss_scale(config)
         self.keeps_loss = False
         self._kept_loss: torch.Tensor | None = None
-        # Prediction logs after the decoder.
+        # In the log, prediction follows the decoder.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
         # A CUDA graph would measure in each microbatch instead of once per iteration.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
@@ -155,7 +155,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
-        """Build ``attn_sink``: a softmax logit per local head, without value."""
+        """Build ``attn_sink``, one softmax logit without value per local head."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
@@ -202,7 +202,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the source's ``indices`` and ``length``, if any; call once per forward."""
+        """Return the ``selection_source``'s indices and length, if set; call once per forward."""
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
@@ -226,7 +226,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group over which to sum teachers, ``None`` if they are complete."""
+        """Return the group that sums the teacher over heads, ``None`` if no sum is needed."""
         if self.choice.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
@@ -240,9 +240,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         selected_only: bool = False,
         pools: KeyPools | None = None,
     ) -> IndexerTraining:
-        """Return the sparse loss, for attention's backward.
+        """Describe the sparse indexer loss, which attention's backward computes.
 
-        ``keys``: layout of the indexer's keys; ``tokens``: of the query tokens.
+        ``keys`` is the layout of the indexer's keys, ``tokens`` the layout of the queries.
         """
         coeff = self.config.dsa_indexer_loss_coeff
 
@@ -260,7 +260,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
-        """Draw the query tokens of a dense loss; call once per forward, recompute included."""
+        """Draw the query tokens of a dense loss; call once per forward, also when recomputing."""
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
         share, device = self.options.indexer_loss_queries, tokens.start.device
@@ -268,14 +268,14 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return draw_sample(tokens.num_queries, share, device, self.heads_group(), parts)
 
     def _loss_factor(self, layout: Layout) -> Factor:
-        # Megatron itself divides per-token losses by the tokens.
+        # Megatron itself divides per-token losses by the number of tokens.
         coeff = self.config.dsa_indexer_loss_coeff
         if self.config.calculate_per_token_loss:
             return Factor(coeff)
         return _mean_over_tokens(layout, coeff)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Attach a scaled loss to ``out``'s backward, and record it."""
+        """Record the loss and attach it, scaled, to ``out``'s backward."""
         loss = self._loss_factor(layout).apply(loss_sum)
         coeff = self.config.dsa_indexer_loss_coeff
         self._record("indexer loss", loss_sum.detach(), coeff, layout)
@@ -299,7 +299,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self._record(EVALUATION, loss_sum.detach(), coeff, layout)
 
     def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
-        # The log averages over ranks: record this rank's share.
+        # The log averages over ranks, so scale by their number.
         factor = _mean_over_tokens(layout, layout.num_shards * coeff)
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
@@ -312,6 +312,6 @@ def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
     tokens = layout.real_tokens()
     if isinstance(tokens, int):
         return Factor(coeff / max(tokens, 1))
-    # fp64 keeps fp64 models exact.
+    # A count in fp64 keeps fp64 models exact.
     count = layout.derive("tokens of a mean", lambda: tokens.clamp_min(1).double())
     return Factor(coeff, over=count)

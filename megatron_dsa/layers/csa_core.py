@@ -1,6 +1,6 @@
 """Core attention of DeepSeek-V4.
 
-The compression ratio decides which keys join the window; CSA layers (ratio 4) select among them.
+Layers with a compression ratio also attend to compressed keys; CSA layers (ratio 4) select them.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class CSACoreAttention(CoreAttention):
         rope: PositionRope,
         ranks: Ranks,
     ) -> torch.Tensor:
-        """Return ``[tokens, H, D]``, not yet rotated back.
+        """Return outputs ``[tokens, H, D]``, to which inverse rope is not yet applied.
 
         Args:
             hidden_states, q_latent, kv: local, ``[s, b, hidden | q_lora_rank | D]``; ``kv`` is
@@ -157,7 +157,7 @@ class CSACoreAttention(CoreAttention):
     ) -> torch.Tensor:
         """Return the KL sum over all visible compressed keys.
 
-        Window and sink share the teacher's softmax, except with ``--dsa-csa-teacher compressed``.
+        The teacher's softmax includes window and sink unless ``--dsa-csa-teacher compressed``.
         """
         keys, other = lists.compressed, None
         assert keys is not None

@@ -1,4 +1,4 @@
-"""Indexer of CSA layers, with its own compressor."""
+"""Indexer of CSA layers and its compressor."""
 
 from dataclasses import dataclass
 
@@ -36,13 +36,13 @@ class CSAIndexer(Indexer):
         super().__init__(config)
         linear = submodules.linear
         self.linear_wq_b = self.linear(linear, config.q_lora_rank, self.heads * self.dim)
-        # With all tokens, ranks have equal gradients; averaging keeps them bitwise equal.
+        # Ranks that score all tokens have equal gradients; averaging keeps them bitwise equal.
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = tp_mode == "sequence"
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"
         self.mark_query_heads()
         self.linear_weights_proj = self.linear(linear, config.hidden_size, self.heads)
-        # Local tokens: sum gradients over ranks.
+        # The projection reads local tokens, so ranks sum its gradient.
         self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
             submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim
@@ -57,9 +57,9 @@ class CSAIndexer(Indexer):
         rope: PositionRope,
         ranks: Ranks,
     ) -> IndexerInputs:
-        """Return queries and weights of the query tokens, one key per compressed slot of all ranks.
+        """Return queries and weights of the query tokens, and the keys of all compressed slots.
 
-        Detached local ``x [s, b, hidden]`` and normalised query latent ``qr [s, b, q_lora_rank]``.
+        ``x [s, b, hidden]`` and normalised ``qr [s, b, q_lora_rank]`` are detached and local.
         """
         config = self.config
         q, _ = self.linear_wq_b(self.latents(qr, ranks))
@@ -82,6 +82,6 @@ class CSAIndexer(Indexer):
     def _transformed(self, k: torch.Tensor) -> torch.Tensor:
         if not self.as_engine:
             return hadamard(k)
-        # Rounds once, as engines do; empty tables rotate nothing.
+        # ``rotate_index`` rounds once, as engines do; empty tables skip rope.
         none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
         return rotate_index(k[:, None], none, none, policy=self.policy).squeeze(1)

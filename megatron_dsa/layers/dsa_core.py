@@ -57,7 +57,7 @@ class TopKIndices(NamedTuple):
 
     indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
     length: torch.Tensor  # int32 [tokens]
-    packed: torch.Tensor | None = None  # fp32 (fp64), from train_on_selection
+    packed: torch.Tensor | None = None  # fp32 or fp64, from train_on_selection
 
     def pack(self) -> torch.Tensor:
         if self.packed is not None:
@@ -80,11 +80,11 @@ class TopKIndices(NamedTuple):
 
 
 class DSACoreAttention(CoreAttention):
-    """Core attention with indexer, one method per way to attend.
+    """Core attention with indexer; each ``forward_*`` method implements one attention method.
 
-    Common arguments, with ``[tokens, H, v_head_dim]`` as result:
+    All return ``[tokens, H, v_head_dim]`` and share these arguments:
 
-    * ``q``: ``[tokens, H, 192]``, of local heads, or of all (by sequence);
+    * ``q``: ``[tokens, H, 192]`` with local heads, or all heads by sequence;
     * ``layout``: visible keys per query token;
     * ``index_inputs``: the indexer's projections, ``None`` if nothing is scored;
     * ``given``: selection of an earlier layer or replay.
@@ -106,7 +106,6 @@ class DSACoreAttention(CoreAttention):
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
-        """Return the selecting layers, including a layer outside of a model."""
         numbers = attention_layers(self.config)
         numbers += range(self.config.num_layers + 1, self.layer_number + 1)
         return [number for number in numbers if selects_keys(self.config, number)]
@@ -164,8 +163,8 @@ class DSACoreAttention(CoreAttention):
     ) -> tuple[torch.Tensor, TopKIndices]:
         """Attend to selected keys by plain MLA under a bit mask; also return the selection.
 
-        ``q`` has attention's tokens, the selection the indexer's (see :class:`Ranks`).
-        ``kv [keys, H, 256]`` joins key without rope and value; ``k_pe [keys, 64]``: rope key;
+        ``q`` has attention's tokens, the selection the indexer's tokens (see :class:`Ranks`).
+        ``kv [keys, H, 256]``: keys without rope, then values; ``k_pe [keys, 64]``: rope key;
         ``k_pe_grad``: its gradient proxy, ``None`` if no other rank attends to it.
         """
         selection = self._select(layout, index_inputs, given, ranks)
@@ -215,9 +214,9 @@ class DSACoreAttention(CoreAttention):
         return selection
 
     def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
-        """Prepare the indexer's training on all layers that use this selection."""
+        """Prepare to train the indexer on all layers that use this selection."""
         share, device = self.options.indexer_loss_queries, layout.start.device
-        # Draw also under recompute, see draw_sample.
+        # Recompute must draw again, see draw_sample.
         number = draw_number(layout.num_queries, share, device, self.heads_group())
         drawn = torch.zeros(1, dtype=torch.int64, device=device) if number is None else number[None]
         shared = SharedSelection(selection.indices, selection.length, drawn)
@@ -321,7 +320,7 @@ class DSACoreAttention(CoreAttention):
     ) -> torch.Tensor:
         """Attend to all visible keys of all context-parallel ranks.
 
-        ``latents [keys, 576]``; ``w_uk``, ``w_uv [H, 128, 512]`` expand them.
+        ``w_uk`` and ``w_uv [H, 128, 512]`` expand ``latents [keys, 576]``.
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
@@ -347,7 +346,7 @@ class DSACoreAttention(CoreAttention):
     def _dense_loss(self, index_inputs, q, k, layout, lse=None, sample=None) -> torch.Tensor:
         pools = self.pools(layout)
         if pools is not None:
-            # The log-sum-exp also counts tokens in no pool.
+            # Attention's log-sum-exp includes tokens in no pool.
             (keys, layout), lse = pools.by_token(index_inputs.k), None
             index_inputs = replace(index_inputs, k=keys)
         return dense_indexer_loss(
@@ -377,19 +376,19 @@ class DSACoreAttention(CoreAttention):
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
-        # A dense loss needs the queries in the forward; recompute must decide the same.
+        # Recompute must decide alike, so grad mode does not matter here.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
             inputs = self.indexer(
                 x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
             )
-        # Check latents with their queries, before the selection.
+        # ``_select`` checks inputs whose queries are not yet computed.
         layout = self.key_layout(layout)
         return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
-    """Sort lists by key index, the order of masked attention's head sums."""
+    """Sort lists by key index, like head sums of masked attention."""
     keys, indices = attended.layout.key_ownership, attended.indices
     return indices if keys is None or keys.in_order else in_ascending_order(indices)

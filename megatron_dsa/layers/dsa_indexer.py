@@ -50,7 +50,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
 
     With ``--dsa-indexer-pool-size`` (GLM-5.3): one key per pool of tokens ``i``, without rope or
     transform, ``k_I = sum_i softmax_i(W_gate x + APE)_i * LayerNorm(W_k x)_i`` per channel;
-    ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
+    parameters ``linear_pool_gate [DI, hidden]`` and ``pool_ape`` fp32 ``[size, DI]``.
     """
 
     def __init__(self, config, submodules: DSAIndexerSubmodules, tp_mode: TPMode = "heads"):
@@ -79,7 +79,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
             self.fp32_parameters = ("pool_ape",)
             mark_table(self.pool_ape)
         for name, parameter in self.named_parameters():
-            # Sum gradients of local inputs over tensor-parallel ranks; average others, to keep them
+            # Ranks sum gradients from local tokens, and average equal gradients to keep them
             # bitwise equal.
             of_queries = name.startswith("linear_wq_b")
             local = tp_mode != "heads" if of_queries else config.sequence_parallel
@@ -100,8 +100,8 @@ class DSAIndexer(Fp32Parameters, Indexer):
         Args:
             x, qr: detached local hidden states ``[s, b, hidden]`` and normalised query latent
                 ``[s, b, q_lora_rank]``.
-            remake_queries: return latents, if the sparse loss can recompute the queries.
-            pools: tokens that share one key.
+            remake_queries: return latents if the sparse loss can recompute queries from them.
+            pools: groups of tokens that share one key.
         """
         keys = self._start_keys(x, rope, ranks, pools)
         latent = self.latents(qr, ranks)

@@ -1,4 +1,4 @@
-"""Common frame of self-attentions."""
+"""Base class of self-attention layers."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ class SelfAttentionFrame:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``, causal per sequence.
 
-        ``attention_mask`` may be ``None`` or equivalent; ``packed_seq_params`` describe packed
+        ``attention_mask`` must be ``None`` or causal; ``packed_seq_params`` describe packed
         sequences.
 
         Raises:
@@ -53,7 +53,7 @@ class SelfAttentionFrame:
         if ranks.group is not None:
             ranks.count()
         tokens, batch = hidden_states.shape[:2]
-        # Around a capture Megatron passes empty buffers, or masks of other tokens.
+        # Around a capture Megatron passes empty buffers or masks for other tokens.
         if not (is_graph_warmup() or is_graph_capturing()):
             require_causal_mask(attention_mask, tokens * sharding.ranks, sharding, packed)
         layout = layout_from_megatron(
@@ -80,7 +80,7 @@ class SelfAttentionFrame:
         )
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return ``[tokens, ...]`` of local heads, for the output projection."""
+        """Return outputs ``[tokens, ...]`` of local heads."""
         raise NotImplementedError
 
     def maybe_recomputed(self, up, *tensors) -> Any:

@@ -1,7 +1,7 @@
-"""Frozen parameters per stage, and the skipped backward of a frozen main model.
+"""Frozen parameters per stage, and skipped backward of a frozen main model.
 
-A whole backward only for the indexers' losses would be wasted: layers, logits and LM loss run
-without grad, and three identity functions connect the losses.
+The indexers' losses need no backward through a frozen model: layers, logits and LM loss run
+without grad, and identity functions connect the losses.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze all parameters that a stage, or LoRA, does not train; return the model.
+    """Freeze all parameters that the stage or LoRA does not train; return the model.
 
     Call before data-parallel wrapping (Megatron's ``pre_wrap_hooks``).
     """
@@ -86,8 +86,8 @@ def _let_gradients_pass(_decoder, args, kwargs):
 class _Follow(torch.autograd.Function):
     """Identity on a frozen layer's output, whose backward also starts the layer's loss.
 
-    The input gets the output's gradient, truncated (hyper-connections may widen the first layer):
-    wrong, but no parameter receives it.
+    The input gets the output's gradient, truncated where hyper-connections widen the output. This
+    gradient is wrong, but reaches no parameter.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Follow(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Result whose backward continues to its source, with zeros."""
+    """Identity on ``result``, whose backward sends zeros to ``source``."""
 
     @staticmethod
     def forward(ctx, result, source):
@@ -154,7 +154,7 @@ def drop_backward(layer: TransformerLayer) -> None:
     if graphs is None:
         layer.forward = _without_backward(layer.forward, cores)
         return
-    # The graph's output carries the loss; the MLP also has no backward.
+    # The graph holds attention and its loss; the MLP outside also runs without grad.
     graphs.func = _without_backward(graphs.func, cores)
     mlp = layer._forward_mlp
     alone = _without_backward(lambda *args, **kwargs: (mlp(*args, **kwargs), None), [])
@@ -162,7 +162,7 @@ def drop_backward(layer: TransformerLayer) -> None:
 
 
 def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable:
-    """Wrap ``forward(hidden_states, ...) -> (hidden_states, context)``."""
+    """Run ``forward(hidden_states, ...) -> (hidden_states, context)`` without grad."""
 
     @functools.wraps(forward)
     def without_backward(hidden_states, *args, **kwargs):
@@ -171,7 +171,7 @@ def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable
         out, context = forward(hidden_states.detach(), *args, **kwargs)
         losses = [loss for core in cores if (loss := core.take_loss()) is not None]
         out = _Follow.apply(out, hidden_states, sum(losses) if losses else None)
-        # Megatron frees sent tensors, which fails for views.
+        # Megatron frees tensors after sending, which fails for views.
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True), context
 
     return without_backward

@@ -18,7 +18,7 @@ _MASK_RULE = (
     "attention is causal within each sequence"
 )
 _MASK_FIX = "pass None, and describe documents and padding by packed_seq_params (qkv_format='thd')"
-#: Elements compared at once, to avoid a second ``s * s`` mask.
+#: Mask elements compared at once, to avoid a second ``s * s`` mask.
 _MASK_BLOCK = 1 << 24
 
 
@@ -77,7 +77,7 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
     layout = packed_layout(
         packed_seq_params.cu_seqlens_q,
         total,
-        # Reading a device tensor synchronises; without a bound only speed suffers.
+        # Reading a device tensor synchronises; the bound only saves time.
         max_seqlen if isinstance(max_seqlen, int) else None,
         padded,
     )
@@ -102,7 +102,7 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
         "pass packed_seq_params=None for unpacked batches.",
     )
     cu_seqlens = packed_seq_params.cu_seqlens_q
-    if cu_seqlens is None or cu_seqlens.numel() < 2:  # printing a tensor waits for the GPU
+    if cu_seqlens is None or cu_seqlens.numel() < 2:  # formatting the tensor waits for the GPU
         raise ConfigError(
             "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
             f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
@@ -116,7 +116,6 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
 
 
 def _check_other_fields(params, total: int, keys: Sharding) -> None:
-    """Reject fields that Megatron would read as another batch."""
     for field in ("local_cp_size", "cp_group"):
         value = getattr(params, field, None)
         given = value if value is None or isinstance(value, int) else value.size()
@@ -171,10 +170,10 @@ def _check_other_fields(params, total: int, keys: Sharding) -> None:
 def require_causal_mask(
     mask: torch.Tensor | None, tokens: int, sharding: Sharding, packed: bool
 ) -> None:
-    """Reject masks that are not causal; on a GPU by a device assert.
+    """Reject masks that are not causal; GPU masks by a device assert.
 
-    ``mask [..., q, k]`` is True where a key is hidden. ``q``: all tokens, or one context-parallel
-    rank's; ``k``: a sequence (a sample if ``packed``); ``tokens``: a sequence on all ranks.
+    ``mask [..., q, k]`` is True where a key is hidden. ``q`` covers all tokens or one
+    context-parallel rank's, ``k`` a sequence (a sample if ``packed``), ``tokens`` a whole sequence.
     """
     # A replay may have another mask; the check ran before the capture.
     if mask is None or capturing():

@@ -15,7 +15,7 @@ from megatron_dsa.patches import install_for_model
 
 
 class DSAHybridStack(HybridStack):
-    """Megatron's stack with another final norm."""
+    """Megatron's hybrid stack with ``norm`` as final norm."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class DSAHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **megatron,
     ):
-        install_for_model(config)  # ready specs have no configuration
+        install_for_model(config)  # specs are built without a configuration
         super().__init__(config, submodules, post_layer_norm=False, **megatron)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
@@ -36,7 +36,7 @@ class DSAHybridStack(HybridStack):
 
 
 class HybridAttentionLayer(IndexSharingLayer):
-    """Layer ``D`` of a hybrid stack or prediction."""
+    """Layer ``D`` of a hybrid stack or of multi-token prediction."""
 
     def __init__(
         self,

@@ -13,11 +13,11 @@ from megatron_dsa.layers.v4.hyper_connections import HyperConnections
 
 
 class IndexSharingLayer(GraphedLayer):
-    """Transformer layer that passes its attention's selection on, as ``context``.
+    """Transformer layer that passes its selection to the next layer as ``context``.
 
-    This argument, meant for cross attention, is saved by recompute. Megatron drops it under capture
-    for ``--cuda-graph-impl transformer_engine``, with ``--overlap-moe-expert-parallel-comm``, and
-    in hybrid stacks without full recompute; there layers run in order, so the class can hold it.
+    Recompute saves ``context``, Megatron's argument for cross attention. Megatron drops it with
+    ``--overlap-moe-expert-parallel-comm``, in captures by ``--cuda-graph-impl transformer_engine``
+    and in hybrid stacks without full recompute; there a class attribute holds the selection.
     """
 
     _waiting: torch.Tensor | None = None
@@ -32,7 +32,7 @@ class IndexSharingLayer(GraphedLayer):
         if dropped and not selects:
             context = IndexSharingLayer._waiting
         if context is not None and is_graph_warmup():
-            context = torch.zeros_like(context)  # the graph of this output has not run yet
+            context = torch.zeros_like(context)  # the graph that outputs it has not run yet
         attention.shared_selection = None if context is None else TopKIndices.unpack(context)
         try:
             hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
@@ -42,8 +42,8 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # A view, since gradients flow back; a new object, since CUDA graphs mark tensors as
-            # inputs or outputs.
+            # A view passes gradients; CUDA graphs, which mark inputs and outputs, need a new
+            # object.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:

@@ -42,7 +42,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw like transformer-engine, so that both layer sets start from the same weights."""
+    """Draw weights like transformer-engine, so that both layer sets start from the same weights."""
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()
@@ -50,7 +50,7 @@ def replicated_draws(device: torch.device) -> AbstractContextManager:
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """Replicated linear without bias, used like Megatron's."""
+    """Replicated linear without bias, with the interface of Megatron's linears."""
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
         device, dtype = parameter_device(config), config.params_dtype
@@ -119,13 +119,12 @@ class Fp32Parameters:
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
-    """Return a transformer-engine linear that computes in bf16."""
     return _without_recipe(linear, override_quantized_autocast=True)
 
 
 @functools.cache
 def bf16_weight_linear(linear: Any) -> Any:
-    """Return a linear whose weight (not products) stays in bf16 under ``--fp8-param-gather``."""
+    """Return a linear whose weight stays in bf16 under ``--fp8-param-gather``."""
     return _without_recipe(linear, override_quantized_autocast=False)
 
 
@@ -139,7 +138,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
         te_quant_params: Any
 
         def finish_init(self, quantization_config) -> None:
-            """Set the recipe before the weight exists, unless a file has one."""
+            """Set the recipe before the weight is created, unless a recipe file sets one."""
             super().finish_init(quantization_config)
             if self.te_quant_params is None:
                 recipe = TEQuantizationRecipe(**settings)
@@ -160,7 +159,6 @@ def can_read_weight(linear: Any, config: Any) -> bool:
 
 
 def uses_plain_weight(linear: Any, config: Any) -> bool:
-    """Return True if transformer-engine never quantises the products."""
     quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
     if params is None:
         return not quantised
@@ -174,9 +172,9 @@ def uses_plain_weight(linear: Any, config: Any) -> bool:
 
 
 def weight_of(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the plain weight of a linear that is not called, with adapters.
+    """Return the dequantised weight, including adapters, of a linear that is not called.
 
-    Runs its forward pre-hooks: with ``--overlap-param-gather`` one waits for the weight.
+    Forward pre-hooks run, since one waits for the weight under ``--overlap-param-gather``.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())

@@ -35,19 +35,19 @@ from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, gives_teac
 
 @dataclass(frozen=True, order=True)
 class Keys:
-    """Keys of a query at position ``t`` (from 0): ``(t + 1) // ratio``, at most ``limit``."""
+    """Key count of a query at position ``t`` (from 0): ``(t + 1) // ratio``, at most ``limit``."""
 
     ratio: int = 1
     limit: int = 0
 
     def pairs(self, length) -> Any:
-        """Return the query-key pairs of sequences; ``length``: int or tensor."""
-        free = length  # queries below the limit
+        """Return the number of query-key pairs per sequence; ``length`` is an int or tensor."""
+        free = length  # queries that see fewer keys than the limit
         if self.limit:
             most = self.ratio * self.limit - 1
-            free = (length + most - abs(length - most)) // 2  # minimum, also of tensors
+            free = (length + most - abs(length - most)) // 2  # minimum, also for tensors
         last = free // self.ratio
-        # Each number of keys below the last occurs ``ratio`` times.
+        # For each ``k`` from 1 to ``last - 1``, ``ratio`` queries see ``k`` keys.
         pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
         return pairs + (length - free) * self.limit
 
@@ -57,10 +57,10 @@ class RequiredOp:
     """An operation of a layer.
 
     Attributes:
-        keys: per query, one kind after the other.
+        keys: kinds of keys that each query reads.
         in_training: False for calls in evaluation only.
-        share: of the query tokens in training.
-        unless_from: attention whose teacher replaces the call.
+        share: share of the query tokens in training.
+        unless_from: attention that may return the teacher and replace this call.
     """
 
     operation: str
@@ -85,7 +85,7 @@ def required_ops(
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
-    """Return the calls for a layer's streams, or for the model's ``head``."""
+    """Return the operations on a layer's residual streams, or those at the model's ``head``."""
     if not (has_learned_head(config) if head else uses_streams(config)):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
@@ -243,7 +243,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     elif alone:
         teachers = []
     else:
-        # Mass of the window in the teacher's softmax.
+        # The teacher's softmax includes the window's log-sum-exp.
         call = replace(attention, topk=config.csa_window_size, sink=False)
         teachers = [RequiredOp("sparse_attention_forward", call, keys[:1], trained)]
     yield from _loss(calls, visible, selected, teachers, dim)
@@ -279,7 +279,7 @@ def _loss(
 def _teachers(
     config: Any, attention: OpCall, keys: Keys, evaluates: bool = True
 ) -> list[RequiredOp]:
-    """Return a sparse loss's teacher, if attention does not compute it."""
+    """Return the teacher's operations for a sparse loss, if attention does not compute it."""
     name, teachers = "sparse_attention_probabilities", []
     if indexer_is_trained(config):
         every = BACKWARD if _all_are_taught(config) else None
@@ -296,7 +296,6 @@ def _all_are_taught(config: Any) -> bool:
 
 
 def _teaching(config: Any, attention: OpCall) -> OpCall:
-    """Return attention's call with the heads that teach a query token."""
     parts = options_of(config).head_parts
     heads = attention.heads if parts == 1 else config.num_attention_heads // parts
     return replace(attention, heads=heads)

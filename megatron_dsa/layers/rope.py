@@ -1,7 +1,7 @@
 """Rope tables per token, for MLA and DeepSeek-V4.
 
-Megatron's packed rope synchronises with the host; indexing by positions does not. Rotated pairs
-stay in place, unlike Megatron's, since V4 rotates its values back.
+Megatron's packed rope synchronises with the host; indexing by positions does not. Unlike
+Megatron's, this rope keeps the order of dims, since V4 rotates its values back.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ class TokenRope:
         return part
 
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), concentration included."""
+        """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), scaled by YaRN's mscale."""
         wide = accumulation_dtype(dtype)
-        # The owner stays alive, so that its id stays unique.
+        # The cache keeps the owner alive, so that its id stays unique.
         key = "rope", id(self._owner), wide
         _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
         return tables if self._ranks is None else self._ranks.held(tables)
 
     def _compute(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         table = _angles(self._embedding, self._layout.max_length)
-        # YaRN's mscale scales cos and sin.
         table, mscale = table if isinstance(table, tuple) else (table, 1.0)
         angles = table.flatten(0, 2)[self._layout.position, : table.shape[-1] // 2]
-        # fp32 also for fp64, as in Megatron.
+        # Megatron also computes cos and sin in fp32 for fp64 models.
         cos, sin = (x.mul_(mscale).to(dtype) for x in (angles.cos(), angles.sin()))
         return cos, sin
 
 
 @torch.inference_mode(False)  # training reuses tables of an evaluation
 def _angles(embedding, length: int):
-    """Return Megatron's tables, cached: its own cache drops tables that CUDA graphs read."""
+    """Return Megatron's tables from a cache that keeps tables for CUDA graphs."""
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
     return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
@@ -77,7 +76,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PositionRope:
-    """Frequencies of one kind of layer.
+    """Rope frequencies of one layer kind.
 
     ``yarn``: ``(scaling factor, original maximal position, beta_fast, beta_slow)``; V4 uses no
     mscale.

@@ -1,6 +1,6 @@
 """Choice and compilation of kernels before training.
 
-cuDNN takes seconds to compile a kernel per head count, dims, list width and softmax scale.
+cuDNN takes seconds to compile a kernel for a head count, dims, list width and softmax scale.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _resolving = True
 def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
     """Choose and compile the kernels of a layer, or raise :class:`DSAError`.
 
-    ``softmax_scale`` is compiled in; ``None`` compiles nothing.
+    Kernels are compiled for ``softmax_scale``; with ``None`` they are only chosen.
     """
     if not _resolving:
         return
@@ -58,7 +58,7 @@ def resolving() -> bool:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Build models that never run."""
+    """Choose no kernels for models built in this context, which never run."""
     global _resolving
     before, _resolving = _resolving, False
     try:
@@ -69,12 +69,12 @@ def without_kernels() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
-    """Run a step's fused operations on a few tokens, uncounted and without random draws."""
+    """Run a step's fused operations on a few tokens, without counters or random draws."""
     if on_meta():
         return
     fused = {
         operation: inputs
-        for operation, inputs in reversed(calls)  # the first call of an operation counts
+        for operation, inputs in reversed(calls)  # keep each operation's first call
         if inputs.device == "cuda" and OPERATIONS[operation].choose(inputs, policy).candidate.fused
     }
     with uncounted(), torch.no_grad():
@@ -111,7 +111,6 @@ def _device() -> torch.device:
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return distinct numbers without a random generator."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, device=_DEVICE).float()).view(shape).to(dtype)
 
@@ -137,7 +136,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # A copy: the cached layout would keep these bits.
+    # Copy the layout, since the cached one would keep these bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
@@ -177,7 +176,7 @@ def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
 
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     assert call.topk is not None
-    # Scores are needed only if more keys are visible than selected.
+    # Scores run only if more keys are visible than selected.
     rows = _TOKENS + call.topk
     inputs = _index_inputs(call, rows)
     layout = bshd_layout(rows, 1, _device())

@@ -1,4 +1,4 @@
-"""Marks on stacked matrices and tables, for Muon (``extras/muon``); the same on all ranks."""
+"""Attributes that mark stacked matrices and tables for Muon (``extras/muon``)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 
 from megatron_dsa.errors import require
 
-#: Attribute: heights of consecutive blocks, repeated down the whole matrix.
+#: Attribute with the sizes of consecutive blocks along dim 0, a pattern that repeats.
 ROW_BLOCKS = "row_blocks"
 IS_TABLE = "is_table"
 
 
 @dataclass(frozen=True)
 class LocalBlocks:
-    """A rank's part of a matrix in blocks.
+    """Local part of a stacked matrix.
 
-    Heights of its blocks, and the number of consecutive ranks that share one block.
+    Sizes of its blocks along dim 0, and the number of consecutive ranks that share one block.
     """
 
     rows: tuple[int, ...]
@@ -24,11 +24,7 @@ class LocalBlocks:
 
 
 def local_blocks(rows: int, pattern: tuple[int, ...], ranks: int) -> LocalBlocks:
-    """Return this rank's blocks of a matrix that ``ranks`` share.
-
-    Raises:
-        ConfigError: pattern, matrix and ranks do not divide.
-    """
+    """Return this rank's blocks of a matrix sharded over ``ranks``."""
     require(
         bool(pattern) and all(size >= 1 for size in pattern),
         f"rows of Muon's blocks must be positive, got {pattern}",
@@ -55,12 +51,9 @@ def _words(pattern: tuple[int, ...]) -> str:
 
 
 def mark_row_blocks(weight: torch.Tensor, pattern: tuple[int, ...], ranks: int) -> None:
-    """Mark ``weight``, or its local part, as stacked matrices.
+    """Mark ``weight``, whole or sharded, as stacked matrices.
 
-    ``pattern``: heights of consecutive blocks, repeated.
-
-    Raises:
-        ConfigError: the pattern does not fit, or columns are sharded.
+    ``pattern``: sizes of consecutive blocks, repeated.
     """
     sharded = is_sharded(weight)
     require(

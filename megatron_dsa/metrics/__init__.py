@@ -1,1 +1,1 @@
-"""Figures of a run: losses, selection, floating-point operations, log."""
+"""Metrics of a run: losses, selection, floating-point operations, log."""

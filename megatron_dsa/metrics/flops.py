@@ -1,27 +1,22 @@
 """Floating-point operations of a training step with DSA or V4's attention.
 
-Counted are the matrix products that the mathematics asks for, each once, with two operations per
-multiply-add. Not counted are products that are computed again (scores in a backward pass,
-recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
-everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, short convolutions,
-sums over index heads, sums of residual streams).
-Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
+Each matrix product that the mathematics requires counts once, with two operations per multiply-add.
+Not counted are repeated products (scores in a backward pass, recomputed layers, keys that several
+ranks expand), masked parts of tiles, and elementwise work (norms, rope, softmax, convolutions).
+Divided by time and peak, the count is the model FLOPs utilization of PaLM (appendix B).
 
-* A product with a trained weight counts three times, forward and both gradients; one of the
-  indexer, whose inputs are detached, twice; one of a frozen main model once. Under LoRA the
-  products with frozen weights have the gradient of the input alone; those of adapters are left out.
-* The indexer scores all visible keys, forward only. Its loss adds the two gradients of the scores:
-  for selected keys (sparse loss) or for all visible ones (dense loss).
-* Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
-  sparse attention also needs the attention's own scores of all visible keys: once, forward.
-* A loss on a share of the query tokens counts that share of its products.
-* Masked dense attention counts all visible keys: it computes them.
-* In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
-* Experts count if a token is sent to them.
-* A KDA layer counts its recurrence: per token and head the state is read twice and written once.
-* Of a hybrid model layers of other kinds (Mamba, gated delta net) are left out.
+* A product with a trained weight counts three times: forward and two gradients. Those in the
+  indexer count twice, because its inputs are detached, and in a frozen main model once. Under
+  LoRA, products with frozen weights add only the input's gradient; adapters are not counted.
+* The indexer scores all visible keys in the forward. Its loss adds two gradients of these scores,
+  for selected keys (sparse loss) or all visible keys (dense loss).
+* Attention counts the keys that it attends to, forward and backward. A dense loss on top of sparse
+  attention adds attention's scores of all visible keys, forward only.
+* Masked dense attention counts all visible keys, because it computes them.
+* A KDA layer counts its recurrence: per token and head, two reads and one write of the state.
+* Other layers of hybrid models (Mamba, gated delta net) are not counted.
 
-In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
+A frozen ``warmup`` counts no gradient of the main model.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,12 +39,12 @@ from megatron_dsa.layers.required_ops import Keys, RequiredOp, required_ops
 
 
 class Work(NamedTuple):
-    """Products of one kind.
+    """Matrix products of one kind.
 
     Attributes:
         part: model part, for reports.
-        keys: the products run once per query and each of these keys.
-        forward, backward: multiply-adds per key.
+        keys: keys per query; the products run once per query-key pair.
+        forward, backward: multiply-adds per pair.
     """
 
     part: str
@@ -59,7 +54,7 @@ class Work(NamedTuple):
 
 
 def flops(work: Iterable[Work], pairs: Callable[[Keys], int]) -> int:
-    """Sum operations; ``pairs``: query-key pairs by kind."""
+    """Return the operations of ``work``; ``pairs`` counts query-key pairs."""
     return 2 * sum((w.forward + w.backward) * pairs(w.keys) for w in work)
 
 
@@ -72,7 +67,7 @@ def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[st
 
 
 def model_work(config: Any, vocabulary: int) -> list[Work]:
-    """Return the products of a model.
+    """Return the matrix products of a model.
 
     Args:
         config: a validated transformer configuration of this package.
@@ -88,7 +83,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     for number in range(1, (config.mtp_num_layers or 0) + 1):
         work += [*layer_work(config, number, is_mtp=True), *_head(config)]
         work.append(_linear("multi-token prediction", projections, main))
-        # Detached heads train hidden states only.
+        # Detached heads have only the gradient of hidden states.
         work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
     return _merged(work)
 
@@ -135,7 +130,7 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
         queries = config.q_lora_rank * (hidden + query)
     outputs = 2 if options_of(config).output_gate else 1
     down_and_output = hidden * (latent + rope) + outputs * heads * config.v_head_dim * hidden
-    # Absorbed into queries and outputs or expanding the latents: as many products.
+    # Absorption needs as many products as expansion of the latents.
     up = latent * heads * (config.qk_head_dim + config.v_head_dim)
     work = [
         _linear("projections", queries + down_and_output, main),
@@ -155,7 +150,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     work = [_linear("projections", queries + hidden * dim + output, main)]
     if not ratio:
         return work
-    # Values and scores; overlap doubles the channels.
+    # The compressor projects values and scores; overlap doubles the channels.
     compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
     work.append(_linear("compressor", compressor * dim, main))
     if ratio == CSA_RATIO and uses_indexer(config):
@@ -170,9 +165,9 @@ def _kda_work(config) -> list[Work]:
         config.linear_value_head_dim,
     )
     width = heads * dim
-    # Queries, keys, values and output; gates of low rank; beta.
+    # Projections of queries, keys, values and output, low-rank gates, and beta.
     weights = hidden * (4 * width + heads) + 2 * dim * (hidden + width)
-    state = 3 * width * dim  # read by the key, written, read by the query
+    state = 3 * width * dim  # the state is read by the key, written, and read by the query
     return [
         _linear("projections", weights, _weight_gradients(config)),
         _linear("delta rule", state, _main_gradients(config)),
@@ -180,7 +175,7 @@ def _kda_work(config) -> list[Work]:
 
 
 def _indexer_weights(config, keys: int) -> Work:
-    """``keys``: products per token."""
+    """Return the indexer's projections; ``keys`` counts the key projection's products."""
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
@@ -202,14 +197,14 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         call, kinds = ops[name].call, ops[name].keys
         parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
-            of_all = 0  # scores of visible keys, including attended ones
+            of_all = 0  # scores of all visible keys
             if dense_loss is not None and part == "attention":
                 of_all = round(dense_loss.share * heads * call.qk_dim)
                 yield Work(part, dense_loss.keys[0], of_all)
             products = heads * (call.qk_dim + call.v_dim)
             yield Work(part, attended, products - of_all, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
-    # Otherwise the dense loss computes the scores.
+    # Without a selection, the dense loss computes the scores.
     for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
         yield _share(op, Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim))
     for op in losses:
@@ -257,5 +252,5 @@ def _merged(work: Iterable[Work]) -> list[Work]:
     return [Work(*kind, *total) for kind, total in sums.items()]
 
 
-#: Once per token.
+#: Products that run once per token.
 TOKEN = Keys(limit=1)

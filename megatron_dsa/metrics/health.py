@@ -1,7 +1,7 @@
 """Selection metrics, sampled on a few queries per iteration.
 
 * mass captured: share of *dense* attention's probability on attended keys (in V4 including window
-  and sink); falls when the indexer loses track.
+  and sink); it falls if the indexer selects worse.
 * query overlap: share of a query's keys that the previous query also selected, over queries that
   see more keys than they select.
 """
@@ -44,7 +44,7 @@ class Attended:
 
     Attributes:
         inputs: the indexer's tensors.
-        layout, topk: of the selection.
+        layout, topk: visible keys and size of the selection.
         positions: layout of positions; differs from ``layout`` for compressed keys.
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention, ``Skv`` the indexer's keys; ``kv
             [Skv, H, Dk]`` of masked dense attention; ``q [Sq, H, A + P]`` and latents ``kv [Skv, R
@@ -98,7 +98,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     overlap = adjacent_overlap(attended.indices, attended.positions, queries)
     chosen = chooses(layout, queries, attended.topk)
     return {
-        # NaN attention must show.
+        # NaN in attention must appear in the metric.
         "dsa attention mass captured": Mean.of(captured, sees_keys),
         "dsa query overlap": Mean.of(torch.where(chosen, overlap, float("nan"))),
     }

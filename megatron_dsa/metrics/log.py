@@ -1,4 +1,4 @@
-"""The indexer loss in the model's backward and in Megatron's log."""
+"""Indexer loss in the model's backward and in Megatron's log."""
 
 import functools
 import inspect
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class LossScale:
     """Megatron's factor of auxiliary losses, one per model configuration.
 
-    Schedules set it after every forward to ``loss_scale * cp / num_microbatches``, with per-token
-    loss to ``loss_scale``; else it is 1. Once read, it is updated in place, for CUDA graphs.
+    After every forward, schedules set it to ``loss_scale * cp / num_microbatches``, or to
+    ``loss_scale`` with per-token loss. Once read, it is updated in place, for CUDA graphs.
     """
 
     def __init__(self):
@@ -43,7 +43,7 @@ class LossScale:
 
     def on(self, device: torch.device) -> torch.Tensor:
         if not isinstance(self.value, torch.Tensor):
-            # Copying would synchronise.
+            # Copying from the host would synchronise.
             self.value = torch.full((1,), self.value, device=device)
         return self.value.to(device).reshape(-1)[0]
 
@@ -65,7 +65,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        # Megatron sets it after the forward.
+        # Megatron sets the scale after the forward.
         shape, dtype, device = ctx.loss_like
         return grad_output, ctx.scale.on(device).to(dtype).expand(shape), None
 
@@ -83,7 +83,7 @@ class _State:
     # [2, layers, metrics]: sums and counts.
     sums: torch.Tensor | None = None
     sampled: set[int] = field(default_factory=set)
-    # Figure -> sum and count since the last log line.
+    # Metric -> sum and count since the last log line.
     line: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
@@ -108,9 +108,9 @@ class IndexerLog:
 
     @classmethod
     def samples_selection(cls, layer_index: int) -> bool:
-        """Return whether to sample a layer's selection now, once per iteration.
+        """Return True once per layer and iteration.
 
-        The host launches about a hundred small kernels.
+        Sampling a selection launches about a hundred small kernels.
         """
         if not cls.is_on() or layer_index in cls._state.sampled:
             return False
@@ -121,7 +121,7 @@ class IndexerLog:
     def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Scaled | Mean]) -> None:
         """Add a microbatch's metrics of a layer (index from 0).
 
-        A scalar counts once; a :class:`Mean` weighs by its count, so that padding does not count.
+        A scalar has weight 1, a :class:`Mean` its count, which excludes padding.
         """
         sums = cls._state.sums
         if sums is None or _rehearses_capture():
@@ -137,7 +137,7 @@ class IndexerLog:
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:
-        """Sum over all ranks; return each figure's sums and counts ``[layers]``, and clear.
+        """Sum over all ranks; return each metric's sums and counts ``[layers]``, and clear.
 
         A layer that recorded nothing has count 0; one that recorded NaN has sum NaN.
         """
@@ -198,12 +198,12 @@ class IndexerLog:
                 total, count = line[name]
                 total_loss_dict[name] = torch.tensor(total / count * max(1, advanced))
             elif name in total_loss_dict:
-                # Megatron would print the 0 it resets to.
+                # Megatron resets the entry to 0, which it would print.
                 total_loss_dict[name] = torch.tensor(float("nan"))
 
 
 def _rehearses_capture() -> bool:
-    """Return whether Megatron runs a layer on zeros before capture."""
+    """Return True if Megatron runs a layer on zeros before capture."""
     return is_graph_warmup() or (is_graph_capturing() and not capturing())
 
 
@@ -240,7 +240,6 @@ class TrainingLog:
 
 
 def install_logging(config, device=None, training_module: ModuleType | None = None) -> None:
-    """Add this package's metrics to Megatron's training log."""
     if has_indexers(config):
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -251,7 +250,6 @@ def install_logging(config, device=None, training_module: ModuleType | None = No
 
 
 def say_how_trained(config) -> None:
-    """Log the indexers' loss, or that they are frozen, once."""
     if not has_indexers(config):
         return
     if indexer_is_trained(config):

@@ -1,8 +1,8 @@
-"""Quality of a selection: recall, overlap, captured mass.
+"""Quality metrics of a selection: recall, overlap, captured mass.
 
-Plain functions on tensors, usable without Megatron, free of host synchronisation. They return one
-value per query, NaN where undefined. *Lists* are int32 ``[r, K]``: distinct key indices in any
-order; negative entries select nothing.
+The functions need no Megatron and no host synchronisation. They return one value per query, NaN
+where undefined. *Lists* are int32 ``[r, K]``: distinct key indices in any order; negative entries
+select nothing.
 """
 
 from __future__ import annotations
@@ -27,37 +27,36 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Mean(NamedTuple):
-    """A sum and a count, which add over ranks and microbatches."""
+    """Sum and count, which add up over ranks and microbatches."""
 
     total: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of that name
 
     @property
     def value(self) -> torch.Tensor:
-        """The mean, NaN over nothing."""
+        """The mean, NaN if the count is 0."""
         return self.total / self.count
 
     @classmethod
     def of(cls, values: torch.Tensor, counted: torch.Tensor | None = None) -> Mean:
-        """Return the mean of some entries.
+        """Return the mean of the entries marked in ``counted``.
 
         Args:
-            values: one per token, or more.
-            counted: bool, broadcast to ``values``: entries to average, including NaN; ``None``: all
-                that are not NaN.
+            values: one or more per token.
+            counted: bool, broadcast to ``values``; ``None`` marks all that are not NaN.
         """
         counted = ~values.isnan() if counted is None else counted.expand_as(values)
         return cls(torch.where(counted, values, 0.0).sum(), counted.sum())
 
 
 def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return fp32 ``[r]``: the share of ``reference``'s keys in ``selected``.
+    """Return fp32 ``[r]``, the share of ``reference``'s keys that ``selected`` contains.
 
     Args:
         selected, reference: lists ``[r, K]`` and ``[r, K']`` of the same queries.
 
     Raises:
-        ConfigError: lists are not int32, or of different queries.
+        ConfigError: lists are not int32, or have different numbers of queries.
     """
     for name, lists in (("selected", selected), ("reference", reference)):
         require(
@@ -80,13 +79,13 @@ def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def adjacent_overlap(
     indices: torch.Tensor, layout: Layout, queries: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return fp32 ``[r]``: the share of a query's keys that the previous query also selected.
+    """Return fp32 ``[r]``, the share of a query's keys that the previous query also selected.
 
-    NaN if the previous query does not exist or is on another rank, or nothing is selected.
+    It is NaN if no previous query exists on this rank, or nothing is selected.
 
     Args:
         indices: lists ``[num_queries, K]``.
-        layout: layout of the queries' positions, also for compressed keys.
+        layout: positions of the queries, also for compressed keys.
         queries: int64 ``[r]``; default: all.
     """
     require(
@@ -95,7 +94,7 @@ def adjacent_overlap(
     )
     if queries is None:
         queries = torch.arange(layout.num_queries, device=indices.device)
-    # Sequences of a batch are interleaved.
+    # Tokens of a batch's sequences alternate.
     before = queries - layout.query_ranges[0].tokens.step
     exists = before >= 0
     before = before.clamp_min(0)
@@ -106,8 +105,8 @@ def adjacent_overlap(
 
 
 def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
-    """Return bool ``[r, num_keys]``: keys visible to the queries."""
-    # The buffer may hold more keys.
+    """Return bool ``[r, num_keys]``, which marks keys visible to the queries."""
+    # The key buffer may hold invisible keys.
     slots = layout.slots_of_key_rows()
     return (slots >= layout.start[queries, None]) & (slots < layout.end[queries, None])
 
@@ -126,9 +125,9 @@ def captured_mass(
     queries: torch.Tensor | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
-    """Return ``[r, H]``: the share of dense attention's probability on the attended keys.
+    """Return ``[r, H]``, dense attention's probability on the attended keys.
 
-    NaN for queries that see no key.
+    It is NaN for queries that see no key.
 
     Args:
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention; with ``k_pe``, ``kv [Skv, H,
@@ -148,7 +147,7 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    # The product copies keys.
+    # The matrix product copies keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]
@@ -214,5 +213,5 @@ def query_scores(
 
 
 def chooses(layout: Layout, queries: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r]``: queries that see more keys than they select."""
+    """Return bool ``[r]``, which marks queries that see more keys than they select."""
     return layout.end[queries] - layout.start[queries] > topk

@@ -4,10 +4,10 @@ from typing import Any
 
 from megatron_dsa.ops.dispatch import report
 
-#: Measured in evaluation passes, on request.
+#: Name of the loss that ``--dsa-evaluate-indexer`` measures.
 EVALUATION = "indexer loss, evaluation"
 
-#: Name in the log line -> tag. ``indexer loss`` is Megatron's.
+#: Name in the log line -> tag. Megatron defines ``indexer loss``.
 FIGURES = {
     "indexer loss": "dsa/indexer-loss",
     "dsa attention mass captured": "dsa/mass-captured",
@@ -28,7 +28,6 @@ def layer_tag(tag: str, layer: int) -> str:
 
 
 def calls_tag(operation: str, implementation: str) -> str:
-    """Return the tag of an implementation's calls since start."""
     return f"{CALLS}{operation}/{implementation}"
 
 
@@ -37,7 +36,7 @@ def time_tag(operation: str) -> str:
 
 
 def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
-    """Write scalars; writers are ``None`` on all ranks but the last."""
+    """Write scalars; only the last rank has writers."""
     if writer is not None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)

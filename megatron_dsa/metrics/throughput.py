@@ -13,8 +13,7 @@ from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_
 from megatron_dsa.metrics.tags import MFU, operation_metrics, write
 from megatron_dsa.ops.dispatch.operation import TIMES
 
-#: Dense bf16 TFLOP/s by torch's GPU name: half of NVIDIA's figures with sparsity (data sheets of
-#: H100 SXM, H200 SXM, HGX B200, GB200 NVL72).
+#: GPU name in torch -> dense bf16 TFLOP/s, half of the figure with sparsity in NVIDIA's data sheet.
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989.0,
     "NVIDIA H200": 989.0,
@@ -24,9 +23,9 @@ PEAKS = {
 
 
 def peak_tflops(config: Any, device: str) -> float | None:
-    """Return the MFU's reference peak in TFLOP/s, ``None`` without one.
+    """Return the peak in TFLOP/s to which MFU relates, ``None`` if unknown.
 
-    fp8 products are also measured against bf16.
+    fp8 products also relate to the bf16 peak.
     """
     return PEAKS.get(device) if config.params_dtype in (torch.bfloat16, torch.float16) else None
 
@@ -51,7 +50,7 @@ def shares(parts: dict[str, int]) -> str:
 
 
 class MegatronFunctions(NamedTuple):
-    """Functions of Megatron that are still called."""
+    """Replaced Megatron functions that are still called."""
 
     consume: Callable[[], tuple]
     track: Callable[..., None]
@@ -60,7 +59,7 @@ class MegatronFunctions(NamedTuple):
 
 
 class Throughput:
-    """Operation counter with replacements for Megatron's functions."""
+    """Operation counter, whose methods replace Megatron's functions."""
 
     def __init__(self, config: Any, megatron: MegatronFunctions, device: str = ""):
         self.config, self.megatron, self.device = config, megatron, device
@@ -71,11 +70,11 @@ class Throughput:
         self._logged: int | None = None
 
     def count_documents(self, offsets: torch.Tensor) -> None:
-        """Add a microbatch of packed documents with bounds ``offsets`` int ``[n + 1]``; no sync."""
+        """Add a packed microbatch with document bounds ``offsets [n + 1]``, without sync."""
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Return tokens and squared lengths over all ranks, or ``(None, None)``."""
+        """Return the sums of lengths and squared lengths over all ranks, or ``(None, None)``."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()
@@ -107,7 +106,7 @@ class Throughput:
     ) -> int:
         """Return the operations of a global batch, like ``num_floating_point_operations``.
 
-        Documents of other scripts count as equally long.
+        Documents that were not counted are assumed equally long.
         """
         work = model_work(self.config, args.padded_vocab_size)
         if not self._announced:
@@ -126,7 +125,6 @@ class Throughput:
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write calls, times and MFU, like ``track_e2e_metrics``."""
         self.megatron.track(log_throughput, throughput)
         from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
@@ -135,7 +133,7 @@ class Throughput:
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
         times = {name: value / steps for name, value in TIMES.take().items()}
-        # CUDA graph replays dispatch nothing.
+        # Replays of CUDA graphs dispatch no operations.
         graphed = self.config.cuda_graph_impl != "none"
         metrics = {} if graphed else operation_metrics(times)
         peak = peak_tflops(self.config, self.device)
@@ -148,7 +146,6 @@ class Throughput:
 
 
 def installed(training_module: ModuleType | None = None) -> Throughput | None:
-    """Return the installed counter, if any."""
     training = training_module or sys.modules.get("megatron.training.training")
     counts = getattr(training, "num_floating_point_operations", None)
     owner = getattr(counts, "__self__", None)
@@ -156,11 +153,10 @@ def installed(training_module: ModuleType | None = None) -> Throughput | None:
 
 
 def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
-    """Make Megatron's training loop count ``config``'s operations."""
     training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
-        return  # another stage of the same model
+        return  # another stage installed it
     if before is None:
         megatron = MegatronFunctions(
             training.consume_seqlen_stats_in_iteration,

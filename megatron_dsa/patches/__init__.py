@@ -1,6 +1,6 @@
-"""Table of all patches of megatron-core, also printed by ``info``.
+"""Table of all patches of megatron-core, which ``info`` prints.
 
-Behaviour without the defect stays unchanged.
+Patches change no behaviour beyond the defect.
 """
 
 import functools
@@ -13,19 +13,19 @@ from packaging.specifiers import SpecifierSet
 from megatron_dsa.versions import host_version, parse_version
 
 UNREPORTED = "unreported"
-#: Unsupported host, or a part missing from the wheel.
+#: ``upstream`` of patches that adapt Megatron to this package or host.
 OURS = "none: of this package"
 
 
 class Patch(NamedTuple):
-    """One patch.
+    """One patch of Megatron.
 
     Attributes:
-        defect: Megatron's behaviour without it.
-        installer: ``module:function`` in ``megatron_dsa``; idempotent.
-        by: installing code.
-        when: runs in which it is active.
-        needed: the same as code, for layer specs.
+        defect: Megatron's behaviour without the patch.
+        installer: idempotent ``module:function`` in ``megatron_dsa``.
+        by: code that installs the patch.
+        when: runs that need the patch.
+        needed: ``when`` as code, for layer specs.
         upstream: number in NVIDIA/Megatron-LM.
         versions: megatron-core versions with the defect.
     """
@@ -61,7 +61,7 @@ def _mixes_precisions(config: Any) -> bool:
     return _has_streams(config) or csa or pools or kda or sinks
 
 
-#: Runs of :func:`_mixes_precisions`.
+#: Flags for which :func:`_mixes_precisions` is True.
 _MIXED = (
     "--csa-compress-ratios, --linear-attention-freq, --softmax-type learnable, or --hc-mult or "
     "--dsa-indexer-pool-size above 1"
@@ -76,7 +76,7 @@ def _fuses_gradients(config: Any) -> bool:
     return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
 
 
-#: In installation order: some wrap the same method. Extras add theirs on import.
+#: In installation order, since some wrap the same method. Extras add patches on import.
 TABLE: dict[str, Patch] = {
     "no GPU": Patch(
         "says device='cuda' in hundreds of places",
@@ -188,7 +188,7 @@ def install_for_layers(config: Any) -> None:
 
 
 def install_for_model(config: Any) -> None:
-    """Install a model's log, on every pipeline rank."""
+    """Install logging for a model; call on every pipeline rank."""
     install("training log", config)
     install("throughput", config)
 
@@ -206,7 +206,7 @@ def _state(patch: Patch) -> str:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorate the replacement of a function; the original is its first argument."""
+    """Decorate the replacement of a function; its first argument is the original."""
     original = getattr(owner, name)
 
     def decorate(function: Callable) -> Callable:

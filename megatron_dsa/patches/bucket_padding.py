@@ -33,7 +33,7 @@ def repair_offsets_of_states() -> None:
 
 
 def _insert_padding(tensors: dict, buffer) -> None:
-    """Move buckets, in place, to their offsets in ``buffer``."""
+    """Move buckets in ``tensors`` to their padded offsets, in place."""
     for key, gathered in tensors.items():
         if not isinstance(gathered, torch.Tensor) or gathered.numel() == buffer.numel:
             continue

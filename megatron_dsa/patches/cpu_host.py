@@ -1,6 +1,6 @@
-"""Megatron's training loop without a GPU, over gloo.
+"""Shims that run Megatron's training loop without a GPU, over gloo.
 
-Redirects ``device="cuda"`` to the CPU. CUDA is never reported as available.
+They redirect ``device="cuda"`` to the CPU. CUDA is never reported as available.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron_dsa.errors import DSAError
 from megatron_dsa.versions import require_supported_megatron, why_not_transformer_engine
 
-#: Unsupported or slow on the CPU.
+#: Flags that turn off features unsupported or slow on the CPU.
 FLAGS = [
     "--distributed-backend", "gloo", "--use-cpu-initialization", "--no-bias-dropout-fusion",
     "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--num-workers", "0",
@@ -31,11 +31,11 @@ def needed() -> bool:
 
 
 def activate() -> None:
-    """Install the shims for the rest of the process, in the thread that builds and trains.
+    """Install the shims for this thread, which must also build and train, until the process ends.
 
     Raises:
         VersionError: the megatron-core version is not supported.
-        DSAError: inside of the planner's ``host()``, whose end would undo a part.
+        DSAError: called inside of the planner's ``host()``.
     """
     require_supported_megatron()
     _install()
@@ -43,7 +43,7 @@ def activate() -> None:
 
 @functools.cache
 def _install() -> None:
-    # It would pop this mode instead of its own.
+    # ``host()`` would pop this mode at its end.
     if any(isinstance(mode, CudaTo) for mode in _get_current_function_mode_stack()):
         raise DSAError(
             "activate() must not be called first inside of planning.host.host(), which sends CUDA "
@@ -57,7 +57,7 @@ def _install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Make transformer-engine look uninstalled, unless already imported."""
+    """Make transformer-engine look uninstalled unless it is already imported."""
     if "transformer_engine.pytorch" in sys.modules:
         return
     modules: dict[str, Any] = sys.modules
@@ -71,7 +71,7 @@ def hide_transformer_engine() -> None:
 def hide_unusable_transformer_engine() -> None:
     """Hide transformer-engine if it needs a missing GPU or fails to import.
 
-    Megatron, imported later, handles only ``ImportError``.
+    Megatron's imports handle only ``ImportError``.
     """
     if why_not_transformer_engine(has_gpu=not needed()) is not None:
         hide_transformer_engine()
@@ -98,12 +98,12 @@ class CudaTo(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.distributed.all_to_all_single:
-            # Megatron converts these only when copying from a GPU.
+            # Megatron converts split sizes only when copying from a GPU.
             for name in ("output_split_sizes", "input_split_sizes"):
                 if isinstance(kwargs.get(name), torch.Tensor):
                     kwargs[name] = kwargs[name].tolist()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Optimizers compare it with 'torch.cuda.FloatTensor'.
+            # Optimizers compare the type with 'torch.cuda.FloatTensor'.
             name = func(*args)
             return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
@@ -121,13 +121,13 @@ def _is_cuda(device) -> bool:
 
 
 class NoStream:
-    """Stream or event of a device that runs in order."""
+    """Stream or event that does nothing, since CPU work runs in order."""
 
     def __init__(self, *_args, **_kwargs):
         pass
 
     def wait(self, _other=None) -> None:
-        """Return at once."""
+        """Do nothing."""
 
     wait_stream = wait_event = synchronize = record = wait
 
@@ -143,13 +143,12 @@ def _patch_torch_cuda() -> None:
     cuda.Stream = NoStream
     cuda.Event = NoStream
     tensor: Any = torch.Tensor
-    # Requires real streams in C++.
+    # The C++ method requires a real stream.
     tensor.record_stream = lambda _tensor, _stream: None
     cuda.stream = lambda _stream: contextlib.nullcontext()
 
 
 def _patch_rng() -> None:
-    """Redirect the CUDA generator to the CPU's."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_args, **_kwargs):
@@ -169,9 +168,9 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # Takes the branch without warnings.
+    # This architecture prints no warnings.
     arguments.get_device_arch_version = lambda: 10
-    # It would draw from the only generator.
+    # The original's warm-up would change the random state.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None
     # torch.compile would need a compiler.
     torch.compiler.set_stance("force_eager")
@@ -179,7 +178,7 @@ def _patch_megatron() -> None:
     initialize_megatron = initialize.initialize_megatron
 
     def initialize_on_cpu(*args, **kwargs):
-        # One "device" per process, which cannot be set.
+        # Each process appears to have one device.
         with (
             mock.patch.object(torch.cuda, "device_count", lambda: 1),
             mock.patch.object(torch.cuda, "set_device", lambda _device: None),
@@ -191,7 +190,7 @@ def _patch_megatron() -> None:
     build_iterators = training.build_train_valid_test_data_iterators
 
     def build_iterators_apart(*args, **kwargs):
-        # Samplers draw seeds; GPU dropout has another generator.
+        # Samplers' seeds must not change the random state of dropout.
         with torch.random.fork_rng(devices=[]):
             return build_iterators(*args, **kwargs)
 

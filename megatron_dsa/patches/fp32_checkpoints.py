@@ -1,8 +1,8 @@
 """Checkpoints of optimizers with 16-bit and fp32 parameters in one group.
 
-Megatron confuses parameters when saving such a mix. megatron-core 0.20 fixes the plain optimizer
-(NVIDIA/Megatron-LM pull request 5835), not the distributed one (5929), which with
-``--use-precision-aware-optimizer`` saves initial fp32 parameters.
+Megatron confuses parameters when saving such a mix. megatron-core 0.20 fixes the plain optimizer,
+but not the distributed one, which also saves initial fp32 parameters with
+``--use-precision-aware-optimizer``.
 """
 
 import functools
@@ -18,8 +18,8 @@ from megatron_dsa.patches import replace
 def name_all_parameters_in_plain_checkpoints() -> None:
     """Name all parameters while saving.
 
-    States are numbered over all parameters, but looked up for 16-bit ones only. An fp32 parameter
-    becomes its own main copy.
+    Megatron numbers states over all parameters but names only 16-bit ones. Here, fp32 parameters
+    serve as their main copies.
     """
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
@@ -49,7 +49,7 @@ def name_all_parameters_in_plain_checkpoints() -> None:
 
 @functools.cache
 def index_fp32_parameters_of_distributed_optimizer() -> None:
-    """Correct indices recorded before fp32 parameters moved to the front."""
+    """Correct indices that Megatron records before it moves fp32 parameters to the front."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     optimizer_class: Any = DistributedOptimizer
@@ -69,7 +69,7 @@ def index_fp32_parameters_of_distributed_optimizer() -> None:
     def get_main_param_and_optimizer_states(original, self, model_param):
         tensors = original(self, model_param)
         if model_param.dtype == torch.float32:
-            # transformer-engine updates it, not the copy.
+            # transformer-engine updates this tensor, not the copy.
             group, index = self.model_param_group_index_map[model_param]
             tensors["param"] = self.optimizer.param_groups[group]["params"][index]
         return tensors

@@ -1,7 +1,7 @@
-"""Megatron's distributed loader with torch 2.15's metadata and empty stages.
+"""Loading of torch 2.15's checkpoint metadata and of empty stages.
 
 megatron-core 0.19 passes saved properties to ``torch.empty``, which rejects torch 2.15's
-``strides``. It drops empty entries: a stage without weights raises ``KeyError: 'model'``.
+``strides``. It also drops empty entries, so a stage without weights raises ``KeyError``.
 """
 
 import functools
@@ -47,7 +47,7 @@ def repair_empty_stages() -> None:
             if isinstance(entry, dict) and not entry
         }
         loaded = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        # A tuple with missing and unexpected keys.
+        # Megatron may return a tuple with missing and unexpected keys.
         return empty | loaded if isinstance(loaded, dict) else (empty | loaded[0], *loaded[1:])
 
     dist_checkpointing.load = load

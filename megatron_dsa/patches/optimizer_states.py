@@ -1,19 +1,12 @@
 """Step counts and momenta of Megatron's optimizers in checkpoints.
 
 torch counts steps per parameter, transformer-engine and Apex per group. megatron-core 0.19 loses
-the count between packages:
+the count when the package changes: the distributed optimizer lets parameters share one count
+tensor, and other optimizers look only where their package stores the count.
 
-* The distributed optimizer cannot load torch's Adam: it reads a missing count and shares one tensor
-  among parameters, each of which advances it.
-* The others look for the count only where their package puts it.
-
-Optimizers without parameters (a stage that trains nothing) fail, because rank 0 writes for all:
-
-* They have no step count.
-* Their empty list of fp32 weights is written for all ranks.
-* The loader drops their empty states, which with Muon hold the count.
-
-SGD has no ``init_state_fn`` to create states: resuming raises ``TypeError``.
+Optimizers without parameters fail: they have no step count, rank 0 writes their empty list of fp32
+weights for all ranks, and the loader drops their empty states. SGD has no ``init_state_fn``, so
+resuming raises ``TypeError``.
 """
 
 import functools
@@ -63,7 +56,7 @@ def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
         before[:] = [group.get("step", 0) + 0 for group in optimizer.param_groups]
 
     def count(optimizer, _args, _kwargs):
-        # Per step: the distributed optimizer removes parameters later.
+        # Test per step, since the distributed optimizer removes parameters later.
         if _is_empty(optimizer):
             for group, step in zip(optimizer.param_groups, before, strict=True):
                 group["step"] = step + 1
@@ -85,8 +78,6 @@ def _save_a_count(optimizer_class: Any) -> None:
 
 
 def _load_the_count(optimizer_class: Any) -> None:
-    """Use the count saved by a rank with parameters."""
-
     @replace(optimizer_class, "load_state_dict")
     def load_state_dict(original, self, state_dict):
         saved = state_dict.get("optimizer", state_dict)
@@ -141,7 +132,7 @@ def _repair_distributed(optimizer_class: Any) -> None:
                 state["step"] = torch.tensor(0.0)
         state = original(self)
         for group in state["optimizer"]["param_groups"]:
-            group["step"] = int(group["step"])  # required by transformer-engine
+            group["step"] = int(group["step"])  # transformer-engine requires an int
         return state
 
     @replace(optimizer_class, "load_state_dict")
@@ -154,7 +145,7 @@ def _repair_distributed(optimizer_class: Any) -> None:
     @replace(optimizer_class, "_set_main_param_and_optimizer_states")
     @torch.no_grad()  # the shard of an fp32 parameter is a view
     def set_main_param_and_optimizer_states(original, self, model_param, tensors):
-        # load_state_dict has set the count.
+        # load_state_dict has already set the count.
         original(self, model_param, {**tensors, "step": None})
 
 
@@ -163,7 +154,7 @@ def _repair_plain(optimizer_class: Any, inner_state) -> None:
     def load_state_dict(original, self, state_dict):
         saved = inner_state(state_dict)
         per_parameter = isinstance(self.optimizer, _PER_PARAMETER)
-        per_group = type(self.optimizer).__name__ == "FusedAdam"  # transformer-engine's, Apex's
+        per_group = type(self.optimizer).__name__ == "FusedAdam"  # of transformer-engine or Apex
         of_groups = {int(group["step"]) for group in saved["param_groups"] if "step" in group}
         if per_parameter and of_groups and not _counts_parameters(saved["state"]):
             saved["state"]["common_step"] = torch.tensor(float(max(of_groups)))
@@ -193,7 +184,7 @@ def make_room_for_momentum() -> None:
 
 
 def init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
-    """Create zero momenta, equivalent to none."""
+    """Create zero momenta, which SGD treats like missing ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if group["momentum"] and "momentum_buffer" not in optimizer.state[parameter]:

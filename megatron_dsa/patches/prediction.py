@@ -1,8 +1,7 @@
-"""Multi-token prediction: packed documents, context parallelism, block classes.
+"""Fixes of multi-token prediction.
 
-* megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``: they cross padded documents.
-* It divides losses by local token counts: uneven masks change gradients and log under context
-  parallelism.
+* megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``, across padded documents.
+* It divides losses by local token counts, which is wrong if context-parallel ranks' masks differ.
 * megatron-core 0.20 tests for inference linears with ``isinstance``, which raises without
   transformer-engine.
 """
@@ -40,16 +39,16 @@ def shift_within_padded_documents() -> None:
         rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))
         if tensor.dtype == torch.bool:  # padding stays padding
             rolled = torch.where(behind < 0, tensor, rolled)
-        return rolled, rolled.sum() if return_sum else None  # a parameter since 0.20
+        return rolled, rolled.sum() if return_sum else None  # ``return_sum`` exists since 0.20
 
 
 def _tokens_behind(
     count: int, offsets: torch.Tensor, lengths: torch.Tensor, ranks: int, rank: int
 ) -> torch.Tensor:
-    """Return int64 ``[count]``: following tokens in each local token's document; negative: padding.
+    """Return int64 ``[count]``, the tokens after each local token in its document.
 
-    ``offsets [n + 1]``: cumulative padded lengths over all ranks; ``lengths [n]``: real ones.
-    Zigzag order.
+    It is negative for padding. ``offsets [n + 1]`` are cumulative padded lengths over all ranks,
+    ``lengths [n]`` real lengths; tokens have zigzag order.
     """
     local = torch.arange(count, device=offsets.device)
     document = torch.bucketize(local * ranks, offsets, right=True) - 1
@@ -111,7 +110,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
             call.output_layer.weight if weight_of_output is None else weight_of_output
         ).detach()
 
-    # One reduction for all counts.
+    # All counts share one reduction.
     labels_of, masks = [], [mask]
     for _ in range(depths):
         labels = shift(labels)

@@ -1,4 +1,4 @@
-"""Pipeline stages that exchange residual streams, ``hc_mult`` times the hidden size."""
+"""Exchange of residual streams, ``hc_mult`` times the hidden size, between pipeline stages."""
 
 import functools
 

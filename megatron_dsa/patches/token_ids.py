@@ -1,4 +1,4 @@
-"""Token ids for layers that route by them (``--moe-hash-layers``), passed as ``context``."""
+"""Token ids as ``context`` of hash-routed layers (``--moe-hash-layers``)."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ def hand_token_ids_to_layers() -> None:
         def give(_decoder, args, kwargs):
             return args, kwargs | {"context": ids}
 
-        # Recomputed layers have saved their ids.
+        # Removed after the forward, since recompute saves the ids.
         handle = self.decoder.register_forward_pre_hook(give, with_kwargs=True)
         try:
             return original(self, input_ids, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""The file that names the latest checkpoint, replaced atomically.
+"""Atomic writes of the tracker file, which names the latest checkpoint.
 
-megatron-core 0.19 truncates it before writing: a kill leaves it empty. Object storage
+megatron-core 0.19 truncates the file before writing, so a kill leaves it empty. Object storage
 (``--enable-msc``) is not affected.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 def keep_tracker_file_whole(read: Callable[[Path], str]) -> None:
-    """Replace tracker files atomically, and read them by ``read``."""
+    """Replace tracker files atomically and read them with ``read``."""
     from megatron.training import checkpointing
 
     if not isinstance(checkpointing.maybe_msc, _Storage):
@@ -38,7 +38,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Open a text file that replaces ``path`` once it is on the disk."""
+    """Open a text file that replaces ``path`` once it is fully written."""
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.new")
     with open(beside, "w") as file:

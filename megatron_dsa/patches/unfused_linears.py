@@ -1,6 +1,6 @@
 """Fused gradient accumulation with transformer-engine but without Apex.
 
-megatron-core 0.19 also sets it for its own linears and raises if Apex's kernel is missing.
+megatron-core 0.19 also enables fusion for Megatron's linears and raises if Apex is missing.
 """
 
 import functools
@@ -30,11 +30,7 @@ def leave_linears_unfused_without_apex() -> None:
 
 
 def require_kernel_of_deferred_gradients(config: Any) -> None:
-    """Check the kernel of the output layer's deferred gradient.
-
-    Raises:
-        ConfigError: Apex is missing.
-    """
+    """Check that Apex's kernel exists if the output layer's weight gradient is deferred."""
     from megatron.core.tensor_parallel import layers
 
     deferred = config.gradient_accumulation_fusion and config.defer_embedding_wgrad_compute

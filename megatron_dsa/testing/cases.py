@@ -1,4 +1,4 @@
-"""Shapes of sparse layers, layouts, and seeded index lists, including edge cases."""
+"""Test cases: shapes of sparse layers, layouts, and seeded index lists with edge cases."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_ent
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
-#: Fills a GPU within seconds.
+#: Enough queries to fill a GPU, few enough to run within seconds.
 MAX_TIMED_ROWS = 4096
 BUDGET_BYTES = 2**30
-#: No query selects these keys, nor the first and last.
+#: Every eleventh key and the last key are never selected.
 UNSELECTED_STEP = 11
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One model shape: absorbed attention per rank, and indexer.
+    """Shape of a model's absorbed attention (per rank) and indexer.
 
     Attributes:
         topk: keys per query.
@@ -31,7 +31,6 @@ class Shape:
         rows: query tokens compared with float64.
         packed: several sequences share the tokens.
         sink: a learned sink per head.
-        dtype: of queries and keys.
     """
 
     heads: int
@@ -87,7 +86,6 @@ def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tenso
 
 
 def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
-    """Restrict a layout to some (ascending) query tokens."""
     # The i-th token must be at or before slot first + i.
     first = int((tokens - torch.arange(len(tokens), device=tokens.device)).max())
     return dataclasses.replace(
@@ -106,7 +104,6 @@ def layout_of_tokens(layout: Layout, tokens: torch.Tensor) -> Layout:
 
 
 def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Return bool ``[tokens, Skv]``: visible keys."""
     slots = torch.arange(layout.num_keys, device=layout.start.device)
     by_slot = (slots >= layout.start[tokens, None]) & (slots < layout.end[tokens, None])
     if layout.key_rows is None:
@@ -115,7 +112,7 @@ def visible_keys(layout: Layout, tokens: torch.Tensor | slice = slice(None)) -> 
 
 
 def layout_of(shape: Shape, device: torch.device) -> Layout:
-    """Return one causal sequence of ``seq`` tokens, or four (one very short) and padding."""
+    """Return one causal sequence of ``seq`` tokens; if packed, four sequences and padding."""
     if not shape.packed:
         return bshd_layout(shape.seq, 1, device)
     ends = [0, shape.seq * 2 // 5, shape.seq * 2 // 5 + 5, shape.seq * 9 // 10, shape.seq - 3]
@@ -131,7 +128,7 @@ class Lists:
 
     Attributes:
         indices: int32 ``[Sq, K]``, with entries that select nothing.
-        length: int32 ``[Sq]``, or ``None``: every entry counts.
+        length: int32 ``[Sq]``, ``None`` if every entry counts.
         num_keys: entries of the key buffer.
     """
 
@@ -164,8 +161,8 @@ class Lists:
 def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
     """Draw lists of visible keys in ascending order, with edge cases.
 
-    Among the longest lists: one of length 0, one only -1, one with -1 in the middle, one with ids
-    ``num_keys`` and 2^31 - 1, one with stale (real) ids past its length.
+    Five of the longest lists get an edge case: length 0; only -1; -1 in the middle; ids
+    ``num_keys`` and 2^31 - 1; valid ids past the length.
     """
     generator = torch.Generator().manual_seed(seed)
     start, end = layout.start.cpu(), layout.end.cpu()
@@ -186,10 +183,10 @@ def difficult_lists(shape: Shape, layout: Layout, seed: int = 1) -> Lists:
 
 
 def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
-    # Every second one, so that ordinary lists remain between.
+    # Spoil every second list, so that valid lists remain between.
     longest = length.argsort(descending=True, stable=True)[::2].tolist()
     no_length, only_invalid, hole, past_the_end, stale = longest[:5]
-    length[no_length] = 0  # its ids stay listed
+    length[no_length] = 0  # the ids stay in the list
     indices[only_invalid] = -1
     middle = int(length[hole]) // 2
     indices[hole, middle] = -1

@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: bf16 kernels reach 3e-3 (``rel_error`` in the CSVs of ``benchmarks/``).
+#: Tolerances at model shapes; bf16 kernels reach 3e-3.
 MODEL_SHAPES = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-#: Small shapes have short sums.
+#: Tolerances at small shapes, whose sums are short.
 SPARSE_ATTENTION = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-3}
-#: Small shapes of tests.
+#: Tolerances of losses at small shapes.
 INDEXER_LOSS = {
     torch.float64: 1e-11,
     torch.float32: 1e-5,
     torch.bfloat16: 5e-3,
     torch.float16: 5e-3,
 }
-#: fp32 even for 16-bit inputs.
+#: Tolerances of results that are fp32 even for 16-bit inputs.
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
-#: With 131072 keys, fp8 misses keys up to 6.4e-3 of the largest score.
+#: Measured: with 131072 keys, fp8 inverts scores by up to 6.4e-3 of the largest.
 SCORE_INVERSION = 1e-2
-#: Share of the float64 selection.
+#: Minimum share of the float64 selection that is found.
 LEAST_RECALL = 0.99
-#: Share of engine numerics' keys, and error of the scores: tensor cores keep fewer bits.
+#: Minimum recall and score error with engine numerics, since tensor cores keep fewer bits.
 LEAST_ENGINE_SHARE = 0.998
 ENGINE_SCORES = 5e-3
 #: Float64 results below this are rounding errors.
@@ -36,9 +36,9 @@ def by_figure(tolerance: float) -> dict[str, float]:
 
 
 def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN if ``x`` has one.
+    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN if ``x`` contains NaN.
 
-    If ``expected`` is rounding, return the root mean square of the difference.
+    If ``expected`` is only rounding error, return the root mean square of the difference.
     """
     expected = expected.detach().double()
     norm, size = expected.norm(), max(expected.numel(), 1) ** 0.5
@@ -51,9 +51,10 @@ class Comparison:
     """Errors and complaints about results of one implementation.
 
     Attributes:
-        tolerance, tolerances: largest relative error, and exceptions by figure.
+        tolerance: largest relative error.
+        tolerances: exceptions from ``tolerance`` by figure.
         errors: figure -> worst relative error against float64.
-        complaints: violated rules, in words.
+        complaints: descriptions of violated rules.
     """
 
     tolerance: float

@@ -1,4 +1,4 @@
-"""Indexer losses: float64 values, gradients, comparison."""
+"""Float64 values, gradients and comparison of indexer losses."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,6 @@ def random_teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
 
 
 def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) -> ExpectedLoss:
-    """Compute the sparse loss and its gradients; ``teacher`` is ``[Sq, K]``."""
     k = inputs.k.detach().double().requires_grad_()
     tokens, heads, dim = inputs.q.shape
     indices, valid = lists.indices, lists.valid
@@ -41,7 +40,7 @@ def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) ->
     dq, dweights = [], []
     for chunk in chunks(tokens, 8 * indices.shape[1] * (3 * dim + 5 * heads)):
         q, weights = _leaves(inputs.q[chunk], inputs.weights[chunk])
-        # NaN times a gradient of 0 would be NaN.
+        # Zeros replace unselected keys, which are NaN.
         table = torch.cat([k, k.new_zeros(1, dim)])
         keys = table[torch.where(valid[chunk], indices[chunk], len(k)).long()]
         products = torch.einsum("qhd,qkd->qhk", q, keys)
@@ -67,13 +66,12 @@ def expected_dense_loss(inputs: DenseLossInputs) -> ExpectedLoss:
 
 
 def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tensor:
-    """Return the head sum of probabilities ``[Sq, Skv]``, head by head."""
     q, total = inputs.q.detach().double(), torch.zeros(visible.shape, dtype=torch.float64)
     total = total.to(visible.device)
     for head in range(q.shape[1]):
         one = slice(head, head + 1)
         if not isinstance(inputs.k, torch.Tensor):
-            k = inputs.k.expanded(one)  # rounded like the projection's
+            k = inputs.k.expanded(one)  # rounded like keys of the projection
         else:
             k = inputs.k if inputs.k.shape[1] == 1 else inputs.k[:, one]
         k = k.detach().double()

@@ -1,7 +1,6 @@
-"""Index selection: inputs, float64 scores, comparison; the same for engine numerics.
+"""Inputs, float64 scores and comparison of index selection, also with engine numerics.
 
-Engine numerics (:mod:`megatron_dsa.ops.indexer_topk.engine`) are exact to the bit for exact
-products.
+Engine numerics (:mod:`megatron_dsa.ops.indexer_topk.engine`) match bitwise if products are exact.
 """
 
 from dataclasses import replace
@@ -32,7 +31,7 @@ def random_index_inputs(
 def integer_index_inputs(
     shape: Shape, tokens: int, device: torch.device, *, seed: int = 6, span: int = 1, relu=True
 ) -> IndexerInputs:
-    """Draw integers up to ``span``: exact scores with many ties."""
+    """Draw integers up to ``span``, whose scores are exact and often tie."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size):
@@ -60,7 +59,7 @@ def expected_scores(inputs: IndexerInputs, tokens: torch.Tensor) -> torch.Tensor
 
 
 class SelectionCase:
-    """Inputs of one selection with the right scores and keys of some query tokens.
+    """Inputs of one selection, with reference scores and keys of sampled query tokens.
 
     Layout slots must be key indices.
     """
@@ -77,7 +76,7 @@ class SelectionCase:
         return expected_scores(self.inputs, self.tokens)
 
     def selected(self, found: Comparison, indices, length) -> torch.Tensor:
-        """Check a selection's form; return it as bool ``[len(tokens), Skv]``."""
+        """Check that lists are valid; return them as bool ``[len(tokens), Skv]``."""
         indices, length = indices[self.tokens].long(), length[self.tokens].long()
         listed = torch.arange(self.topk, device=indices.device) < length[:, None]
         wanted = self.visible.sum(-1).clamp_max(self.topk)
@@ -90,7 +89,7 @@ class SelectionCase:
         found.require(rising.all(), "keys are not distinct and ascending")
         in_range = (indices >= 0) & (indices < self.layout.num_keys)
         found.require(in_range[listed].all(), "a selected key does not exist")
-        # Spare column for invalid entries.
+        # Invalid entries go to a spare column.
         spare = self.layout.num_keys
         chosen = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
         chosen.scatter_(1, torch.where(listed & in_range, indices, spare), True)
@@ -99,16 +98,16 @@ class SelectionCase:
         return chosen
 
     def compare_exactly(self, what: str, found: Comparison, indices, length) -> None:
-        """Compare a selection from exact scores: there is one right answer."""
+        """Compare a selection from exact scores, which has one right answer."""
         chosen = self.selected(found, indices, length)
         found.require((chosen == self.best).all(), f"{what}: not the best keys, smallest first")
 
     def compare(self, found: Comparison, indices, length) -> None:
-        """Compare a selection from rounded scores: the best keys except near-ties.
+        """Compare a selection from rounded scores, which may swap near-ties.
 
-        ``score shortfall``: worst of the best keys minus worst selected one, relative to the root
-        mean square of the query's visible scores. ``score inversion``: best rejected minus worst
-        selected, relative to the largest score.
+        ``score shortfall``: lowest score of the best keys minus lowest selected score, relative to
+        the root mean square of visible scores. ``score inversion``: highest rejected minus lowest
+        selected score, relative to the largest.
         """
         chosen = self.selected(found, indices, length)
         missed = (self.best & ~chosen).sum() / self.best.sum().clamp_min(1)
@@ -132,7 +131,7 @@ class SelectionCase:
 
 
 def exact_products(shape: Shape, tokens: int, device: torch.device) -> IndexerInputs:
-    """Draw products that are exact on tensor cores, and weights that round."""
+    """Draw inputs whose products are exact on tensor cores, but not their weighted sums."""
     whole = integer_index_inputs(shape, tokens, device, span=2)
     return replace(whole, weights=normal(device, 7)(tokens, shape.index_heads).float())
 
@@ -157,7 +156,7 @@ class EngineCase(SelectionCase):
         return IndexerInputs(q, k, weights, key_scales=scales), block, k, layout.seen(block)
 
     def seen_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return a block's scores, 0 for invisible keys (undefined memory)."""
+        """Set scores of invisible keys, which are undefined, to 0."""
         return torch.where(self.visible[:, : scores.shape[1]], scores, 0)
 
     def compare_scores(self, found: Comparison, scores: torch.Tensor) -> None:

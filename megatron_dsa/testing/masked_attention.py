@@ -1,4 +1,4 @@
-"""Masked dense attention: inputs, float64 results, comparison."""
+"""Inputs, float64 results and comparison of masked dense attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Dims per rank, by default V3.2's; of a key without and with rope, and of a value."""
+    """Heads per rank and head dims without rope, with rope and of values; V3.2 by default."""
 
     heads: int = 128
     nope: int = 128
@@ -30,7 +30,7 @@ class MaskedDims:
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """Inputs of masked dense attention, forward and backward; shapes: ``MaskedAttentionInputs``."""
+    """Inputs of forward and backward; for shapes see ``MaskedAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -61,7 +61,7 @@ def masked_case(
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     dim = dims.nope + dims.rope
     q = draw(tokens, dims.heads, dim)
-    # Results must not cancel to rounding.
+    # Without these means, results would cancel to rounding error.
     kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
     k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
     dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()
@@ -82,7 +82,6 @@ class ExpectedMasked:
 
 
 def expected_masked(case: MaskedCase) -> ExpectedMasked:
-    """Compute values and gradients, in blocks of heads and tokens."""
     (queries, heads), num_keys = case.q.shape[:2], len(case.kv)
     out, dq, dkv, dk_pe = (
         torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
@@ -108,7 +107,7 @@ def expected_masked(case: MaskedCase) -> ExpectedMasked:
 def check_parts(
     found: Comparison, case: MaskedCase, parts: int, probabilities: Callable, width: int
 ) -> None:
-    """Compare head sums of parts of the queries, each with its part of the heads."""
+    """Compare head sums where each of ``parts`` slices of queries has a slice of heads."""
     count, some = len(case.q) // parts, case.q.shape[1] // parts
     cases = []
     for i in range(parts):
@@ -130,7 +129,7 @@ def check_parts(
 
 
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[Sq, width]``: entries of ``p_sum [Sq, Skv]`` under ``mask``, then 0."""
+    """Move entries of ``p_sum [Sq, Skv]`` under ``mask`` to the front of ``[Sq, width]``."""
     column = torch.where(mask, mask.cumsum(1) - 1, width)
     result = p_sum.new_zeros(len(p_sum), width + 1)
     return result.scatter_(1, column, p_sum.where(mask, 0))[:, :width]
@@ -166,7 +165,6 @@ class MaskedReference:
     def listed_keys(
         self, found: Comparison, sums: ListedProbabilities, listed: slice = slice(None)
     ) -> None:
-        """Compare head sums and keys with the lists."""
         self.compact_teacher(found, sums.p_sum)
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)

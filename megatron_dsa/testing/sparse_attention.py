@@ -1,4 +1,4 @@
-"""Sparse attention: inputs, float64 results, comparison."""
+"""Inputs, float64 results and comparison of sparse attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of sparse attention, forward and backward; shapes: ``SparseAttentionInputs``."""
+    """Inputs of forward and backward; for shapes see ``SparseAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -43,12 +43,11 @@ class AttentionCase:
 def attention_case(
     shape: Shape, lists: Lists, softmax_scale: float | None = None, seed: int = 2
 ) -> AttentionCase:
-    """Draw a case; unselected keys are NaN. By default logits have standard deviation 1."""
+    """Draw a case whose unselected keys are NaN; by default logits have standard deviation 1."""
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
-    # Otherwise dq would cancel to bf16 rounding.
     q = draw(tokens, shape.heads, shape.qk_dim).to(shape.dtype)
-    # Means in values and dout keep out . dout and the sink's gradient from cancelling; one sign for
-    # all would drown dkv.
+    # Means in values and dout keep gradients from cancelling to rounding error; random signs of
+    # dout keep dkv visible.
     kv = draw(shape.seq, shape.qk_dim).add_(0.1).to(shape.dtype)
     kv[lists.unselected] = float("nan")
     dout = draw(tokens, shape.heads, shape.v_dim) + draw(tokens, shape.heads, 1).sign()

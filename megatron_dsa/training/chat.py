@@ -1,4 +1,4 @@
-"""Conversations in JSONL and their token ids, marked by membership in the loss."""
+"""Conversations in JSONL and their token ids, which mark tokens in the loss."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_dsa.errors import ConfigError, require
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Such templates mark the assistant's text.
+#: Tag by which a template marks the assistant's text.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _VERSION = "1"
 
@@ -33,13 +33,13 @@ class Conversation:
 
 
 def read_conversations(path: str | Path) -> Iterator[Conversation]:
-    """Yield the conversations of a JSONL file; blank lines are skipped.
+    """Yield the conversations of a JSONL file; skip blank lines.
 
     A line holds ``messages`` (each with ``role`` and ``content``) and optionally ``tools``; or
     ``prompt`` and ``completion``, which become messages of user and assistant.
 
     Raises:
-        ConfigError: names file and number of the first wrong line.
+        ConfigError: a line is wrong; the message names file and line.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -72,7 +72,7 @@ def _conversation(where: str, line: Any) -> Conversation:
         require(isinstance(messages, list) and messages, f"{where}: messages must be a filled list")
     for number, message in enumerate(messages, 1):
         _check_message(f"{where}: message {number}", message)
-    # Templates would print None.
+    # Templates would print missing content as None.
     messages = [each | {"content": each.get("content") or ""} for each in messages]
     require(
         any(each["role"] == "assistant" for each in messages),
@@ -101,12 +101,12 @@ class ChatTokenizer:
     """Transformers tokenizer with its chat template.
 
     Args:
-        tokenizer: a fast one: its offsets map the template's text to tokens.
-        template: Jinja template or a file of it, instead of the tokenizer's.
+        tokenizer: fast tokenizer, whose offsets map text to tokens.
+        template: Jinja template or its file; default: the tokenizer's.
 
     Attributes:
-        fingerprint: digest of everything that ids depend on.
-        open_turns: encoded turns without an end token in the loss.
+        fingerprint: digest of all inputs that determine ids.
+        open_turns: number of encoded turns that no special token ends.
 
     Raises:
         ConfigError: there is no template, or the tokenizer has no offsets.
@@ -139,11 +139,11 @@ class ChatTokenizer:
         self.fingerprint = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
     def encode(self, conversations: Sequence[Conversation]) -> list[np.ndarray]:
-        """Return int32 token ids per conversation; ``~id`` for tokens outside the loss.
+        """Return int32 token ids per conversation, ``~id`` for tokens outside the loss.
 
-        The loss covers the assistant's messages up to the token that ends the turn: a special
-        token, else the next turn's first, else ``eos_token``. Templates with ``{% generation %}``
-        mark it themselves.
+        The loss covers the assistant's messages and the token that ends the turn: a special token,
+        else the first token of the next turn, else ``eos_token``. Templates with
+        ``{% generation %}`` mark the loss themselves.
 
         Raises:
             ConfigError: the template rejects a conversation, or an answer cannot be located.
@@ -158,7 +158,7 @@ class ChatTokenizer:
         return [self._mark(*each) for each in zip(wheres, rendered, ids, offsets, strict=True)]
 
     def show(self, marked: np.ndarray, limit: int = 600) -> str:
-        """Decode a conversation, with its loss between ``[[`` and ``]]``."""
+        """Decode a conversation; ``[[`` and ``]]`` enclose tokens in the loss."""
         runs = np.split(marked, np.flatnonzero(np.diff(marked >= 0)) + 1)
         texts = []
         for run in runs:
@@ -168,7 +168,7 @@ class ChatTokenizer:
         return text if len(text) <= limit else f"{text[:limit]} ..."
 
     def _render_whole(self, chat: Conversation) -> tuple[str, list[tuple[int, int]], bool]:
-        """Return text, the assistant's ``[begin, end)``, and whether tags mark them."""
+        """Return the text, the assistant's spans ``[begin, end)``, and True if tags mark them."""
         template = self._tokenizer.get_chat_template(self._template, chat.tools)
         if _GENERATION.search(template):
             marks = {"return_assistant_tokens_mask": True}
@@ -185,7 +185,7 @@ class ChatTokenizer:
             )
             until, _ = self._render(chat, template, index + 1)
             befores = [
-                # GLM's prompt opens <think> unless thinking is off.
+                # GLM's generation prompt opens <think> unless thinking is off.
                 self._render(chat, template, index, add_generation_prompt=True, **thinking)[0]
                 for thinking in ({}, {"enable_thinking": False})
             ]
@@ -212,7 +212,7 @@ class ChatTokenizer:
                 [chat.messages[:count]], chat.tools, chat_template=template, **settings,
                 **self._tokenizer.special_tokens_map,
             )  # fmt: skip
-            texts[0].encode()  # half a surrogate pair has no UTF-8
+            texts[0].encode()  # unpaired surrogates have no UTF-8
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise ConfigError(f"{chat.where}: the chat template refuses it: {error}") from error
         return texts[0], spans[0] if spans else []
@@ -220,9 +220,9 @@ class ChatTokenizer:
     def _mark(self, where: str, rendered: tuple, ids: list[int], offsets: list) -> np.ndarray:
         text, spans, tagged = rendered
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
-        in_loss = np.zeros(len(ids) + 1, bool)  # with room for eos_token
+        in_loss = np.zeros(len(ids) + 1, bool)  # the last is for eos_token
         for first, last in spans:
-            # A token across the border counts.
+            # A token that overlaps the span is in the loss.
             inside = np.flatnonzero((begin < last) & (end > first))
             if inside.size:
                 start, stop = int(inside[0]), int(inside[-1]) + 1
@@ -246,12 +246,11 @@ class ChatTokenizer:
         return np.where(in_loss[: len(ids)], marked, ~marked)
 
     def _end_of_turn(self, text: str, ids: list[int], offsets: list, start: int, stop: int) -> int:
-        """Return the end of the turn's loss."""
         last = stop
         while last > start and not text[slice(*offsets[last - 1])].strip():
             last -= 1
         if last > start and ids[last - 1] in self._special:
-            return last  # without the newline
+            return last  # the newline is outside the loss
         closed = stop == len(ids) or ids[stop] in self._special
         self.open_turns += not closed
         return stop + closed

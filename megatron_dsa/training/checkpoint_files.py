@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files before Megatron reads them; repair of a damaged tracker file."""
+"""Checks of a checkpoint's files before Megatron reads them, and of the tracker file."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ def saved_name(root: Path, step: int | None) -> str | None:
     ``step`` (``--ckpt-step``) overrides the tracker file.
 
     Raises:
-        ConfigError: the tracker file is damaged, and ``root`` holds no complete checkpoint.
+        ConfigError: the tracker file is damaged and no checkpoint is complete.
     """
     tracker = root / TRACKER
     if not tracker.is_file():
@@ -32,10 +32,10 @@ def saved_name(root: Path, step: int | None) -> str | None:
 
 
 def read_tracker(tracker: Path) -> str:
-    """Return a tracker file's iteration or ``release``; if damaged, the last complete checkpoint.
+    """Return a tracker file's iteration or ``release``; if damaged, the last complete checkpoint's.
 
     Raises:
-        ConfigError: it is damaged, and its folder holds no complete checkpoint.
+        ConfigError: the file is damaged and no checkpoint is complete.
     """
     text = tracker.read_text(errors="replace").strip()
     return text if text == RELEASE or _is_number(text) else _fall_back(tracker, text)
@@ -68,10 +68,10 @@ def _is_number(text: str) -> bool:
 
 
 def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
-    """Check that a checkpoint exists with files of the sizes in its metadata.
+    """Check that a checkpoint exists and its files have the sizes in its metadata.
 
     Raises:
-        ConfigError: a file is missing or cut off; names another checkpoint for ``flag``.
+        ConfigError: a file is missing or cut off; the message suggests another for ``flag``.
     """
     root = directory.parent
     if not directory.is_dir():
@@ -99,7 +99,7 @@ def _damage(directory: Path) -> str | None:
         lengths = _lengths(directory)
     except OSError:
         raise
-    except Exception as error:  # any exception
+    except Exception as error:  # unpickling may raise any exception
         return f"{metadata} is damaged ({str(error) or type(error).__name__})"
     for path, length in lengths.items():
         if not path.is_file():
@@ -132,7 +132,7 @@ def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Describe damage that file sizes do not show."""
+    """Raise :class:`ConfigError` for damage that file sizes do not show."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is not an Exception
@@ -150,7 +150,7 @@ def first_failure(error: BaseException) -> BaseException:
 
 
 def damage_in(error: BaseException) -> str | None:
-    """Describe damaged files, ``None`` for other errors."""
+    """Describe an error of damaged files; return ``None`` for other errors."""
     cause = first_failure(error)
     if not (
         isinstance(cause, EOFError | OSError | pickle.UnpicklingError)

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint fits a run, before Megatron fails with unclear errors."""
+"""Checks that a checkpoint fits a run, where Megatron's errors are unclear."""
 
 import argparse
 import re
@@ -12,14 +12,14 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_dsa.errors import ConfigError, require
 
-#: States saved with it fit any layout.
+#: Optimizer states saved with this flag fit any layout.
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 _FIT_ANY_LAYOUT = DistributedOptimizer.checkpoint_fully_reshardable_formats
-#: Keys in the distributed optimizer's layout.
+#: Keys of states in the distributed optimizer's layout.
 BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 ANEW = "or start the optimizer anew with --no-load-optim"
 
-#: Attribute -> flag, of the distributed optimizer's layout.
+#: Attributes of the distributed optimizer's layout -> flag.
 _LAYOUT = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
@@ -33,12 +33,9 @@ _LAYOUT = {
 def check_optimizer(
     args: argparse.Namespace, saved: Any, metadata: dict[str, Any], directory: Path
 ) -> None:
-    """Check that the optimizer state in a checkpoint has this run's kind and layout.
+    """Check that a checkpoint's optimizer state has this run's optimizer and layout.
 
     ``metadata``: Megatron's content metadata (``distrib_optim_sharding_type``).
-
-    Raises:
-        ConfigError: it does not; names the flag and the fix.
     """
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", saved is None):
         return
@@ -47,11 +44,7 @@ def check_optimizer(
 
 
 def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
-    """Check that a checkpoint's tensors (``available``, by key) have this run's shapes.
-
-    Raises:
-        ConfigError: a shape or the layout of optimizer states differs.
-    """
+    """Check that tensors in the checkpoint, ``available`` by key, have this run's shapes."""
     for _, _, entry in nested_entries(list(sharded_state_dict.values())):
         bucket = BUCKETS.match(entry.key)
         saved = available.get(entry.key)
@@ -77,7 +70,6 @@ def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
 
 
 def nested_entries(content):
-    """Yield ``(container, index, entry)`` of nested sharded entries."""
     if not isinstance(content, dict | list):
         return
     for name, entry in content.items() if isinstance(content, dict) else enumerate(content):
@@ -152,7 +144,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
 
 
 def _plain(value: Any, args: Any) -> Any:
-    """Normalise; no virtual stages count as one."""
+    """Normalise a layout setting; no virtual stages are one stage."""
     if isinstance(value, str):
         stages = args.pipeline_model_parallel_size
         return PipelineParallelLayerLayout.from_str(value, stages).layout

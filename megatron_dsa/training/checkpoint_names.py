@@ -1,6 +1,6 @@
-"""Tensor names in checkpoints of other layer sets, stackings and model kinds.
+"""Tensor names in checkpoints of other layer classes, stackings and model kinds.
 
-A GPT keeps attention and MLP of a layer under one number, a hybrid model under two.
+Attention and MLP of a layer share a number in a GPT, and have two in a hybrid model.
 """
 
 import argparse
@@ -15,25 +15,25 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_dsa.config.hybrid import EXPERTS, count_pairs, decoder_of
 from megatron_dsa.errors import require
 
-# Names without and with transformer-engine's fused norms.
+# Norms' names without and with transformer-engine's fusion.
 _NORM_NAMES = (
     ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
     ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 )
 _STACKED = re.compile(r"(.*decoder\.layers)\.(?!\d+\.)(.*)")
-#: Parts in the second hybrid layer of a GPT layer.
+#: Parameters in the second of the two hybrid layers that equal a GPT layer.
 _OF_MLP = r"(?=pre_mlp_layernorm\.|mlp\.)"
-#: Name in a GPT, name in a hybrid model.
+#: Pairs of a name in a GPT and in a hybrid model.
 _PREDICTION = "transformer_layer.", "mtp_model_layer.layers."
 _FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherKind:
-    """A GPT's checkpoint for a hybrid model with the same layers, or vice versa.
+    """Names of a GPT's checkpoint for an equivalent hybrid model, or vice versa.
 
-    ``rename``: name in this run -> name in the checkpoint; ``num_layers``: of this run.
+    ``rename`` maps a name in this run to the checkpoint's; ``num_layers`` is this run's.
     """
 
     rename: Callable[[str], str]
@@ -42,10 +42,10 @@ class OtherKind:
 
 
 def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | None:
-    """Return the naming of a checkpoint of the other kind; ``None`` for this run's kind.
+    """Return the names for a checkpoint of the other model kind, ``None`` for the same kind.
 
     Args:
-        saved: arguments in the checkpoint; ``None``: imported weights.
+        saved: arguments in the checkpoint, ``None`` for imported weights.
         pattern: ``--hybrid-layer-pattern`` of this run, ``None`` for a GPT.
 
     Raises:
@@ -75,7 +75,6 @@ def other_kind(saved: Any, pattern: str | None, directory: Any) -> OtherKind | N
 
 
 def arguments_of_gpt(saved: argparse.Namespace) -> argparse.Namespace:
-    """Convert a hybrid model's arguments to a GPT's."""
     pattern = getattr(saved, "hybrid_layer_pattern", None)
     if pattern is None or (count := count_pairs(pattern)) is None:
         return saved
@@ -109,7 +108,6 @@ def _hybrid_name(name: str) -> str:
 
 
 def is_held(entry, available: dict) -> bool:
-    """Return whether a checkpoint has an entry or all its parts."""
     if isinstance(entry, ShardedTensorFactory) and entry.key not in available:
         return all(part.key in available for part in nested_values(entry.build()))
     return entry.key in available
@@ -122,7 +120,7 @@ def same_under_another_name(entry, available: dict, kind: OtherKind | None = Non
     for key in (entry.key, *_other_norm_names(entry.key)):
         if key in available:
             return dataclasses.replace(entry, key=key)
-        # One tensor per layer here, stacked there.
+        # The checkpoint may stack the layers in one tensor.
         match = re.fullmatch(r"(.*decoder\.layers)\.(\d+)\.(.*)", key)
         if match and (stacked := f"{match[1]}.{match[3]}") in available:
             layers = available[stacked].global_shape[0]
@@ -138,7 +136,6 @@ def _other_norm_names(key: str):
 
 
 def _in_stack(entry, key: str, layer: int, layers: int):
-    """Return an entry that reads one layer of a stacked tensor."""
     if isinstance(entry, ShardedTensor):
         return dataclasses.replace(
             entry,
@@ -160,7 +157,6 @@ def _in_stack(entry, key: str, layer: int, layers: int):
 
 
 def _out_of_stack(entry, layers: int):
-    """Return one layer's entry; ``layers``: expected stack size."""
     found = _STACKED.fullmatch(entry.key)
     if found is None:
         return entry

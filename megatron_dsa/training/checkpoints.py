@@ -1,7 +1,7 @@
-"""Loading of checkpoints of an earlier stage, or of a plain dense MLA model.
+"""Loading of checkpoints from an earlier stage or a dense MLA model.
 
-A ``dense`` checkpoint has no indexers: later stages start with fresh ones. A change of stage
-restarts the optimizer and initialises missing adapters. Anything else missing is an error.
+Later stages initialise the indexers that ``dense`` checkpoints lack. A change of stage restarts the
+optimizer and initialises missing adapters. Any other missing tensor is an error.
 """
 
 import argparse
@@ -44,8 +44,8 @@ from megatron_dsa.training.launching import this_rank
 def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
-    Inside it, Megatron's loader accepts checkpoints without indexers, and GPT checkpoints for
-    hybrid models and vice versa.
+    Inside the context, Megatron loads checkpoints without indexers, and GPT checkpoints for hybrid
+    models and vice versa.
     """
     install_checkpoint_repairs()
     install("tracker file", read_tracker)
@@ -86,7 +86,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
 
 @contextmanager
 def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
-    # Megatron converts "*" layers only.
+    # Megatron's conversion to hybrid models handles "*" layers only.
     names: dict[str, Any] = {"_maybe_setup_gpt_to_hybrid_load": lambda *_: (None, False)}
     with (
         mock.patch.multiple(checkpointing, **names),
@@ -96,9 +96,9 @@ def _loading_by(functions: dict[str, Any]) -> Iterator[None]:
 
 
 def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | None:
-    """Return the base that this run's checkpoints refer to; print it.
+    """Print and return the base checkpoint that this run's checkpoints refer to.
 
-    Sets ``args.lora_base``, which is saved.
+    Also set ``args.lora_base``, which checkpoints save.
     """
     args.lora_base, reference = None, None
     if getattr(args, "lora_rank", None) is None:
@@ -140,11 +140,7 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
 
 
 def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
-    """Check that a checkpoint has the hash-routing tables that the model loads.
-
-    Raises:
-        ConfigError: layers, vocabulary or experts per token differ.
-    """
+    """Check that a checkpoint has the hash-routing tables that the model loads."""
     entries = entries_of(directory)
     shapes = [e.global_shape for key, e in entries.items() if key.endswith(".router.tid2eid")]
     given, where = getattr(args, "moe_hash_layers", 0), f"as in checkpoint {directory}"
@@ -171,11 +167,7 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
 
 
 def check_adapters(args: argparse.Namespace, directory: Path) -> None:
-    """Check that a run keeps all adapters (LoRA) of its checkpoint.
-
-    Raises:
-        ConfigError: it drops some, or has another rank or scale.
-    """
+    """Check that a run keeps all adapters (LoRA) of its checkpoint."""
     found = [
         key
         for key in entries_of(directory)
@@ -213,7 +205,7 @@ def check_adapters(args: argparse.Namespace, directory: Path) -> None:
 
 
 def _what_is_trained(args) -> str:
-    """Optimizer state fits one set of parameters."""
+    """Describe the trained parameters, which an optimizer state must match."""
     trained = _stage_of(args)
     if getattr(args, "lora_rank", None) is None:
         return trained
@@ -223,7 +215,7 @@ def _what_is_trained(args) -> str:
 
 def _stage_of(args) -> str:
     stage = getattr(args, "dsa_stage", None)
-    if stage is None:  # bundled DSA, or dense attention
+    if stage is None:  # saved by Megatron without this package
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
     if getattr(args, "csa_dense_mode", False):  # checkpoints of earlier versions
@@ -239,7 +231,7 @@ def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
     """Return the distributed checkpoint that Megatron will load, or ``None``.
 
     Raises:
-        ConfigError: it is missing or damaged; names ``step_flag``.
+        ConfigError: the checkpoint is missing or damaged; the message names ``step_flag``.
     """
     for root in filter(None, (args.load, args.pretrained_checkpoint)):
         name = saved_name(Path(root), args.ckpt_step)
@@ -257,7 +249,7 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
     """Return the directory of a run's latest checkpoint, or of iteration ``step``.
 
     Raises:
-        ConfigError: there is none; names ``flag``, which gave ``root``.
+        ConfigError: no such checkpoint exists; the message names ``flag``, which gave ``root``.
     """
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step), "--step"
@@ -273,8 +265,8 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
 
 
 def load(sharded_state_dict, checkpoint_dir, *args, pattern: str | None = None, **kwargs) -> Any:
-    """Extend Megatron's ``dist_checkpointing.load`` to checkpoints without indexers, with other
-    names, or of adapters only.
+    """Extend ``dist_checkpointing.load`` to checkpoints without indexers, with other names, or of
+    adapters only.
     """
     with reading(Path(checkpoint_dir)):
         available = redirect(sharded_state_dict, checkpoint_dir, pattern)
@@ -298,7 +290,7 @@ def _saved_base(checkpoint_dir) -> dict[str, str | None] | None:
 
 
 def base_of(checkpoint_dir) -> Path | None:
-    """Return the base of a checkpoint of adapters; ``None`` for other checkpoints.
+    """Return the base of an adapter checkpoint, ``None`` for other checkpoints.
 
     Raises:
         ConfigError: the base is missing or was changed.
@@ -320,7 +312,7 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
         return entries
     frozen = load_extra("lora.base", "--lora-rank").frozen_entries(base)
     args = _saved_args(checkpoint_dir)
-    # The model may lack parts of its base.
+    # The adapted model may lack parts of its base.
     without_mtp, dense = not args.mtp_num_layers, _stage_of(args) == "dense"
     return {
         key: entry
@@ -333,13 +325,13 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
 def redirect(
     sharded_state_dict, checkpoint_dir, pattern: str | None = None
 ) -> dict[str, ShardedBase]:
-    """Point entries of models and optimizers to their names in a checkpoint; print the changes.
+    """Rename entries of models and optimizers to their names in a checkpoint; print changes.
 
-    Removes entries of indexers if the checkpoint has none. Returns the checkpoint's entries by key.
-    ``pattern``: layer pattern of this run, ``None`` for a GPT.
+    Remove indexers' entries if the checkpoint has none. Return the checkpoint's entries by key.
+    ``pattern`` is this run's layer pattern, ``None`` for a GPT.
 
     Raises:
-        ConfigError: the checkpoint lacks anything else.
+        ConfigError: the checkpoint lacks other entries.
     """
     available = entries_of(checkpoint_dir)
     kind = other_kind(_saved_args(checkpoint_dir), pattern, checkpoint_dir)
@@ -355,11 +347,11 @@ def _redirect_models(
     fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
     for parent, name, entry in list(nested_entries(models)):
-        # The other kind may give this number to another layer.
+        # In the other model kind, this name may mean another layer.
         if kind is None and is_held(entry, available):
             continue
         if name.endswith("_extra_state"):
-            # Training recomputes quantisation statistics.
+            # Training recomputes these quantisation statistics.
             del parent[name]
         elif (found := same_under_another_name(entry, available, kind)) is not None:
             parent[name] = found

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets, and batches for a GPT training step."""
+"""Megatron's data sets, and batches for a training step."""
 
 import contextlib
 import functools
@@ -26,15 +26,15 @@ from megatron_dsa.training.data_files import check_data_sets
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.training.sft import sft_datasets
 
-#: Bytes are their own token ids; this one ends a document.
+#: End-of-document id of the byte tokenizer, whose other ids are bytes.
 BYTE_EOD = 256
 BYTE_VOCAB = 257
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """Megatron's data set, with an error instead of an endless search.
+    """Megatron's data set, with an error for empty splits instead of an endless loop.
 
-    The class name is part of cached indices' names.
+    Names of cached indices contain the class name.
     """
 
     unique_description_hash: str
@@ -49,7 +49,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def _build_document_sample_shuffle_indices(self):
-        # Cached indices are named by path only.
+        # Add content to the name of cached indices, which Megatron derives from the path.
         index = Path(f"{self.dataset.path_prefix}.idx")
         if index.is_file():
             text = f"{self.unique_description_hash} {_digest(index)}"
@@ -140,11 +140,7 @@ def _naming_lists(args) -> Iterator[None]:
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:
-    """Check that the files of ``--data-path`` exist; skip object stores.
-
-    Raises:
-        ConfigError: a ``.bin`` or ``.idx`` file is missing.
-    """
+    """Check that the files of ``--data-path`` exist; skip object stores."""
     for prefix in prefixes:
         if "://" in prefix:
             continue
@@ -162,12 +158,9 @@ def vocabulary_of(args) -> int:
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
-    """Check token ids on the host; on a GPU they would end in a device assert.
+    """Check token ids on the host, since a GPU would end in a device assert.
 
-    ``vocabulary``: without the padding of the embedding.
-
-    Raises:
-        ConfigError: a token is outside the vocabulary.
+    ``vocabulary`` excludes the embedding's padding.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name)
@@ -209,9 +202,8 @@ def _packs_conversations(args) -> bool:
 def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[str, Any], Any]:
     """Return this rank's ``(batch, packed_seq_params)``; middle stages get an empty batch.
 
-    With ``--dataloader-inter-document-masking`` the documents of a batch are packed (THD). Under
-    context parallelism the batch holds local tokens, while the packed parameters describe whole
-    documents.
+    With ``--dataloader-inter-document-masking`` the batch packs documents (THD). Under context
+    parallelism it holds local tokens, but packed parameters describe whole documents.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -269,11 +261,11 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
 
 
 def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = None) -> None:
-    """Reduce ``batch`` (in place) to a context-parallel rank's tokens, in its order.
+    """Reduce ``batch`` in place to the tokens of a context-parallel rank, in the rank's order.
 
     Args:
-        batch: tensors ``[b, s]`` by name, or ``None``; only entries per token change.
-        offsets: int ``[n + 1]``, cumulative (padded) lengths of packed documents, or ``None``.
+        batch: tensors ``[b, s]`` by name; only per-token entries change.
+        offsets: int ``[n + 1]``, cumulative padded lengths of packed documents, if packed.
     """
     whole = {key: batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None}
     if not whole:
@@ -288,11 +280,7 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
 
 
 def check_cp_layout(args) -> None:
-    """Check that the layout of context parallelism fits the data.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the context-parallel layout fits the data."""
     ranks, layout = args.context_parallel_size, args.dsa_cp_layout
     packed = args.dataloader_inter_document_masking
     if ranks == 1:
@@ -316,12 +304,9 @@ def check_cp_layout(args) -> None:
 
 
 def with_room(cu_seqlens: torch.Tensor, documents: int) -> torch.Tensor:
-    """Return cumulative lengths ``[b, documents + 1]``, of fixed size.
+    """Return cumulative lengths of the fixed size ``[b, documents + 1]``.
 
-    ``cu_seqlens``: int32 ``[b, n]`` on the host, padded with copies of its end.
-
-    Raises:
-        ConfigError: a sequence has more documents.
+    ``cu_seqlens`` is int32 ``[b, n]`` on the host, padded with copies of its last entry.
     """
     most = int((cu_seqlens.diff(dim=1) > 0).sum(1).max())
     require(
@@ -339,14 +324,14 @@ def with_room(cu_seqlens: torch.Tensor, documents: int) -> torch.Tensor:
 def _pack(
     batch: dict, length: int, *, fixed: bool = False, whole: bool = True, padded: bool = False
 ) -> PackedSeqParams:
-    """Flatten a batch of sequences of ``length`` tokens, in place, to one.
+    """Flatten a batch of sequences of ``length`` tokens to one sequence, in place.
 
     Args:
-        fixed: sizes are equal in all batches; avoids a host sync.
+        fixed: all batches have equal sizes, which avoids a host sync.
         whole: this rank holds whole samples.
         padded: sequences may end in padding.
     """
-    batch["attention_mask"] = None  # replaced by lengths
+    batch["attention_mask"] = None  # lengths replace the mask
     for key in _TOKEN_KEYS:
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)
@@ -369,9 +354,9 @@ def _pack(
 def _joined(
     cu_seqlens: torch.Tensor, length: int, fixed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 cumulative lengths of all sequences' documents, without and with padding.
+    """Return int32 cumulative lengths of all documents, without and with padding.
 
-    ``cu_seqlens``: ``[b, n + 1]``. Empty documents are kept only with ``fixed``.
+    ``cu_seqlens`` is ``[b, n + 1]``. Empty documents are kept only if ``fixed``.
     """
     first = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * length
     lengths, starts = cu_seqlens.diff(dim=1).flatten(), (cu_seqlens[:, :-1] + first).flatten()

@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
 from megatron_dsa.errors import require
 
-#: After the header: version, dtype code, sequences, documents.
+#: Fields after the header: version, dtype code, counts of sequences and documents.
 _COUNTS = struct.Struct("<QBQQ")
 _BLOCK = 2**20
 
@@ -57,7 +57,7 @@ def check_data_set(prefix: str) -> int:
     for first in range(0, sequences, _BLOCK):
         length, pointer = (x[first : first + _BLOCK] for x in (lengths, pointers))
         positive &= bool((length >= 0).all() and (pointer >= 0).all())
-        # Unsigned, so that damaged pointers do not overflow.
+        # Unsigned integers, since damaged pointers would overflow signed ones.
         ends = pointer.astype(np.uint64) + length.astype(np.uint64) * token_bytes
         end, tokens = max(end, int(ends.max())), tokens + int(length.sum(dtype=np.int64))
     require(

@@ -18,14 +18,14 @@ from megatron_dsa.training.checkpoint_files import TRACKER, damage_in, first_fai
 from megatron_dsa.training.files.system_errors import sentence
 from megatron_dsa.training.launching import this_rank, world_size
 
-#: Errors that the user can fix.
+#: Exit code of errors that the user can fix.
 USAGE = 2
-#: Megatron's exit codes: save and rerun; give up.
+#: Megatron's exit codes after a rejected result: state saved for a rerun, or not.
 _RERUN, _REJECTED = 16, 17
 
 
 class Ending(NamedTuple):
-    """``traceback`` is printed before the message."""
+    """Message and exit code; ``traceback`` prints the traceback first."""
 
     message: str
     code: int = USAGE
@@ -33,13 +33,13 @@ class Ending(NamedTuple):
 
 
 class Known(NamedTuple):
-    """An error of Megatron or torch, and its message.
+    """An error of Megatron or torch, with a message for users.
 
     Attributes:
-        through: functions in the traceback; "": any.
+        through: functions, one of them in the traceback; "" matches any.
         kinds: class names of the error or its cause.
-        says: message with ``{error}``, ``{launch}`` (launcher variables), ``{executable}``,
-            ``{save}`` and the groups of ``text``.
+        says: message, with fields ``{error}``, ``{launch}``, ``{executable}``, ``{save}`` and
+            groups of ``text``.
         text: regular expression to find in the error's text.
     """
 
@@ -54,7 +54,7 @@ class Known(NamedTuple):
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
 _TOKENIZER = "build_tokenizer hugging_face_tokens"
 _LOAD = "load_checkpoint prepare_loading export_hf"
-#: The first match counts.
+#: The first match applies.
 KNOWN = (
     Known(
         _FLAGS,
@@ -165,7 +165,7 @@ KNOWN = (
         "RuntimeError",
         "another rank is lost or does not answer ({error}): read the log of the rank that ended "
         "first. The same command resumes from the last checkpoint of --load (docs/guide/resume.md)",
-        # gloo and NCCL, whose watchdog may end the process first.
+        # Errors of gloo and NCCL; NCCL's watchdog may end the process first.
         r"gloo/transport/.*(Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
         r"|Connection refused|Socket closed)|Application timeout caused pair closure"
         r"|NCCL communicator was aborted|remote process exited"
@@ -183,10 +183,7 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
     Ranks that fail with the same message print it once; torchrun's summary includes it.
 
     Args:
-        argv: the command line (default: ``sys.argv``); with ``--traceback`` errors pass through.
-
-    Raises:
-        SystemExit: instead of an error that :func:`explain` describes.
+        argv: the command line, by default ``sys.argv``; ``--traceback`` lets errors pass through.
     """
     try:
         yield
@@ -207,10 +204,10 @@ def report_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
 
 
 def explain(error: BaseException, *functions: str) -> Ending | None:
-    """Return message and exit code of an error, or ``None`` if it needs its traceback.
+    """Return an error's message and exit code, or ``None`` if the error is unexpected.
 
     Args:
-        functions: added to the functions of its traceback.
+        functions: names to add to the functions of the traceback.
     """
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
@@ -234,10 +231,10 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Other ranks must exist.
+        # Without ``through``, the error is about other ranks.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            # Only errors on flags go on after the first line.
+            # Only these errors have useful lines after the first.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
@@ -255,7 +252,7 @@ def _launch() -> str:
 
 
 def _folder() -> str:
-    """Include the free space, which torch omits."""
+    """Describe the folder of ``--save`` and its free space, which torch omits."""
     folder = _training_arguments().save
     return f"{folder}, which has {shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
@@ -291,7 +288,7 @@ def _after_a_rejected_result(machine: Any, code: int) -> str:
 
 
 def _say(message: str) -> None:
-    """Print a message once over all ranks, also to torchrun's summary."""
+    """Print a message on one rank, and write it to torchrun's summary."""
     with contextlib.suppress(OSError):  # the disk may be full
         sys.stdout.flush()
     if world_size() > 1:
@@ -310,7 +307,7 @@ def _is_first_to_say(message: str) -> bool:
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
         return _store().add(f"megatron_dsa/said/{restart}/{digest}", 1) == 1
-    except Exception:  # print anyway
+    except Exception:  # without a store, every rank prints
         return True
 
 

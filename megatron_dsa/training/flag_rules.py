@@ -24,11 +24,7 @@ MUON = ("muon", "adaptive_muon")
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check that all flags have an effect in this run.
-
-    Raises:
-        ConfigError: a flag has none.
-    """
+    """Check that all flags have an effect in this run."""
     for ok, message in _flag_rules(args):
         require(ok, message)
     if not on_meta():
@@ -38,7 +34,6 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def _require_writable(folder: str) -> None:
-    """Create a folder, unless it raises :class:`OSError`."""
     os.makedirs(folder, exist_ok=True)
     with naming(folder), tempfile.TemporaryFile(dir=folder):
         pass
@@ -73,7 +68,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     )
     yield from _needed_flags(args)
     yield from _fp8_parameter_rules(args)
-    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # string before validation
+    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # a string before validation
     yield (
         fp32_gradients
         or not args.use_precision_aware_optimizer
@@ -100,7 +95,7 @@ _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _PACKED = "--dataloader-inter-document-masking"
 _USUAL = ("adam", "sgd")
 _SFT, _PRESET = "with --sft", "megatron_dsa.pretrain sets it; add it"
-#: Rule, condition in words ("": always), condition as code.
+#: Rule, its condition in words ("" for always) and as code.
 ROWS: tuple[tuple[Must, str, Callable[[argparse.Namespace], Any]], ...] = (
     (Must("use_rope_scaling", False, _OF_MLA), "", lambda args: True),
     (Must("rotary_seq_len_interpolation_factor", None, _OF_MLA), "", lambda args: True),
@@ -169,11 +164,11 @@ def _of_v4() -> str:
     return " ".join(about.dest for _, about in names if about.dest != "csa_compress_ratios")
 
 
-#: Arguments, condition of their effect as code, the same in words.
+#: Arguments, and the condition under which they have an effect, as code and in words.
 _NEEDS: tuple[tuple[str, Callable[[argparse.Namespace], Any], str], ...] = (
     (
         "dsa_dry_run_world dsa_dry_run_gpu",
-        lambda args: on_meta(),  # the latter is also a flag of the plan
+        lambda args: on_meta(),
         "with --dsa-dry-run",
     ),
     ("dsa_hf_without", lambda args: args.dsa_load_hf, "with --dsa-load-hf"),
@@ -235,7 +230,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
 
 def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     if args.seq_length is None:
-        return  # before validation
+        return  # not validated yet
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
     length, unit = args.seq_length, math.lcm(halves * context, context * tensor)
@@ -258,8 +253,8 @@ def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Main parameters would be initialised from weights rounded to FP8."""
-    # Megatron uses it until this run has saved a checkpoint.
+    """Reject starts that would initialise main parameters from weights rounded to FP8."""
+    # Megatron loads --pretrained-checkpoint until this run has saved a checkpoint.
     saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
     pretrained = args.pretrained_checkpoint is not None and not saved
     starts = pretrained or (args.load and (args.finetune or args.no_load_optim))

@@ -1,6 +1,6 @@
 """Checks of launcher variables and stale build locks before training.
 
-torch is imported late, so that its absence ends in a message.
+torch is imported late, so that a message reports its absence.
 """
 
 import os
@@ -24,7 +24,7 @@ _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
 
 
 def this_rank() -> int:
-    """Return the rank, also before joining a process group."""
+    """Return this process's rank, also without a process group."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -41,7 +41,7 @@ def world_size() -> int:
 def check_launch() -> None:
     """Check ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    If none is set, this process becomes a job of one, unless another launcher started several.
+    If none is set, this process is the whole job, unless another launcher started several.
 
     Raises:
         ConfigError: a variable is missing or out of range.
@@ -62,7 +62,7 @@ def check_launch() -> None:
     gpus = torch.cuda.device_count()
     required = ["MASTER_ADDR", "MASTER_PORT"]
     if world > 1:
-        # Each process may see only one GPU.
+        # A launcher may show each process only one GPU.
         required = ["RANK", *(["LOCAL_RANK"] if gpus > 1 else []), *required]
     for name in required:
         case = f" with WORLD_SIZE {world}" if "RANK" in name else ""
@@ -92,7 +92,7 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
     """Read an environment variable as a whole number.
 
     Raises:
-        ConfigError: it is not one, or less than ``least``.
+        ConfigError: the value is no number or less than ``least``.
     """
     text = os.environ.get(name, str(default))
     require(
@@ -112,7 +112,7 @@ def use_compiled_dataset_helper() -> None:
 
 
 def remove_stale_build_lock() -> None:
-    """Remove a killed build's lock, which blocks other processes; building takes half a minute."""
+    """Remove the lock of a killed build, which would block all processes."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

@@ -1,4 +1,4 @@
-"""The GPT or hybrid model with sparse layers, and its start-up table."""
+"""GPT and hybrid models with sparse layers, and their start-up table."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class DSAModelConfig(gpt.GPTModelConfig):
 
 @dataclass(kw_only=True)
 class DSAHybridModelConfig(hybrid.HybridModelConfig):
-    """Hybrid configuration; its transformer has ``layer_pattern``."""
+    """Hybrid configuration whose transformer configuration has a ``layer_pattern``."""
 
     lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAHybridModelBuilder"
@@ -95,11 +95,11 @@ class DSAHybridModelBuilder(_Builder, hybrid.HybridModelBuilder):
 def accumulate_in_every_call(model: torch.nn.Module) -> None:
     """Make a repeated prediction layer accumulate gradients in every call.
 
-    transformer-engine overwrites them in the backward of the first call, which runs last.
+    transformer-engine overwrites gradients in the first call's backward, which runs last.
     """
     for module in getattr(model, "mtp", torch.nn.Module()).modules():
         if hasattr(module, "disable_parameter_transpose_cache"):
-            # Quantises FP8 weights in every call.
+            # Without the cache, every call quantises FP8 weights.
             module.disable_parameter_transpose_cache = True
 
 
@@ -114,7 +114,7 @@ def padded_vocabulary(model: Any) -> int:
 
 
 def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
-    """Return ``get_embedding_ranks`` of Megatron's ``pretrain()``: stages with the embedding."""
+    """Return ``get_embedding_ranks`` for Megatron's ``pretrain()``."""
 
     def ranks(pipeline: list[int]) -> list[int]:
         found = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
@@ -142,7 +142,7 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
 def start_table(choices: Iterable[Choice]) -> list[str]:
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
-        # Shapes may differ in their reasons.
+        # Reasons may differ by shape; keep the first.
         remark = "" if choice.no_gpu else choice.remark()
         remarks.setdefault((choice.operation, choice.candidate.name), remark)
     table = [("operation", "implementation", "reason")]

@@ -1,4 +1,4 @@
-"""Megatron's process groups for commands of one process."""
+"""Megatron's process groups for one-process commands."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Default flags for this machine and package, before the user's."""
+"""Default flags for this machine and package, which user flags override."""
 
 import importlib.util
 
@@ -7,17 +7,17 @@ from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
 
-#: Masks are unused; rope is this package's.
+#: Attention needs no masks and uses this package's rope.
 ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
 WITHOUT_TRANSFORMER_ENGINE = [
     "--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion",
 ]  # fmt: skip
-#: Apex's kernel of fused gradient accumulation.
+#: Apex's kernel for fused gradient accumulation.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 #: Delayed scaling starts at 1, where E5M2 rounds gradients below 2**-17 to 0.
 LOSS_SCALE = ["--loss-scale", "65536"]
 
-#: Conversations are packed and weighted by their tokens.
+#: Pack conversations and weight them by tokens.
 SFT = [
     "--dataloader-inter-document-masking", "--calculate-per-token-loss",
     "--dsa-cp-layout", "zigzag_rows",
@@ -27,7 +27,7 @@ SFT = [
 def preset_flags(argv: list[str], planning: bool = False) -> None:
     """Insert this machine's flags before the user's, which win.
 
-    ``planning``: assume a GPU.
+    ``planning`` assumes a GPU.
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()
@@ -36,7 +36,7 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         reasons.append(reason)
         flags += WITHOUT_TRANSFORMER_ENGINE
         local = True
-    # transformer-engine fuses it itself.
+    # transformer-engine has a fused kernel.
     if local and (no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None):
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")

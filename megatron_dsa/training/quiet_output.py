@@ -1,4 +1,4 @@
-"""Filters for output of Megatron and torch that no user can act on."""
+"""Filters for messages of Megatron and torch that need no action."""
 
 import argparse
 import contextlib
@@ -13,46 +13,46 @@ from unittest import mock
 
 from megatron_dsa.training.launching import this_rank
 
-#: Beginning of the message, pattern of the module.
+#: Prefixes of warnings, and patterns of their modules.
 WARNINGS = (
-    # Preset flags handle their absence.
+    # Preset flags handle missing packages.
     ("Transformer Engine and Apex are not installed. Falling back", r"megatron\."),
     ("Apex is not installed. Falling back to Torch Norm", r"megatron\."),
     (
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         r"megatron\.",
     ),
-    # Imported, not used.
+    # Megatron imports this model, but nothing uses it.
     ("MimoModelConfig is experimental", r"megatron\."),
     # Commands have no ranks.
     ("Could not determine rank from torch.distributed, RANK", r"megatron\."),
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
-    # Module is the file's path.
+    # The module of this warning is a path.
     ("invalid escape sequence", r".*[/\\]megatron[/\\]core[/\\]"),
-    # Harmless without a GPU.
+    # This warning is harmless without a GPU.
     ("'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data"),
     ("The argument order of load has been changed", r"torch\.distributed\."),
     ("torch.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\."),
     ("Please use DTensor instead and we are deprecating ShardedTensor", ""),
 )
-#: Logger, message prefix.
+#: Loggers and message prefixes.
 RECORDS = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     # Documents may be longer than a sample.
     ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
-    # Also for synchronous saves.
+    # Megatron logs this also for synchronous saves.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
     ("megatron.core.rerun_state_machine", "Setting RerunStateMachine mode"),
 )
-#: Names of all parameters, steps of reading data.
+#: Records with names of all parameters or steps of reading data.
 LONG_RECORDS = (
     ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient"),
     ("megatron.core.datasets.indexed_dataset", "\tExtract the "),
 )
-#: ``--load`` holds no checkpoint.
+#: Messages if ``--load`` holds no checkpoint.
 _NO_CHECKPOINT = ("WARNING: could not find the metadata file", "    will not load any checkpoints")
 
 
@@ -66,9 +66,9 @@ def _is_shown_briefly(record: logging.LogRecord) -> bool:
 
 
 def silence_host_warnings() -> None:
-    """Silence :data:`WARNINGS` and :data:`RECORDS`, unless the user asks for warnings.
+    """Silence :data:`WARNINGS` and :data:`RECORDS`, unless the user enables warnings.
 
-    Call before importing Megatron. Existing filters go first.
+    Call before importing Megatron. Existing filters have priority.
     """
     if any(not option.startswith("i") for option in sys.warnoptions):
         return
@@ -89,7 +89,7 @@ def _shows_all(args: argparse.Namespace) -> bool:
 def quiet_output() -> Iterator[None]:
     """Hide Megatron's arguments and parameter names, except at level DEBUG.
 
-    Also hides its memory of dense attention or missing GPUs, and the warning about a first start.
+    Also hide theoretical memory, GPU memory without a GPU, and warnings of a first start.
     """
     import torch
     from megatron.training import arguments, checkpointing, get_args, training

@@ -31,15 +31,15 @@ from megatron_dsa.training.provenance import record_provenance
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return this rank's loss, the divisor of its gradient, and log figures.
+    """Return this rank's loss, the divisor of its gradient, and values for the log.
 
     Megatron divides by the divisor and averages gradients over context-parallel ranks. The divisor
-    therefore counts all their tokens, and the loss is multiplied by their number. With
-    ``--calculate-per-token-loss`` Megatron sums the counts.
+    therefore counts tokens of all these ranks, and the loss is multiplied by the number of ranks.
+    With ``--calculate-per-token-loss`` Megatron sums local counts.
 
     Args:
         loss_mask: ``[b, s]`` of local tokens, 0 outside the loss.
-        losses: ``[b, s]``, per token.
+        losses: ``[b, s]``, loss per token.
     """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
@@ -68,7 +68,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     # Count a batch once, in training only.
     if counter is not None and packed is not None and model.training and not vp_stage:
         counter.count_documents(packed.cu_seqlens_q)
-    # Attention ignores it, and graph replays would copy it.
+    # Attention ignores the mask, and graph replays would copy it.
     graphed = get_model_config(model).cuda_graph_impl != "none"
     run = model.build_schedule_plan if return_schedule_plan else model
     losses = run(
@@ -117,7 +117,7 @@ def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
 
 
 def _without_bundled_attention(args) -> argparse.Namespace:
-    """Hide layers D, which select Megatron's bundled attention."""
+    """Replace letters D, which would select Megatron's bundled attention."""
     pattern = args.hybrid_layer_pattern
     pattern = None if pattern is None else pattern.replace("D", "+")
     return argparse.Namespace(**vars(args) | {"hybrid_layer_pattern": pattern})

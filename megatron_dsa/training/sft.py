@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations packed into sequences, as Megatron's data."""
+"""Megatron data sets of packed conversations for supervised fine-tuning."""
 
 import contextlib
 import hashlib
@@ -26,18 +26,18 @@ from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
 _TOGETHER = 512
-#: Seconds; ranks must not wait longer than Megatron's timeout.
+#: Seconds between collectives, so that waiting ranks do not time out.
 _BEAT = 60.0
 
 
 @dataclass
 class SFTConfig(BlendedMegatronDatasetConfig):
-    """Megatron's data-set configuration with settings of conversations.
+    """Megatron's data-set configuration with settings for conversations.
 
     Attributes:
         prefixes: JSONL file -> prefix of its tokens, see :func:`tokenise`.
-        truncate: cut conversations longer than a sequence, else drop them.
-        documents: most conversations per sequence; ``None``: any number.
+        truncate: cut conversations longer than a sequence instead of dropping them.
+        documents: maximum number of conversations per sequence, if limited.
     """
 
     prefixes: dict[str, str] = field(default_factory=dict)
@@ -50,8 +50,8 @@ def tokenise(
 ) -> str:
     """Write the tokens of a JSONL file as an indexed data set in ``folder``; return its prefix.
 
-    The name depends on file content and tokenizer; an existing data set is reused. Documents are
-    arrays of :meth:`.ChatTokenizer.encode`. Calls ``beat`` every minute.
+    The name depends on file content and tokenizer, so an existing data set is reused. Documents are
+    arrays of :meth:`.ChatTokenizer.encode`. Call ``beat`` every minute.
 
     Raises:
         ConfigError: the file is missing or empty, or a line is wrong.
@@ -83,7 +83,7 @@ def tokenise(
                 beat()
                 last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
-        builder.data_file.flush()  # attribute errors to this file
+        builder.data_file.flush()  # so that errors name this file
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
     print(
@@ -108,9 +108,9 @@ def tokenise(
 
 
 def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[list[int]]:
-    """Pack indices of ``lengths`` into lists with sums of at most ``room``: best fit.
+    """Pack indices of ``lengths`` by best fit into lists whose lengths sum to at most ``room``.
 
-    ``most``: indices per list, if limited.
+    ``most`` limits the indices per list.
     """
     packed: list[list[int]] = []
     open_lists: dict[int, list[int]] = {}  # tokens left -> lists
@@ -137,9 +137,9 @@ def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[lis
 class SFTDataset(MegatronDataset):
     """Sequences of packed conversations, reshuffled every epoch.
 
-    An item has int64 ``tokens``, ``labels`` and ``position_ids`` and fp32 ``loss_mask``, each
-    ``[s]``, int32 ``cu_seqlens [s + 1]``, padded with the number of real tokens, and int32
-    ``max_seqlen``. The order depends on the seed only, not on the number of items.
+    An item has ``tokens``, ``labels`` and ``position_ids`` in int64 and ``loss_mask`` in fp32, each
+    ``[s]``; int32 ``cu_seqlens [s + 1]``, padded with the number of real tokens; and int32
+    ``max_seqlen``. The order depends only on the seed, not on the number of items.
     """
 
     config: SFTConfig
@@ -183,7 +183,6 @@ class SFTDataset(MegatronDataset):
         return IndexedDataset(prefix, mmap=config.mmap_bin_files)
 
     def _fitting(self) -> np.ndarray:
-        """Select conversations; print how many are cut or dropped."""
         room = self.config.sequence_length
         lengths = self.dataset.sequence_lengths[self.indices] - 1
         long = lengths > room
@@ -218,7 +217,7 @@ class SFTDataset(MegatronDataset):
             tokens[part], labels[part] = ids[:-1], ids[1:]
             mask[part], positions[part] = marked[1:] >= 0, np.arange(len(ids) - 1)
             ends.append(part.stop)
-        # Equal tokens would all route to the same experts.
+        # Padding of equal tokens would route to the same experts.
         tokens[ends[-1] :] = np.resize(tokens[: ends[-1]], room - ends[-1])
         cu_seqlens = np.full(room + 1, ends[-1], np.int32)
         cu_seqlens[: len(ends)] = ends
@@ -240,9 +239,9 @@ def sft_datasets(
     shared: dict[str, Any],
     on_this_rank: Callable[[], bool],
 ) -> Any:
-    """Build the data sets of ``--sft`` from JSONL files; collective.
+    """Build the data sets of ``--sft`` from JSONL files, on all ranks together.
 
-    Rank 0 tokenises while the others wait. ``shared``: fields of all Megatron's data sets.
+    Rank 0 tokenises while the others wait. ``shared`` has fields common to all data sets.
     """
     parts = (shared["blend"], *(shared["blend_per_split"] or ()))
     paths = {path for part in parts if part for path in part[0]}

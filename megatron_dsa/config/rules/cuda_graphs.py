@@ -1,4 +1,4 @@
-"""Rules of ``--cuda-graph-impl``; Megatron has more."""
+"""Rules of ``--cuda-graph-impl`` that Megatron lacks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +8,12 @@ from megatron_dsa.config.rules.table import Must
 FLAG = "--cuda-graph-impl"
 #: Implementations that capture single layers or their attention.
 PER_LAYER = ("local", "transformer_engine")
-#: Modules of attention with selective recompute.
+#: Attention modules that selective recompute may include.
 _RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj")
 
 
 def graph_modules(config: Any) -> set[str]:
-    """Return the captured parts of a layer; empty: the whole layer."""
+    """Return the captured modules of a layer, empty for the whole layer."""
     return {getattr(module, "name", module) for module in config.cuda_graph_modules or ()}
 
 
@@ -35,7 +35,7 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
     padded = config.moe_expert_capacity_factor and config.moe_pad_expert_input_to_capacity
     yield (
-        # Megatron checks named modules.
+        # Megatron itself checks modules that are named.
         config.num_moe_experts is None or padded or graph_modules(config),
         f"{FLAG} {impl} cannot capture layers with experts whole: the host reads how many tokens "
         f"each expert gets. Add --cuda-graph-modules attn (with {FLAG} local or "

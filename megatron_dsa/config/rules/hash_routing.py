@@ -54,12 +54,12 @@ def _all_experts(config: Any, layers: int) -> bool:
 
 
 def _first_chunk(config: Any) -> int | None:
-    """Return the decoder layers on the embedding's stage, ``None`` for all."""
+    """Return the number of decoder layers on the embedding's stage, ``None`` for all."""
     if config.pipeline_model_parallel_size == 1:
         return None
     stages = getattr(config.pipeline_model_parallel_layout, "layout", None)
     if stages is not None:
-        # Megatron's parsed layout: kinds per rank and virtual stage.
+        # Megatron's parsed layout lists layer kinds per rank and virtual stage.
         return sum(kind.name == "decoder" for kind in stages[0][0])
     if config.pipeline_model_parallel_layout is not None:
         return None

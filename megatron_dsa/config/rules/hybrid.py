@@ -25,14 +25,14 @@ _ROWS = (
     Must("overlap_moe_expert_parallel_comm", False, "Megatron has no schedule of hybrid layers"),
     Must("fine_grained_activation_offloading", False, _APART),
 )
-#: Layers that need transformer-engine -> missing part.
+#: Letters of layers that need transformer-engine -> layer names.
 _OF_ENGINE = {"M": "Mamba", "*": "attention", "+": "dense MLA"}
-#: Layers that shard sequences in zigzag order.
+#: Letters of layers that shard sequences in zigzag order.
 _RECURRENT = "MG"
 
 
 def hybrid_rules(config: Any, options: Any, selects: Callable[[int], bool]) -> Iterator:
-    """Yield all rules; ``selects(layer)`` is True for selecting layers (from 1)."""
+    """Yield all rules; ``selects(layer)`` is True if a layer (from 1) selects keys."""
     if not has_pattern(config):
         yield (
             not config.is_hybrid_model,

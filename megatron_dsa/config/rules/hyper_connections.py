@@ -49,7 +49,7 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
         )
     layout = config.pipeline_model_parallel_layout
     stages = getattr(layout, "layout", None)
-    # Megatron's parsed layout: kinds per rank and virtual stage.
+    # Megatron's parsed layout lists layer kinds per rank and virtual stage.
     empty = stages is not None and all(kind.name != "decoder" for kind in stages[0][0])
     yield (
         not empty,
@@ -59,12 +59,12 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
 
 
 def predicts_apart(config: Any) -> bool:
-    """Return True if prediction is not on the last decoder layer's stage."""
+    """Return True if multi-token prediction is not on the last decoder layer's stage."""
     if not config.mtp_num_layers or config.pipeline_model_parallel_size == 1:
         return False
     layout = getattr(config.pipeline_model_parallel_layout, "layout", None)
     if layout is None:
-        # The loss counts as a layer, possibly the last stage's only one.
+        # Megatron counts the loss as a layer, which may fill the last stage.
         stages = config.pipeline_model_parallel_size
         stages *= config.virtual_pipeline_model_parallel_size or 1
         alone = config.account_for_loss_in_pipeline_split

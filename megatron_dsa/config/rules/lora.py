@@ -9,8 +9,7 @@ from megatron_dsa.config.rules.table import Must, check_rows, uses_csa
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
-#: Linears of DeepSeek-V3.2 and GLM-5 in checkpoints -> Megatron's module, which may hold it after
-#: the previous linear.
+#: Linears of V3.2 and GLM-5 in checkpoints -> Megatron's module, which may fuse two linears.
 V3_LINEARS = {
     "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
     "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
@@ -27,7 +26,7 @@ V3_LINEARS = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-#: Likewise of DeepSeek-V4, which has no dense MLPs.
+#: Linears of V4 in checkpoints -> Megatron's module.
 V4_LINEARS = {
     "attn.wq_a": f"{_ATTENTION}linear_q_down_proj",
     "attn.wq_b": f"{_ATTENTION}linear_q_up_proj",
@@ -44,7 +43,7 @@ V4_LINEARS = {
     "ffn.shared_experts.w3": "mlp.shared_experts.linear_fc1",
     "ffn.shared_experts.w2": "mlp.shared_experts.linear_fc2",
 }
-#: Target of all linears, as in PEFT.
+#: Target that selects all linears, as in PEFT.
 ALL = "all-linear"
 
 _ROWS = (
@@ -69,7 +68,7 @@ def modules_of_linears(config: Any) -> dict[str, str]:
 
 
 def linears_named(config: Any, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the linears whose name is a target, or ends with one after a dot, as in PEFT."""
+    """Return the linears whose name or dotted suffix is a target, as in PEFT."""
     linears = modules_of_linears(config)
     return tuple(x for x in linears if any(_names(target, x) for target in targets))
 

@@ -15,7 +15,7 @@ from megatron_dsa.ops.dispatch.policy import EXACT
 
 _ONE_MASK = "the selection is the mask"
 _KITCHEN = "--transformer-impl chooses the layers"
-#: Every attention of this package.
+#: Rules for every attention of this package.
 ATTENTION = (
     Must("cache_mla_latents", False, "it is for inference, which this package does not do"),
     Must("mla_down_proj_fusion", False, "the indexer reads the query latent"),
@@ -63,7 +63,7 @@ ATTENTION = (
     ),
 )  # fmt: skip
 _LINEARS = "torch's linears would silently use --bf16"
-#: With ``--transformer-impl local``.
+#: Rules with ``--transformer-impl local``.
 _LOCAL_LAYERS = (
     Must("fp8", None, _LINEARS),
     Must("fp4", None, _LINEARS),
@@ -71,12 +71,12 @@ _LOCAL_LAYERS = (
     Must("layernorm_zero_centered_gamma", False, "torch's norms ignore it"),
 )
 _SCHEDULE = "Megatron's schedule"
-#: With ``--overlap-moe-expert-parallel-comm``; Megatron has more.
+#: Rules with ``--overlap-moe-expert-parallel-comm`` that Megatron lacks.
 _OVERLAP = (
     Must("hc_mult", 1, f"{_SCHEDULE} adds experts to one residual"),
     Must("cuda_graph_impl", "none", "the two were not run together"),
 )
-#: With ``--dsa-indexer-teacher served``.
+#: Rules with ``--dsa-indexer-teacher served``.
 _SERVED = (
     Must(
         "dsa_indexer_use_sparse_loss", True,
@@ -96,13 +96,13 @@ _SERVED = (
         f"{_SCHEDULE} sends back gradients of hidden states only; drop one of the two",
     ),
 )  # fmt: skip
-#: With recomputed layers that share drawn query tokens.
+#: Rule for recomputed layers that share randomly drawn query tokens.
 _DRAWS_TWICE = Must(
     "cuda_graph_impl", Not(("full_iteration",)),
     "the second pass would draw other tokens, as Megatron keeps no copy of the generator's state "
     "then; add --dsa-indexer-loss-queries 1, or drop one",
 )  # fmt: skip
-#: With ``--dsa-selected-attention masked``.
+#: Rules with ``--dsa-selected-attention masked``.
 _MASKED = (
     Must(
         "recompute", "nothing",
@@ -114,7 +114,7 @@ _MASKED = (
         "V4's layers attend to lists of window and compressed keys; drop --dsa-selected-attention",
     ),
 )  # fmt: skip
-#: With ``--softmax-type learnable``.
+#: Rules with ``--softmax-type learnable``.
 _SINKS = (
     Must("csa_compress_ratios", None, "V4's layers always have sinks; drop --softmax-type"),
     Must(
@@ -125,7 +125,7 @@ _SINKS = (
 _SINKS_DENSE_LOSS = Must(
     "dsa_indexer_use_sparse_loss", True, "a teacher of all visible keys has no sinks; add it"
 )
-#: With ``--dsa-output-gate``.
+#: Rule with ``--dsa-output-gate``.
 _GATE_CSA = Must(
     "csa_compress_ratios", None, "V4's layers have output groups; drop --dsa-output-gate"
 )
@@ -135,7 +135,7 @@ _EXPANDED_BY_HEADS = Must(
     "--dsa-selected-attention auto or sparse",
     "--dsa-tp-mode",
 )  # fmt: skip
-#: With ``--dsa-tp-mode select``.
+#: Rule with ``--dsa-tp-mode select``.
 _SELECT_CSA = Must(
     "csa_compress_ratios", None,
     "V4's layers attend to lists of keys; use --dsa-tp-mode auto, heads or sequence",
@@ -261,7 +261,7 @@ def _overlap_rules(config: Any, options: Any):
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     several = config.context_parallel_size > 1
     yield (
-        # A string, or one per layer.
+        # One string, or a list with one per layer.
         not several or "a2a" not in str(config.cp_comm_type),
         f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
         "gathers keys and leaves queries where they are",
@@ -348,7 +348,7 @@ def _head_share_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
 
 
-#: With ``--dsa-indexer-pool-size`` above 1.
+#: Rules with ``--dsa-indexer-pool-size`` above 1.
 _POOLED = (
     Must("csa_compress_ratios", None, "V4's layers have compressed keys"),
     Must("qk_pos_emb_head_dim", 0, "keys of several positions become one; give 0"),

@@ -1,4 +1,4 @@
-"""Rules of inference engines' arithmetic: scores and cached keys."""
+"""Rules for imitating the scores and cached keys of inference engines."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -138,7 +138,6 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     ),
     (Range(1, 2**32 - 1, "numpy's generators take 32 bits"), "--seed"),
 )
-#: Flag -> range.
 FLAGS: dict[str, Range] = {flag: limits for limits, flags in _ROWS for flag in flags.split()}
 
 #: Flags without a range that accept negative numbers.
@@ -159,7 +158,7 @@ _NEGATIVE = {
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range] = FLAGS
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` for numbers, also in lists, by flag, argument or field."""
+    """Yield ``(ok, message)`` per number or list entry; keys are flags or fields."""
     for name, value in values.items():
         flag = name if name.startswith("--") else flag_of(name)
         limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
@@ -186,7 +185,7 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)``: learning rates rise within the run, then fall."""
+    """Yield rules: warm-up ends within the run, and ``--lr`` is the highest rate."""
     if values["skip_train"]:
         return
     highest = values["lr"]

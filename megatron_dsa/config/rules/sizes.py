@@ -1,4 +1,4 @@
-"""Rules for sizes."""
+"""Rules for sizes of attention and experts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,15 +7,15 @@ from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.rules.ranges import range_rules
 
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-#: Sizes that ranks divide, and the number of ranks.
+#: Size -> field with the number of ranks that share it.
 SHARED = {"num_attention_heads": TENSOR, "ffn_hidden_size": TENSOR}
-#: Likewise of layers with experts.
+#: Size in layers with experts -> field with the number of ranks that share it.
 SHARED_BY_EXPERTS = {
     "moe_shared_expert_intermediate_size": TENSOR,
     "moe_ffn_hidden_size": EXPERT_TENSOR,
     "num_moe_experts": "expert_model_parallel_size",
 }
-#: Sizes of attention, checked even without a command line.
+#: Attention sizes, also checked for configurations that no command line made.
 _NUMBERS = (
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim",
     "rotary_base", "rotary_scaling_factor", "rotary_percent",
@@ -79,7 +79,7 @@ def expert_rules(config: Any) -> Iterator[tuple[Any, str]]:
         return
     pattern = config.moe_layer_freq
     listed = isinstance(pattern, list)
-    # Hybrid models: see hybrid_rules.
+    # ``hybrid_rules`` checks hybrid models.
     fits = not listed or config.is_hybrid_model or len(pattern) == config.num_layers
     yield (
         (fits and set(pattern) <= {0, 1}) if listed else pattern >= 1,

@@ -15,9 +15,9 @@ class Must(NamedTuple):
 
     Attributes:
         name: field of the configuration, else of the options.
-        values: the required value; a tuple: one of them; :class:`Not`: none of them.
-        why: reason, with a fix unless that is to drop the flag.
-        flag: if not derived from ``name``.
+        values: required value, tuple of allowed values, or :class:`Not` of forbidden values.
+        why: reason, then the fix unless it is to drop the flag.
+        flag: flag that cannot be derived from ``name``.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Must(NamedTuple):
         """Return ``(ok, message)``; ``case`` says when the rule applies."""
         holder = config if hasattr(config, self.name) else options
         if not hasattr(holder, self.name):
-            return True, ""  # another class of configurations
+            return True, ""  # configurations of other classes lack the field
         given = getattr(holder, self.name)
         flag, values = self.flag or flag_of(self.name), self.values
         case, drop = case and f" {case}", "" if ";" in self.why else "; drop it"

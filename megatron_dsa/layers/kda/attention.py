@@ -28,7 +28,7 @@ from megatron_dsa.layers.warm_up import resolve_kernels
 from megatron_dsa.ops.kda.api import delta_attention, gated_norm, short_convolution
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Range of ``softplus(dt_bias)`` in new models, log-uniform.
+#: Bounds of ``softplus(dt_bias)`` in new models, which draw it log-uniformly.
 _TIME_STEPS = 1e-3, 1e-1
 
 
@@ -43,7 +43,7 @@ class _OfHeads(Fp32Parameters, MegatronModule):
     pg_collection: Any
 
     def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return a shard of a parameter drawn alike on all ranks, in fp32."""
+        """Return this rank's fp32 shard of a parameter that all ranks draw alike."""
         group = self.pg_collection.tp
         part = whole.chunk(group.size())[group.rank()]
         parameter: Any = new_parameter(self.config, *part.shape)
@@ -85,7 +85,7 @@ class ShortConvolution(_OfHeads):
 class _GatedNorm(MegatronModule):
     def __init__(self, config, dim: int):
         super().__init__(config=config)
-        # Ranks have other heads: this mark sums their gradients.
+        # Ranks have different heads and sum the weight's gradient.
         self.weight = new_norm_weight(config, dim)
         self.policy = options_of(config).policy
 
@@ -201,7 +201,7 @@ def _new_dt_bias(config, width: int) -> torch.Tensor:
 
 
 def document_bounds(layout: Layout) -> torch.Tensor | None:
-    """Return int64 bounds of packed documents; padding counts as documents."""
+    """Return int64 bounds of packed documents; each padding counts as a document."""
     sequences, tokens = layout.sequences, layout.num_queries
     assert sequences is not None
     ends = sequences.cu_seqlens

@@ -1,10 +1,10 @@
 """Selection with equal work per rank.
 
-Late tokens see more keys: with contiguous parts of a sequence the last rank would score up to twice
-the mean while all others wait.
+Late tokens see more keys: if ranks have contiguous parts of a sequence, the last rank scores up to
+twice the mean while the others wait.
 
-Of ``2 n`` halves, two per rank, half ``k`` costs ``k + 1/2``: ``k`` and ``2 n - 1 - k`` cost the
-mean. Each rank scores one local half and another rank's, while queries and weights travel.
+Each of ``n`` ranks has two of ``2 n`` halves. Half ``k`` costs ``k + 1/2``, so halves ``k`` and
+``2 n - 1 - k`` together cost the mean. A rank scores a local half while it receives another.
 
 Packed batches stay unbalanced: ranks must agree without reading lengths from the device.
 """
@@ -24,10 +24,11 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Least ratio of longest to mean work for an exchange (zigzag: 1.0; two contiguous parts: 1.5).
+#: Minimum ratio of longest to mean work for an exchange (zigzag has 1.0, two ranks with contiguous
+#: parts 1.5).
 LONGEST_TO_MEAN = 1.1
-#: Least ratio of visible to selected keys: a token sends 25 KB both ways (64 heads of 128, 2048
-#: keys), 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
+#: Minimum ratio of visible to selected keys for an exchange. A token's 25 KB (64 heads of 128, 2048
+#: keys) take 0.1 to 0.2 us over NVLink, the time to score a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
@@ -36,10 +37,11 @@ class Swap:
     """Halves that ranks score for each other; half ``k`` starts at position ``k * size``.
 
     Attributes:
-        kept, given: local halves, scored here and by rank ``to``.
-        taken: half of rank ``source``, scored here.
+        kept: local half that this rank scores.
+        given: local half that rank ``to`` scores.
+        taken: half of rank ``source`` that this rank scores.
         kept_second: ``kept`` comes after ``given``.
-        longest_to_mean: longest over mean work without exchange.
+        longest_to_mean: ratio of longest to mean work without exchange.
     """
 
     size: int
@@ -54,7 +56,7 @@ class Swap:
 
 @lru_cache(maxsize=64)
 def swap_of(sharding: Sharding, total: int) -> Swap | None:
-    """Return the exchange of ``total`` positions, ``None`` for unequal halves."""
+    """Return the exchange of ``total`` positions, ``None`` if halves would be unequal."""
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
         return None
@@ -62,8 +64,8 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     holder = {half: rank for rank, halves in enumerate(held) for half in halves}
     last = len(holder) - 1
 
-    # Halves that add up to ``last`` are partners. Going to the partner, then to its rank's other
-    # half, closes a cycle, so each rank gives away at most one half.
+    # Halves ``k`` and ``last - k`` are partners. The walk from a half to its partner, then to the
+    # other half on that rank, is a cycle, so each rank gives away at most one half.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
         # Keep the longer half, to hide more of the exchange.
@@ -145,12 +147,12 @@ def balanced_topk(
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[local] = selected
     back.wait()
-    # Lengths follow from visibility.
+    # Visibility determines the lengths.
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
 def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
-    """Return the exchange if it pays; all ranks decide alike."""
+    """Return the exchange if it saves time; all ranks decide alike."""
     if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None
@@ -171,7 +173,7 @@ def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
 
 class _Message:
     def __init__(self, tokens: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
-        # NCCL reads them on another stream.
+        # Kept alive, since NCCL reads the tensor on another stream.
         sent = tokens.contiguous()
         self._sent: torch.Tensor | None = sent
         self._received = received

@@ -24,12 +24,14 @@ def join_keys_of_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the key buffer and its gradient proxy.
 
-    Buffer order: compressed keys by slot, query tokens, shared tokens of all ranks.
+    The buffer holds compressed keys by slot, then keys of query tokens, then shared keys of all
+    ranks.
 
     Args:
         kv: ``[s, b, D]``, local keys.
-        compressed: ``[G, D]``, local compressed keys; keys: their slots.
-        halo: of the query tokens; ``None`` if one rank has all.
+        compressed: ``[G, D]``, local compressed keys.
+        keys: slots of ``compressed``.
+        halo: halo of the query tokens, ``None`` if one rank has all of them.
     """
     batch = kv.shape[1]
     buffer, grad_proxy = gather_keys(kv, ranks.indexer_tp)
@@ -47,7 +49,7 @@ def join_keys_of_ranks(
 def index_keys_of_ranks(
     compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks
 ) -> torch.Tensor:
-    """Return the indexer's compressed keys of all ranks by slot, ``[count, D]``."""
+    """Return the indexer's compressed keys of all ranks, ``[slots, D]``."""
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
@@ -60,7 +62,7 @@ def extend(
 ) -> tuple[torch.Tensor, ...]:
     """Prepend neighbours' tokens to each run of local tokens.
 
-    Takes ``[tokens * batch, width]`` each; returns ``[halo.length * batch, width]``.
+    Each tensor ``[tokens * batch, width]`` becomes ``[halo.length * batch, width]``.
     """
     return _Extend.apply(halo, batch, ranks.group, *tensors)
 
@@ -108,7 +110,7 @@ class _InOrder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
-        # Empty slots are invisible: all write to a spare entry.
+        # Empty slots, which no query sees, write to a spare entry.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
         return None, back.index_copy_(0, rows, grad)[:-1], None
 
@@ -127,7 +129,7 @@ class _JoinProxies(torch.autograd.Function):
 
 
 class _Extend(torch.autograd.Function):
-    """Each channel of a token is in one group, so gradients are exact."""
+    """Halo exchange; gradients are exact because each channel of a token is in one group."""
 
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):

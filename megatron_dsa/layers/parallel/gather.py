@@ -1,6 +1,6 @@
 """Asynchronous gather of keys, and the sum of their gradients over ranks.
 
-Other work may run between start and finish, in both directions::
+Other work may run between start and finish, in forward and backward::
 
     forward    keys --> start_gather ~~ all-gather ~~~~~~> finish_* --> keys of all ranks
     backward   sum <-- start_gather <~~ reduce-scatter ~~~ finish_* <-- gradient in fp32
@@ -25,16 +25,16 @@ from megatron_dsa.ops.common.collectives import (
 
 
 class Gathering(NamedTuple):
-    #: Connects start and finish in autograd; on one rank the keys.
+    #: Tensor that connects start and finish in autograd; on one rank, the keys.
     link: torch.Tensor
     keys: Transfer
-    #: Filled by the backward of finish.
+    #: Transfer that the backward of ``finish_*`` fills.
     gradient: Transfer
     group: object
 
 
 def start_gather(keys: torch.Tensor, group) -> Gathering:
-    """Start to gather ``keys [tokens, ...]`` over ``group`` (``None``: one rank)."""
+    """Start to gather ``keys [tokens, ...]`` over ``group``, ``None`` for one rank."""
     gathered, gradient = all_gather_async(keys, group), Transfer()
     link = _Start.apply(keys, gradient) if several(group) else keys
     return Gathering(link, gathered, gradient, group)
@@ -48,10 +48,9 @@ def finish_with_proxy(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def finish_with_gradient(gathering: Gathering, pick=None, group=None) -> torch.Tensor:
-    """Wait for keys whose gradient is rounded before the sum.
+    """Return the gathered keys; their gradient is rounded before ranks sum it.
 
-    ``pick`` slices the gradient ``[tokens * ranks, D]`` to the tokens to sum over ``group``, by
-    rank.
+    ``pick`` slices the gradient ``[tokens * ranks, D]`` to the tokens that ``group`` sums.
     """
     if pick is not None:
         gathering = gathering._replace(group=group)
@@ -86,7 +85,7 @@ class _Start(torch.autograd.Function):
 
 
 def _send_back(gathering: Gathering, grad: torch.Tensor) -> torch.Tensor:
-    """Start to sum ``grad``; return an empty gradient for the link."""
+    """Start to sum ``grad`` over ranks; return a placeholder gradient for ``gathering.link``."""
     shape = gathering.gradient.take_over(reduce_scatter_async(grad, gathering.group))
     return _without_memory(shape, grad.dtype, grad.device)
 
@@ -105,7 +104,7 @@ class _FinishWithProxy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _keys, grad):
-        if grad is None:  # other ranks take part
+        if grad is None:  # other ranks wait in the collective
             shape, dtype, device = ctx.of_proxy
             grad = torch.zeros(shape, dtype=dtype, device=device)
         return _send_back(ctx.gathering, grad), None
@@ -127,7 +126,7 @@ class _FinishWithGradient(torch.autograd.Function):
 def gathered_product(
     x: torch.Tensor, grad_proxy: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``x @ weight.t()``; the gradient of ``x`` goes to its proxy unrounded.
+    """Return ``x @ weight.t()``; the unrounded gradient of ``x`` goes to its proxy.
 
     ``x``, ``grad_proxy``: ``[keys, A]`` from :func:`finish_with_proxy`; ``weight [B, A]``.
     """

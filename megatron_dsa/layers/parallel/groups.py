@@ -23,10 +23,10 @@ from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 
 @dataclass(frozen=True)
 class Ranks:
-    """Tensor-parallel (``tp``) times context-parallel ranks that share a microbatch.
+    """Tensor- and context-parallel ranks that share a microbatch.
 
-    Ranks compute keys of local tokens and get all keys. *Query tokens* are the indexer's, and
-    depend on ``tp_mode`` ("tp": all tokens of ``tp``):
+    Ranks compute keys of local tokens and gather all keys. *Query tokens* are the indexer's tokens
+    and depend on ``tp_mode`` (in the table, ``tp`` means all tokens of the group ``tp``):
 
     ============  ================  ==================  =====  ===========  ============
     tp_mode       indexer's tokens  attention's tokens  heads  indexer_tp   attention_tp
@@ -78,7 +78,6 @@ class Ranks:
         return tuple(self._part(table, self.indexer_tp) for table in tables)
 
     def queries_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Slice attention's tokens to query tokens."""
         return self._part(x, self.attention_tp)
 
     def _part(self, x: torch.Tensor, gathered_by) -> torch.Tensor:
@@ -124,14 +123,13 @@ def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather tokens; the backward slices: all ranks have the same gradient."""
+    """All-gather tokens; the backward slices, since all ranks have the same gradient."""
     if not several(group):
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
 
 
 def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum over ``group``; return this rank's part along dim 0."""
     return reduce_scatter_async(x, group).wait()
 
 
@@ -140,9 +138,9 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
-    """Wait for the indexer's keys of all ranks; local keys get their gradient.
+    """Return the indexer's keys of all ranks; the backward returns local keys' gradient.
 
-    By heads, ``ranks.tp`` have the same gradient: only ``ranks.cp`` sum.
+    In mode ``heads``, ``ranks.tp`` have equal gradients, so only ``ranks.cp`` sum them.
     """
     if ranks.indexer_tp is None:
         return finish_with_gradient(gathering)
@@ -156,7 +154,7 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """All-to-all ``[tokens * ranks, H / ranks, D]`` to ``[tokens, H, D]``, by rank."""
+    """Exchange ``[tokens * ranks, H / ranks, D]`` for ``[tokens, H, D]`` by an all-to-all."""
     return _Exchange.apply(x, group, True)
 
 

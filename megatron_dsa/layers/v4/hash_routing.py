@@ -1,4 +1,4 @@
-"""Hash routing: experts by token id (DeepSeek-V4).
+"""Hash routing, which chooses experts by token id (DeepSeek-V4).
 
 Token ids travel as ``context``, Megatron's unused argument for cross attention, which recompute
 saves.
@@ -30,7 +30,7 @@ class HashRouter(TopKRouter):
     so only the z-loss remains.
 
     Attributes:
-        tid2eid: saved buffer, int32 ``[vocabulary, topk]``, from ``moe_hash_seed`` and the layer.
+        tid2eid: saved buffer, int32 ``[vocabulary, topk]``, drawn per layer from ``moe_hash_seed``.
         token_ids: int64 ``[s, b]`` of the next call.
     """
 
@@ -39,7 +39,7 @@ class HashRouter(TopKRouter):
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Megatron updates biases with these names.
+        # Megatron would update buffers with these names.
         del self.expert_bias, self.local_tokens_per_expert
         self.enable_expert_bias = False
         rows = config.moe_hash_vocab_size
@@ -62,7 +62,7 @@ class HashRouter(TopKRouter):
         super().set_layer_number(layer_number)
 
     def set_table(self, table: torch.Tensor) -> None:
-        """Load a checkpoint's table ``[n, topk]``; padding tokens keep theirs."""
+        """Load a checkpoint's table ``[n, topk]``; padding tokens keep their entries."""
         name, rows = self._name(), len(self.tid2eid)
         check_table(table, self.topk, self.config.num_moe_experts, name)
         require(
@@ -75,7 +75,7 @@ class HashRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and map ``[tokens, experts]`` for logits ``[s, b, experts]``.
+        """Return weights and routing map ``[tokens, experts]`` for logits ``[s, b, experts]``.
 
         Raises:
             ConfigError: missing token ids, or a wrong table.
@@ -166,7 +166,7 @@ class HashMoELayer(MoELayer):
 
 
 class HashRoutedLayer:
-    """Mixin for a transformer layer with a :class:`HashMoELayer`; ``context``: token ids."""
+    """Mixin for a transformer layer with a :class:`HashMoELayer`; ``context`` holds token ids."""
 
     takes_token_ids = True
     config: Any
@@ -189,7 +189,7 @@ class HashRoutedLayer:
         return out, context if self.layer_number < self.config.moe_hash_layers else None
 
     def _maybe_unflatten_for_moe(self, hidden_states, padding_mask, packed_seq_params):
-        """Arrange token ids like hidden states: some packed batches are by sample."""
+        """Arrange token ids like hidden states, which Megatron may split by sample."""
         out = super()._maybe_unflatten_for_moe(  # type: ignore[misc]
             hidden_states, padding_mask, packed_seq_params
         )

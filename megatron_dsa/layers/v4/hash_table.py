@@ -8,7 +8,8 @@ from megatron_dsa.errors import ConfigError, require
 def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
     """Return a random table ``[vocabulary, topk]`` with equally frequent experts, int32 on the CPU.
 
-    Random orders of the experts, cut every ``topk``; swaps within an order remove repetitions.
+    Concatenated random orders of the experts give each token the next ``topk``; swaps within an
+    order remove repetitions.
     """
     require(
         experts >= topk,
@@ -20,7 +21,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
     draws = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
     orders = draws.argsort(dim=1, stable=True).tolist()
     for number in range(1, rounds):
-        begun = number * experts % topk  # experts of the cut token in the previous order
+        begun = number * experts % topk  # experts that a token across orders already has
         if begun:
             _keep_apart(orders[number], set(orders[number - 1][-begun:]), topk - begun)
     table = torch.tensor(orders, dtype=torch.int32, device="cpu").flatten()
@@ -28,7 +29,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
 
 
 def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
-    """Swap taken experts among the ``first`` with later ones, in place."""
+    """Swap ``taken`` experts in ``order[:first]`` with later ones, in place."""
     later = first
     for index in range(first):
         if order[index] in taken:
@@ -39,11 +40,7 @@ def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
 
 
 def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None:
-    """Check integers ``[vocabulary, topk]`` on the host.
-
-    Raises:
-        ConfigError: wrong width or dtype, unknown or repeated experts.
-    """
+    """Check a table ``[vocabulary, topk]`` on the host."""
     require(
         table.dim() == 2 and table.shape[1] == topk and not table.is_floating_point(),
         f"{name} must hold integers [vocabulary, --moe-router-topk = {topk}], got {table.dtype} "

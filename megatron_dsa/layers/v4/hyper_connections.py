@@ -1,7 +1,7 @@
 """Hyper-connections around Megatron's transformer layer.
 
-Hidden states are ``n`` concatenated streams. Norms return (read, streams) as Megatron's (output,
-residual); the write-back replaces its addition.
+Hidden states are ``n`` concatenated streams. Norms return a sublayer's input and the streams as
+Megatron's output and residual; the write-back replaces the residual addition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dsa.ops.hyper_connections.api import (
     write_streams,
 )
 
-#: Sublayers: prefix of parameters, norm, addition.
+#: Parameter prefix, norm and residual addition of each sublayer.
 _SUBLAYERS = (
     ("attn", "input_layernorm", "self_attn_bda"),
     ("ffn", "pre_mlp_layernorm", "mlp_bda"),
@@ -40,7 +40,7 @@ def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -
     width = config.hc_mult * config.hidden_size
     values = (new_parameter(config, *s) for s in ((outputs, width), (outputs,), (scales,)))
     for part, parameter in zip(_PARTS, values, strict=True):
-        # Ranks have other tokens: sum their gradients.
+        # Ranks have different tokens and sum the gradients.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         setattr(module, f"hc_{kind}_{part}", parameter)
     if config.perform_initialization:
@@ -60,11 +60,11 @@ def _by_token(streams: torch.Tensor, config) -> torch.Tensor:
 
 
 class StreamsNorm(MegatronModule):
-    """Read and norm before a sublayer; the layer sets ``connection`` and ``write``."""
+    """Stream read and norm before a sublayer; the layer sets ``connection`` and ``write``."""
 
     connection: Callable[[], Connection]
     write: StreamsWrite
-    #: Read by Megatron 0.20; 0.19 inspects the output.
+    #: Megatron 0.20 reads this attribute; 0.19 inspects the output.
     returns_residual = True
 
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
@@ -94,7 +94,7 @@ class StreamsWrite:
         self.policy: Any = None
 
     def __call__(self, training: bool, _fused: bool) -> Callable:
-        """Return the function to call with ``(output and bias, streams, dropout)``."""
+        """Return a function of ``(output_with_bias, streams, dropout)``."""
         return functools.partial(self._write, training)
 
     def _write(self, training: bool, output_with_bias, streams: torch.Tensor, dropout: float):
@@ -105,7 +105,7 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Megatron's residual keeps its changes in the graph.
+        # Use Megatron's residual, to keep Megatron's changes in the graph.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)

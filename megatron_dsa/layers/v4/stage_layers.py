@@ -15,7 +15,7 @@ from megatron_dsa.errors import require
 def layers_of_stage(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Sequence[int]:
-    """Return the layers, from 0, of a pipeline stage.
+    """Return the layer indices (from 0) of a pipeline stage.
 
     Raises:
         ConfigError: stages that lose or repeat layers, or start with a reused selection.

@@ -1,7 +1,7 @@
 """Multi-token prediction on residual streams (DeepSeek-V4).
 
-V4 predicts from the previous layer's streams, Megatron from the final norm's output: so the main
-head appends the streams.
+V4 predicts from the previous layer's streams, Megatron from the final norm's output, to which the
+main head therefore appends the streams.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
 class StreamPredictionLayer(MultiTokenPredictionLayer):
     """Multi-token-prediction layer on streams.
 
-    Sharded projections would gather all streams under sequence parallelism.
+    Its projections are replicated: sharded ones would gather all streams.
     """
 
     submodules: StreamPredictionLayerSubmodules
@@ -63,7 +63,7 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
     def _postprocess(self, hidden_states: torch.Tensor) -> Any:
         """Return ``[s, b, C]`` for the output layer, then the streams for a next layer."""
         out = apply_module(self.final_layernorm)(hidden_states)
-        # Megatron frees sent tensors, which fails for views.
+        # Megatron frees tensors after sending, which fails for views.
         out = make_viewless_tensor(inp=out, requires_grad=True, keep_graph=True)
         return (out, hidden_states) if self.config.mtp_num_layers > 1 else (out,)
 

@@ -23,11 +23,11 @@ _FIXES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
 _NUMBER = re.compile(r"\(os error (\d+)\)")  # Rust libraries such as safetensors
-_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy, without errno
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy's error without errno
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
-    """Return path, reason and fix of a file-system error, else ``None``."""
+    """Describe path, reason and fix of a file-system error; return ``None`` for others."""
     found = _system_error(error)
     if found is None or found.errno not in _FIXES:
         return None
@@ -48,7 +48,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
             return OSError(errno.ENOSPC, f"only part of it was written ({error})")
         if (number := _NUMBER.search(str(error))) is not None:
             return OSError(int(number[1]), "")
-        # torch collects errors of all ranks.
+        # torch collects the errors of all ranks in ``failures``.
         failures = [each[0] for each in getattr(error, "failures", {}).values()]
         error = failures[0] if failures else error.__cause__ or error.__context__
     return None

@@ -1,4 +1,4 @@
-"""Atomic result files: all appear, or none; links are not followed."""
+"""Atomic result files: either all appear or none; links are not followed."""
 
 import contextlib
 import os
@@ -13,11 +13,7 @@ from megatron_dsa.training.files.system_errors import naming, sentence
 
 
 def require_own_name(path: Path) -> None:
-    """Check that ``path`` is a regular file or absent.
-
-    Raises:
-        ConfigError: it is a link, folder or device.
-    """
+    """Check that ``path`` is a regular file or absent."""
     require(
         not path.is_symlink() and (path.is_file() or not path.exists()),
         f"{path} is a link or no file: remove it, or choose another --output",
@@ -25,10 +21,9 @@ def require_own_name(path: Path) -> None:
 
 
 class WholeFiles:
-    """Files of one folder, written to a scratch folder inside and moved when complete.
+    """Context manager for files of one folder, written to scratch and moved when complete.
 
-    A context manager. An error removes all files and created folders; a kill leaves a folder
-    ``incomplete-*``.
+    An error removes all files and created folders; a kill leaves a folder ``incomplete-*``.
 
     Args:
         folder: created if needed.
@@ -37,7 +32,7 @@ class WholeFiles:
         scratch: folder to write to; files not returned by :meth:`path` are dropped.
 
     Raises:
-        FileError: files cannot be written; names the last one begun.
+        FileError: files cannot be written; the message names the last file.
         ConfigError: see :meth:`path`.
     """
 
@@ -62,18 +57,15 @@ class WholeFiles:
     def path(self, name: str) -> Path:
         """Return the scratch path of a file or folder that will be moved to ``name``.
 
-        Files are moved in call order. The last one marks the others as complete: if several are
-        replaced, its predecessor is removed first.
-
-        Raises:
-            ConfigError: a link, folder or device has this name.
+        Files are moved in call order. The last file marks the others as complete, so an old one is
+        removed first.
         """
         require_own_name(self.folder / name)
         self._order.append(name)
         return self.scratch / name
 
     def finish(self) -> None:
-        """Write the rest after success; for subclasses."""
+        """Write further files after success; subclasses override this method."""
 
     def __exit__(self, kind, error: BaseException | None, _traceback) -> None:
         try:
