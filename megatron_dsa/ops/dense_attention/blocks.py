@@ -1,4 +1,4 @@
-"""Kernels for attention to one block of keys and values."""
+"""Choice of kernels for attention to one block of keys and values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ BLOCK_KERNELS = {
 
 
 def choose(call: OpCall, name: str | None = None) -> BlockAttention:
-    """Return the kernel called ``name``, by default dispatch's choice.
+    """Return the kernel called ``name``, or by default the one that dispatch chooses.
 
     Raises:
         ConfigError, ImplementationError: there is no such kernel, or it cannot run the call.

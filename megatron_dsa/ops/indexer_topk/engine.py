@@ -26,15 +26,15 @@ from megatron_dsa.ops.indexer_topk.fp8 import quantized_by_powers as quantized
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
 
-#: Dims per scale.
+#: Maximum dims of a vector: engines have one scale per 128 dims.
 LARGEST_DIM = 128
 SUMS = 8
-#: 8 MiB in fp64.
+#: Keys per block: 8 MiB in fp64.
 KEYS = 8192
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times its scales."""
+    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times the scales of q."""
     q, scales = quantized(q)
     return q, weights.float() * scales
 
@@ -86,7 +86,7 @@ def _scores(q, weights, keys, key_scales) -> torch.Tensor:
     for heads in _in_order(slices(q.shape[1], SUMS)):
         part = q[:, heads].double()
         products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
-        # Exact in fp64.
+        # The product of two fp32 numbers is exact in fp64.
         products = products.float().relu_().double()
         products.mul_(weights[:, heads, None])
         taken = sums[:, : part.shape[1]]
