@@ -74,7 +74,7 @@ class _Exact:
         self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return selected columns int32 ``[tokens, topk]``, ascending, then -1, maybe in ``out``."""
+        """Return ascending selected columns, then -1: int32 ``[tokens, topk]``, maybe ``out``."""
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
         return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 

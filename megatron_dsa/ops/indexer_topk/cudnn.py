@@ -1,8 +1,7 @@
 """Adapter of cuDNN's index scores and selection for Hopper, bf16 and index dim 128.
 
 The adapter runs blocks of queries with a causal offset to avoid an ``S x S`` buffer, sets ``ratio``
-to 1 instead of 4, pads heads to 16, 32 or 64, and turns ``-0``, which cuDNN ranks below ``+0``, into
-``+0``.
+to 1, pads heads to 16, 32 or 64, and replaces ``-0``, which cuDNN does not treat as ``+0``.
 """
 
 import torch

@@ -2,17 +2,17 @@
 
 From bf16 ``q [HI, DI]`` and ``k [DI]`` after rope and Hadamard transform:
 
-1. A vector ``x`` (``k``, or a head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
+1. Each head of ``q``, and ``k``, is a vector ``x`` with the scale ``2^ceil(log2(max(|x|max, 1e-4) /
   448))``; ``x / scale`` is rounded to e4m3, ties to even.
 2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
-3. ``p[h] = relu(q[h] . k)``: exact, then rounded to fp32, in torch; fewer bits on Hopper's tensor
-  cores, as in the engine.
-4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` takes ``w[h] * p[h]`` of ``h = r + 8, r,
-  r + 16, r + 24, ...`` by fused multiply-add. With ``t[i] = s[2 i] + s[2 i + 1]`` the score is
-  ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
+3. ``p[h] = relu(q[h] . k)``. Torch computes it exactly and rounds to fp32; Hopper's tensor cores
+  keep fewer bits, as in the engine.
+4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` accumulates ``w[h] * p[h]`` for ``h =
+  r + 8, r, r + 16, r + 24, ...`` by fused multiply-add. With ``t[i] = s[2 i] + s[2 i + 1]`` the
+  score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
 
-Step 4 is DeepGEMM's on SM90: in ``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds the
-first product and fuses the second. All steps but 3 have one result on every device.
+Step 4 follows DeepGEMM on SM90: in ``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds
+the first product and fuses the second. Only step 3 depends on the device.
 """
 
 from collections.abc import Iterable

@@ -2,8 +2,8 @@
 
 A thread block keeps all heads of ``512 / HI`` adjacent queries in shared memory and streams blocks
 of 64 keys. Keys are the M dim of products, so a thread sums many heads of two keys in registers.
-Each of two warpgroups has half of the queries and two accumulators ``[64 keys, 128 heads]``; it sums
-one while tensor cores fill the other. One warp fetches queries and keys.
+Each of two warpgroups has half of the queries and two accumulators ``[64 keys, 128 heads]``. Tensor
+cores fill one accumulator while the other is summed. One warp fetches queries and keys.
 
 One thread block per SM computes an equal share of the visible key blocks of all query tiles.
 """

@@ -101,8 +101,8 @@ def tiling_for(width: int, topk: int) -> str:
 def aim(name: str, topk: int) -> int:
     """Return the number of candidates that the sampled floor aims for.
 
-    Too few require a second read of the scores, too many a selection in between; the geometric mean
-    is equally many standard errors from both limits.
+    With fewer than ``topk`` candidates scores are read again; with more than fit, some are dropped.
+    The geometric mean balances both risks.
     """
     return math.isqrt(topk * TILINGS[name].candidates)
 
