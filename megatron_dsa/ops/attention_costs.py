@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Picoseconds per pair and head, without and for the teacher of all queries, on one H200 in bf16
-#: with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Measured layers of 8k to 12k
-#: tokens are within 6 % of the sum.
+#: Picoseconds per pair and head for attention, and for the teacher of all queries, on one H200 in
+#: bf16 with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens
+#: take within 6 % of the sum.
 MASKED_PS, TEACHER_PS = 4.6, 0.7
 #: Picoseconds per pair and head, by number of heads: fewer than 64 do not fill a tile. 16 heads
 #: take 29 to 66, depending on how far lists overlap. The teacher is a by-product of the backward,

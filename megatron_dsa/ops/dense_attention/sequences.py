@@ -1,7 +1,7 @@
 """Visible keys of a block as arguments of attention kernels.
 
 Packed batches are cut into segments: queries of segment ``i`` attend to keys of segment ``i``.
-Queries without keys and unseen keys form segments with an empty other side, which avoids copies.
+Queries without keys, and keys without queries, have segments of their own, which avoids copies.
 """
 
 from dataclasses import dataclass, field

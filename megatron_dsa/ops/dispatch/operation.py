@@ -165,7 +165,7 @@ def deterministic_mode() -> bool:
 
 def describe_call(device: torch.device | str, **properties) -> OpCall:
     properties.setdefault("deterministic", deterministic_mode())
-    if _planned_for is not None:  # symbolic sizes are no cache keys
+    if _planned_for is not None:  # symbolic sizes cannot be cache keys
         return OpCall(*_planned_for, **properties)
     device = torch.device(device)
     on_gpu = device.type == "cuda"

@@ -25,7 +25,7 @@ class Halo:
             1, ...]``; negative if absent.
         runs: int64 ``[ranks, positions]``, number of the run that has the position.
         local: int64 ``[positions]``, extended positions of local tokens.
-        before: int64 ``[runs * reach]``, extended positions of halo tokens.
+        before: int64 ``[max_runs * reach]``, extended positions of halo tokens.
         source: int64 like ``before``: index in all shared positions, -1 before the sequence.
     """
 

@@ -63,7 +63,7 @@ class QueryRange:
         return slice(first + begin * step, first + (end - 1) * step + 1, step)
 
     def bound(self, query: int) -> int:
-        """Return an upper bound of the slots visible to ``query``, which increases with it."""
+        """Return an upper bound, never decreasing, of the slots visible to ``query``."""
         position = self.position + query * self.step + self.slack
         return min(position + 1, self.lookback) // self.ratio
 
@@ -237,7 +237,7 @@ class Layout:
     def derive_large(self, key, make: Callable) -> Any:
         """Cache large tensors like :meth:`derive`, but only for the last two layouts.
 
-        Layouts of unpacked batches live until the process ends.
+        Layouts of unpacked batches are themselves cached, so their tensors would accumulate.
         """
         if key in self.derived and _recent and _recent[-1]() is self and not capturing():
             return self.derived[key]

@@ -1,7 +1,7 @@
 """Interleaved rope on the last dims of heads, with or without V4's query norm.
 
 Dims ``D - R + 2i`` and ``D - R + 2i + 1`` are rotated by the angle of ``cos[token, i]`` and
-``sin[token, i]``. Memory bandwidth limits the kernels: they read and write every element once.
+``sin[token, i]``. Kernels are memory-bound: they read, write and round every element once.
 """
 
 import torch

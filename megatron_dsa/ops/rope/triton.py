@@ -299,7 +299,7 @@ class _Rotate(torch.autograd.Function):
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, eps, inplace):
-        # With mark_dirty autograd would copy the whole gradient, since x is a view.
+        # Return an alias: with mark_dirty, autograd would copy the gradient, since x is a view.
         y = x.detach() if inplace else x.new_empty(x.shape)
         rstd = x.new_empty(x.shape[:2], dtype=torch.float32)
         _launch(

@@ -21,9 +21,9 @@ def project(
     WIDTH: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """Write partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and squares of x.
+    """Write partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and sums of squares.
 
-    ``SPLIT``, for bf16 ``x``, replaces ``fn`` by the sum of two bf16 numbers.
+    For bf16, ``SPLIT`` replaces ``fn`` by the sum of two bf16 numbers.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
