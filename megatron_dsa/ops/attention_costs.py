@@ -13,9 +13,8 @@ from itertools import pairwise
 #: bf16 with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens
 #: take within 6 % of the sum.
 MASKED_PS, TEACHER_PS = 4.6, 0.7
-#: Picoseconds per pair and head, by number of heads: fewer than 64 do not fill a tile. 16 heads
-#: take 29 to 66, depending on how far lists overlap. The teacher is a by-product of the backward,
-#: so teaching fewer queries saves little.
+#: Picoseconds per pair and head, by number of heads: fewer than 64 do not fill a tile. The teacher
+#: is a by-product of the backward, so teaching fewer queries saves little.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
 #: Floating-point operations per picosecond of large bf16 products (an estimate).
 PRODUCT_RATE = 600
@@ -91,7 +90,6 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head to expand a latent to key and value."""
     return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
 

@@ -2,8 +2,8 @@
 
 ``x [s, hidden]`` is one causal sequence, ``w`` the weights by checkpoint name, ``rope`` the result
 of :func:`rope_tables`. This file stores all scores at once; the package computes the same numbers
-block by block, over ranks and in fused kernels. YaRN is omitted, and so is the indexer's Hadamard
-rotation, which changes no product of query and key.
+block by block, over ranks and in fused kernels. This file omits YaRN and the indexer's Hadamard
+rotation, which changes no product.
 
 Symbols: ``H`` heads, ``HI`` index heads of ``DI`` dims, ``R`` latent dims, ``P`` rope dims; ``N``
 query dims without rope and ``V`` value dims of V3.2; ``D`` head dims of V4.

@@ -68,7 +68,6 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
-    """Return the number of tokens that fit the memory budget, at least one."""
     return max(1, budget_bytes // max(1, bytes_per_row))
 
 

@@ -9,8 +9,8 @@ import torch
 def once_differentiable(backward: Callable) -> Callable:
     """Decorate a ``backward`` so that it raises under ``create_graph=True``.
 
-    torch's decorator raises only if an incoming gradient requires grad. It does not for a loss
-    linear in the output, where the second derivative would silently be missing.
+    torch's decorator does not raise if the loss is linear in the output, since its gradient then
+    needs no grad; the second derivative would silently be missing.
     """
 
     @functools.wraps(backward)

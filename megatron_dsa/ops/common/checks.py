@@ -25,7 +25,6 @@ def require_tensor(
     """Raise a :class:`ConfigError` unless ``x`` is such a tensor on the device of ``like``.
 
     Args:
-        name: name of the argument in messages.
         shape: a number per dim, or a name for a dim of any size.
         fix: advice in the message on a wrong shape.
     """
@@ -77,7 +76,6 @@ def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Ten
 
 
 def require_sink(attn_sink: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise a :class:`ConfigError` unless the sink is ``None`` or has a logit per head."""
     if attn_sink is not None:
         require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
 

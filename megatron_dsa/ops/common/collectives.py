@@ -20,7 +20,6 @@ class Transfer:
         return other.result.shape
 
     def wait(self) -> torch.Tensor:
-        """Return the result after making the current stream wait for the collective."""
         if self.work is not None:
             self.work.wait()
             self.work = None

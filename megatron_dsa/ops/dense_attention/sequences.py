@@ -32,7 +32,7 @@ class Packed:
     reach: int | None = None
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @torch.inference_mode(False)  # training reuses tensors cached in evaluation
+    @torch.inference_mode(False)
     def ranges(self, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return per query the first key, the end of keys and the position in the segment."""
         if "ranges" not in self.derived:

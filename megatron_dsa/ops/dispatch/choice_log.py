@@ -36,7 +36,6 @@ class Choice:
 
     @property
     def is_fallback(self) -> bool:
-        """True if torch runs although the user did not name it."""
         return not self.candidate.fused and not self.named
 
     def remark(self) -> str:
@@ -108,7 +107,6 @@ def log_choice(choice: Choice, policy: Policy) -> None:
     # A fallback that the user did not request must be visible at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if choice.no_gpu:
-        # All operations have this reason, so one line suffices.
         log_once(logging.DEBUG if choices_are_collected() else level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and choices_are_collected():

@@ -250,7 +250,7 @@ class Operation:
     def why_not_fused(self, call: OpCall, policy: Policy) -> str | None:
         """Return why no fused implementation tested on this GPU supports ``call``, or ``None``.
 
-        Fallbacks are neither logged nor refused: the caller may use another operation.
+        Fallbacks are neither logged nor refused.
         """
         choice = _choose(self, call, replace(policy, strict=False), logged=False)
         if choice.candidate.fused and not choice.never_run:

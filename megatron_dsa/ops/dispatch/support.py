@@ -1,7 +1,4 @@
-"""Implementations and the calls that they support.
-
-Dispatch, error messages, ``info``, ``doctor`` and skips of tests use these declarations.
-"""
+"""Implementations and the calls that they support."""
 
 import functools
 import importlib

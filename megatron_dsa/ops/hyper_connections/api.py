@@ -61,7 +61,7 @@ def read_streams(
 
     Returns:
         Tensors that are differentiable in streams and parameters, with bitwise repeatable
-        gradients. The backward saves the streams and about ``n * n`` numbers per token.
+        gradients.
 
     Raises:
         ConfigError: shapes or dtypes do not fit.
@@ -81,7 +81,7 @@ def write_streams(
 
     Args:
         output: ``[tokens, C]`` in the dtype of the streams.
-        read: result of :func:`read_streams`; its ``normed`` is not used.
+        read: result of :func:`read_streams`.
 
     Returns:
         ``[tokens, n, C]``, rounded once, differentiable in all inputs.
@@ -103,13 +103,10 @@ def read_head(
 ) -> torch.Tensor:
     """Read the streams at the end of the model.
 
-    The arguments are those in :func:`read_streams`, but ``fn`` has ``n`` outputs.
+    Arguments and errors are as in :func:`read_streams`, but ``fn`` has ``n`` outputs.
 
     Returns:
         ``[tokens, C]``, normalised, differentiable in the streams and the parameters.
-
-    Raises:
-        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ReadInputs(streams, connection, weight, policy.workspace_bytes)
     inputs.check(head=True)
@@ -121,5 +118,4 @@ def _describe(streams: torch.Tensor) -> OpCall:
 
 
 def describe_stream_call(device, dtype: torch.dtype, streams: int, channels: int) -> OpCall:
-    """Describe a call, with streams as heads and channels as dims."""
     return describe_call(device, dtype=dtype, heads=streams, qk_dim=channels, v_dim=0)

@@ -183,7 +183,6 @@ def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
 
 
 def _take(fused: bool, like: torch.Tensor, size: int) -> None:
-    """Allocate torch's temporaries while all results exist."""
     if not fused:
         take_workspace(like, size)
 
@@ -211,7 +210,6 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
 
 
 def reference_read(inputs) -> tuple[torch.Tensor, ...]:
-    """Return normed, streams, post and comb, with straight-through rounding."""
     n = inputs.streams.shape[1]
     normed, posts, combs = [], [], []
     for x in inputs.streams.unbind():

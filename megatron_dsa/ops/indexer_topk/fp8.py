@@ -32,7 +32,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round ``x [..., D]`` to bf16 and return it as e4m3 and fp32 scales ``[...]``.
 
-    Scales are ``2^ceil(log2(max(|x|max, 1e-4) / 448))``. Non-finite vectors give NaN products.
+    Scales are ``2^ceil(log2(max(|x|max, 1e-4) / 448))``.
     """
     x = x.bfloat16()
     if _is_fused(x):

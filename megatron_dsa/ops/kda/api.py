@@ -32,15 +32,13 @@ def short_convolution(
         x: ``[batch, tokens, channels]``.
         weight: ``[channels, 1, kernel]`` fp32 (fp64 for fp64 x); the last tap multiplies the
             current token.
-        cu_seqlens: documents, see above.
-        policy: which implementations may run.
 
     Returns:
         ``[batch, tokens, channels]`` in the dtype of x, computed in the weight's dtype;
         differentiable in x and weight.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ConvolutionInputs(x, weight, cu_seqlens, policy.workspace_bytes)
     inputs.check()
@@ -73,15 +71,13 @@ def delta_attention(
         q, k, v, g: ``[batch, tokens, H, D]`` of one dtype, before normalisation and ``dt_bias``.
         beta: ``[batch, tokens, H]`` in the same dtype, before the sigmoid.
         A_log, dt_bias: ``[H]`` and ``[H * D]`` fp32 (fp64 for fp64 q).
-        cu_seqlens: documents, see above.
         lower_bound: lowest log decay of a step, in [-5, 0).
-        policy: which implementations may run.
 
     Returns:
         ``[batch, tokens, H, D]`` in the dtype of v; differentiable in all seven tensors.
 
     Raises:
-        ConfigError: for shapes, dtypes or a lower bound outside of the above.
+        ConfigError: shapes, dtypes or ``lower_bound`` do not fit.
     """
     inputs = KDAInputs(
         q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, policy.workspace_bytes
@@ -104,13 +100,12 @@ def gated_norm(
         x, gate: ``[batch, tokens, H, D]`` of one dtype.
         weight: ``[D]``.
         eps: added to the mean square.
-        policy: which implementations may run.
 
     Returns:
         ``[batch, tokens, H, D]`` in the dtype of x; differentiable in all three tensors.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = NormInputs(x, gate, weight, eps, policy.workspace_bytes)
     inputs.check()

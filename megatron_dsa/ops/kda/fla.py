@@ -1,7 +1,7 @@
 """Kernels of fla-core (flash-linear-attention, Triton).
 
-Packed documents cost one host synchronisation per microbatch: fla computes the chunks on the host
-and caches them by the identity of the ``cu_seqlens`` tensor.
+Packed documents cost one host synchronisation per microbatch: fla caches their chunks by the
+identity of ``cu_seqlens``.
 """
 
 import torch

@@ -60,8 +60,6 @@ NORM = _operation("kda_norm", "norm of heads with output gate, forward and backw
 
 @dataclass(frozen=True)
 class ConvolutionInputs:
-    """Inputs of the convolution; see :func:`.api.short_convolution`."""
-
     x: torch.Tensor
     weight: torch.Tensor
     cu_seqlens: torch.Tensor | None
@@ -78,8 +76,6 @@ class ConvolutionInputs:
 
 @dataclass(frozen=True)
 class KDAInputs:
-    """Inputs of the gated delta rule; see :func:`.api.delta_attention`."""
-
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -93,7 +89,6 @@ class KDAInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The differentiable inputs."""
         return self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias
 
     @property
@@ -124,8 +119,6 @@ class KDAInputs:
 
 @dataclass(frozen=True)
 class NormInputs:
-    """Inputs of the output norm; see :func:`.api.gated_norm`."""
-
     x: torch.Tensor
     gate: torch.Tensor
     weight: torch.Tensor
@@ -214,7 +207,6 @@ def _documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> list[tuple[i
 
 
 def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:
-    """Return the convolution, computed per document."""
     out = torch.zeros_like(inputs.x)
     for row, tokens in _documents(inputs.cu_seqlens, inputs.x):
         out[row, tokens] = kda_convolution(inputs.x[row, tokens], inputs.weight)
@@ -222,7 +214,6 @@ def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:
 
 
 def reference_attention(inputs: KDAInputs) -> torch.Tensor:
-    """Return the recurrence, computed per document and token by token."""
     *by_token, A_log, dt_bias = inputs.tensors
     out = torch.zeros_like(inputs.v)
     for row, tokens in _documents(inputs.cu_seqlens, inputs.q):

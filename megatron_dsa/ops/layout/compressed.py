@@ -21,8 +21,7 @@ from megatron_dsa.ops.layout.layout import Layout
 class Groups:
     """Tokens pooled in each compressed slot.
 
-    With ``row_step == 1``, group ``g`` of the sequence that starts at token ``o`` has the slot ``o
-    // ratio + g``; otherwise each batch element has an equal number of consecutive slots.
+    Without packing, each batch element has an equal number of consecutive slots.
 
     Attributes:
         first_row: int32 ``[G]``, index of the group's first token, or -1 for an empty slot.

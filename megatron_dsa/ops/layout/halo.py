@@ -43,7 +43,7 @@ class Halo:
 
 
 def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
-    """Return this rank's halo; ``sharding`` is that for keys, maybe without its ``sp``."""
+    """Return this rank's halo; only ``sp`` may differ from the keys' sharding."""
     return layout.derive(("halo", sharding, reach), lambda: _halo(layout, sharding, reach))
 
 

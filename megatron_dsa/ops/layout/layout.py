@@ -228,7 +228,7 @@ class Layout:
         """Return ``make()``, cached by ``key`` for all layers of a microbatch."""
         if key in self.derived:
             return self.derived[key]
-        with torch.inference_mode(False):  # training reuses tensors cached in evaluation
+        with torch.inference_mode(False):
             made = make()
         if self.in_graph or not capturing():  # captured tensors have no content before a replay
             self.derived[key] = made
@@ -261,7 +261,7 @@ class Layout:
         return whole.derive("real tokens", real.sum)
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return ``keys [num_keys, ...]`` in slot order; copy only if needed."""
+        """Return ``keys [num_keys, ...]`` in slot order."""
         return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
 
     def slots_of_key_rows(self) -> torch.Tensor:

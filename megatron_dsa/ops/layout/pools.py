@@ -37,7 +37,6 @@ class KeyPools:
 
         Returns:
             int32 ``indices [Sq, K * size + size - 1]``, ascending, then -1, and ``length [Sq]``.
-            Position ``t`` has ``(t + 1) % size`` tokens after the last complete pool.
         """
         start, first = self.layout.start[:, None], self.keys.layout.start[:, None]
         size, (queries, most) = self.size, selected.shape

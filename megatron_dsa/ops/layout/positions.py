@@ -50,8 +50,8 @@ def validate_indices(
 
     Args:
         indices: positions, int32 ``[tokens, K]``. Lists of padding tokens are ignored.
-        layout: layout of the query tokens from ``layout_from_megatron``, ``bshd_layout`` or
-            ``packed_layout``; for compressed keys ``compressed_keys(layout, 4).layout``.
+        layout: layout of the query tokens, or ``compressed_keys(layout, 4).layout`` for compressed
+            keys.
         topk: maximum ``K``.
         ascending: also require ascending lists with ``-1`` last, which replay does not need.
 
@@ -94,12 +94,7 @@ def positions_to_rows(
 
     Args:
         positions: int32 ``[num_queries, K]``, ``K <= topk``, on the layout's device.
-        keys: layout of the keys.
         topk: width of the result.
-
-    Returns:
-        ``indices`` int32 ``[num_queries, topk]``: indices into the key buffer in sequence order,
-        then ``-1``; ``length`` int32 ``[num_queries]``.
 
     Raises:
         ConfigError: shape or dtype are wrong, or a rule of :func:`validate_indices` is broken. On a

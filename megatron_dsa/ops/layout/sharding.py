@@ -27,11 +27,7 @@ CP_LAYOUTS = get_args(CPLayout)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding over ``cp`` context-parallel ranks, then over ``sp`` sequence-parallel ranks.
-
-    Raises:
-        ConfigError: a rank or ``cp_layout`` does not exist.
-    """
+    """Sharding over ``cp`` context-parallel ranks, then over ``sp`` sequence-parallel ranks."""
 
     cp: int = 1
     cp_rank: int = 0
@@ -67,11 +63,7 @@ class Sharding:
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
-        """Return ``(first global position, length)`` of local tokens in unpacked batches.
-
-        Raises:
-            ConfigError: ``total`` positions cannot be divided evenly.
-        """
+        """Return ``(first global position, length)`` of local tokens in unpacked batches."""
         pieces = self.cp if self.cp_layout == "contiguous" else 2 * self.cp if self.cp > 1 else 1
         if total % pieces or (total // self.cp) % self.sp:
             raise ConfigError(
@@ -160,9 +152,6 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
     Args:
         layout: layout of all tokens.
         sharding: sharding of the query tokens; only ``sp`` may differ from ``keys.sharding``.
-
-    Raises:
-        ConfigError: other fields of the shardings differ, or ``keys`` belong to another batch.
     """
     require(
         sharding.whole() == keys.sharding.whole(),

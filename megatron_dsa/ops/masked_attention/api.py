@@ -1,4 +1,4 @@
-"""Differentiable masked dense attention, and key bits (its masks).
+"""Differentiable masked dense attention, and the key bits that serve as its mask.
 
 Tensor-parallel ranks save only the bits of local tokens and gather all bits again in the backward.
 """
@@ -82,8 +82,8 @@ def key_bits(
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
     """Return the bits of visible keys, int32 ``[num_queries, ceil(num_keys / 128), 4]``.
 
-    The bits take 8 MiB for 8k tokens, 128 MiB for 32k and 2 GiB for 128k. Up to :data:`MOST_KEPT`
-    keys they are cached for the last two layouts.
+    The bits take 128 MiB for 32k tokens. Up to :data:`MOST_KEPT` keys they are cached for the last
+    two layouts.
     """
 
     def compute() -> torch.Tensor:
@@ -107,8 +107,8 @@ class MaskedAttentionOutput(NamedTuple):
     out: torch.Tensor
     #: ``[Sq, H]`` fp32 (fp64), natural log, excluding the sink; ``-inf`` without keys.
     lse: torch.Tensor
-    #: ``[tokens of bits, topk]`` in the dtype of ``lse``, or ``None``: probabilities summed over all
-    #: ranks' heads, ascending by key, then 0.
+    #: ``[tokens of bits, topk]`` in the dtype of ``lse``, or ``None``: probabilities summed over
+    #: all ranks' heads, ascending by key, then 0.
     p_sum: torch.Tensor | None
 
 
@@ -189,14 +189,11 @@ class _Settings:
         for some in slices(tokens, self.part_size(tokens)) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
-            del found  # free memory before the next part
+            del found
 
 
 def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Scale ``out`` in place by the keys' share of the softmax; return the lse including the sink.
-
-    From both tensors, operations compute probabilities and gradients that include the sink.
-    """
+    """Scale ``out`` in place by the keys' share of the softmax; return the lse with the sink."""
     if sink is None:
         return lse
     total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
@@ -205,7 +202,6 @@ def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -
 
 
 def _finite(total: torch.Tensor) -> torch.Tensor:
-    """Clamp ``total``, which is ``-inf`` for queries without keys and sink."""
     return total.clamp_min(torch.finfo(total.dtype).min)
 
 
@@ -313,8 +309,8 @@ def masked_attention(
         ``out`` is differentiable in q, kv, k_pe and attn_sink.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit; ``topk`` is missing or, except on a GPU, where the
-            launch fails, too small; both ``indexer.head_group`` and ``group`` are given.
+        ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small, which on a GPU
+            fails the launch; both ``indexer.head_group`` and ``group`` are given.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)

@@ -84,11 +84,7 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """Return head sums of probabilities, and the selected keys of the queries ``listed``.
-
-    Raises:
-        ConfigError: a query has more than ``width`` keys; a device assert on a GPU.
-    """
+    """Return head sums of probabilities, and the selected keys of the queries ``listed``."""
     queries = len(inputs.q)
     p_sum = inputs.q.new_zeros(queries, width, dtype=accumulation_dtype(inputs.q.dtype))
     indices = inputs.bits.new_full((queries, width), -1)
@@ -167,7 +163,7 @@ def backward(
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
-    # A copy in the input dtype, and a copy, gradients and an addend in the dtype of sums.
+    # Inputs, and in the dtype of sums a copy, gradients and an addend.
     per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
     fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
     return GROUP * max(1, min(fitting, groups(len(inputs.kv))))

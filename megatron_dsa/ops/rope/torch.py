@@ -98,7 +98,6 @@ def _transformed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _turn(x: torch.Tensor, cos, sin, kind: Kind, back: bool) -> None:
-    """Rotate ``x``, which has the accumulation dtype, in place."""
     first, neighbours, _ = kind
     size = 2 * cos.shape[1]
     rotated = x[..., :size] if first else x[..., x.shape[-1] - size :]

@@ -87,9 +87,6 @@ def gathered_latent_attention(
         layout: layout of the local tokens, sharded over context-parallel ranks.
         latent_grad: fp32 (fp64) ``[cp * tokens, R + P]``; gets the unrounded gradient instead of
             ``latents``.
-
-    Raises:
-        ConfigError: shapes, dtypes or the layout do not fit.
     """
     require_scale(softmax_scale)
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
@@ -115,11 +112,7 @@ def gathered_latent_attention(
 
 
 def token_shard(layout: Layout) -> TokenShard:
-    """Return the tokens of a context-parallel rank, including all its tensor-parallel ranks.
-
-    Raises:
-        ConfigError: the layout has no sequences, or its keys are not the query tokens.
-    """
+    """Return the tokens of a context-parallel rank, including all its tensor-parallel ranks."""
     if layout.sequences is None:
         raise ConfigError(
             "layout must be one of sequences, got ranges of slots: make it with bshd_layout, "

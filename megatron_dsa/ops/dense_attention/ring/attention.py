@@ -84,7 +84,7 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
             k, v = payload.expand(block, part.keys)
             out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
-            del k, v, out, lse  # free memory before the next block
+            del k, v, out, lse
     return combined.out, combined.lse
 
 

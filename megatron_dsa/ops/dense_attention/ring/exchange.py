@@ -38,7 +38,6 @@ class RingExchange:
         self._pending = (requests, send, receive)
 
     def wait(self) -> None:
-        """Wait for both messages; with NCCL the current stream waits instead of the host."""
         assert self._pending is not None
         for request in self._pending[0]:
             request.wait()

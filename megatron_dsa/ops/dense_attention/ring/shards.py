@@ -105,7 +105,7 @@ class PackedShard:
     def offsets(self) -> torch.Tensor:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
-    @torch.inference_mode(False)  # training reuses tensors cached in evaluation
+    @torch.inference_mode(False)
     def _once(self, key, make: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
         if key not in self.derived:
             self.derived[key] = make()

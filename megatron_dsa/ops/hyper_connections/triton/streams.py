@@ -37,10 +37,7 @@ def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of ``u`` and ``pre``, and partial ones of the weight.
-
-    ``partial`` is ``[programs, C]``.
-    """
+    """Write the gradients of ``u`` and ``pre``, and partial gradients of the weight."""
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -74,8 +71,7 @@ def read_backward(
 ):  # fmt: skip
     """Write the gradient of the streams, and partial gradients of ``fn``, in one pass.
 
-    A program handles ``BLOCK_C`` channels of a stream and ``steps`` blocks of tokens; it writes its
-    sum to ``partial [parts, OUT, N * C]``.
+    A program sums ``steps`` blocks of tokens for ``BLOCK_C`` channels of a stream.
     """
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     stream = tl.program_id(0) // blocks

@@ -47,8 +47,6 @@ class _Tile:
     """Launch parameters of ``read_backward``, the fastest of those tried on an H100.
 
     Attributes:
-        tokens: tokens per block.
-        stages: pipeline stages.
         at_once: concurrent programs per SM.
         idle: acceptable average share of idle program slots.
     """

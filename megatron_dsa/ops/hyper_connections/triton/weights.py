@@ -1,7 +1,7 @@
 """Kernels that compute the weights of hyper-connections and sum partial gradients.
 
-``project`` is limited by reading the streams. The other weight kernels hold a token's ``[N, N]``
-matrix in the registers of one or few threads.
+Weight kernels other than ``project`` hold a token's ``[N, N]`` matrix in the registers of one or
+few threads.
 """
 
 import triton

@@ -36,10 +36,7 @@ class Selection:
     def __call__(
         self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Select without changing ``scores``, which are fp32 with any stride between queries.
-
-        NaN scores may be selected, but only once. ``topk`` above 4096 raises :class:`ValueError`.
-        """
+        """Select without changing ``scores``, which are fp32 with any stride between queries."""
         from megatron_dsa.ops.indexer_topk.tilelang.selection import (
             TOPK,
             aim,

@@ -1,14 +1,13 @@
 """Index scores on Hopper (sm_90a): ``I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s])``.
 
 A thread block keeps all heads of ``512 / HI`` adjacent queries in shared memory and streams blocks
-of 64 keys. Keys are the M dim of products, so a thread sums many heads of two keys in registers.
-Each of two warpgroups has half of the queries and two accumulators ``[64 keys, 128 heads]``. Tensor
-cores fill one accumulator while the other is summed. One warp fetches queries and keys.
+of 64 keys. Keys are the M dim of products, so a thread sums heads in registers. Each of two
+warpgroups has half of the queries and two accumulators ``[64 keys, 128 heads]``. Tensor cores fill
+one accumulator while the other is summed. One warp fetches queries and keys.
 
 One thread block per SM computes an equal share of the visible key blocks of all query tiles.
 """
 
-# No `from __future__ import annotations`: TileLang reads shapes from annotations.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
 STAGES = 4
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
-#: Registers per thread of consumers and producer; two consumers and a producer share 504.
+#: Registers per thread of consumers and producer.
 REGISTERS = (240, 24)
 HEADS = (16, 32, 64)
 #: Dtype -> tiles of q in shared memory, relu variant. fp8 halves the time of products, so RELU_MAX
@@ -209,14 +208,8 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
 def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     """Return the TileLang program for ``heads`` index heads of 128 dims.
 
-    Its arguments have dynamic sizes and are contiguous except Scores:
-        Q ``[Sq * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
-        Weights ``[Sq * HI]`` fp32, times the scales of Q; KeyScales ``[keys]`` fp32, not negative,
-        only for fp8; Start, End ``[Sq]`` int32 within ``[0, keys]``: visible columns; Scores
-        ``[Sq, keys]`` fp32, written where visible; blocks: number of thread blocks.
-
-    Raises:
-        ValueError: the tiling does not support the heads or dtype.
+    Arguments as in :func:`.launch.scores`, with queries and heads in one dim. Columns from Start to
+    End are visible, and only their Scores are written. ``blocks`` counts thread blocks.
     """
     if heads not in HEADS:
         raise ValueError(f"heads must be one of {HEADS}, got {heads}: pad with heads of weight 0")

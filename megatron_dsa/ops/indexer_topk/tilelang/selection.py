@@ -3,7 +3,6 @@
 A thread block selects for one query; several blocks share an SM to overlap fetches and counting.
 """
 
-# No `from __future__ import annotations`: TileLang reads shapes from annotations.
 import math
 from dataclasses import dataclass
 
@@ -55,10 +54,8 @@ TOPK = TILINGS["large"].topk
 def build(name: str):
     """Return the TileLang program with the tiling ``name``.
 
-    Its arguments have dynamic sizes:
-        Scores ``[Sq, width]`` fp32, any stride between queries; Start, End ``[Sq]`` int32, ``0 <=
-        Start <= End <= width``: visible columns; Out ``[Sq, topk]`` int32, contiguous: ascending
-        columns of the best scores, then -1; wanted: see :func:`aim`.
+    Columns from Start to End are visible. Out gets ascending columns of the best scores, then -1;
+    ``wanted`` is the result of :func:`aim`.
     """
     tiling = TILINGS[name]
     rows, width, stride, topk = T.dynamic("rows, width, stride, topk")
@@ -101,8 +98,8 @@ def tiling_for(width: int, topk: int) -> str:
 def aim(name: str, topk: int) -> int:
     """Return the number of candidates that the sampled floor aims for.
 
-    With fewer than ``topk`` candidates scores are read again; with more than fit, some are dropped.
-    The geometric mean balances both risks.
+    The geometric mean of ``topk`` and the capacity balances the risks of too few candidates, which
+    require a second read, and of more than fit.
     """
     return math.isqrt(topk * TILINGS[name].candidates)
 

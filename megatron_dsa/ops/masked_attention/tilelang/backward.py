@@ -70,7 +70,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
         query = Tiles[at.block, i] * QUERIES
         slot = i % stages
         if dims.tiling.split:
-            # Consumers free the slot of dO before that of Q.
+            # Consumers free the slot of dO before the slot of Q.
             T.barrier_wait(done.do_free[slot], (i // stages & 1) ^ 1)
             fetch_gradients(dO, m, done, query, slot, at)
             T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)
@@ -254,11 +254,11 @@ def write_both(dKV, m, at, dims, tx):
 def build(nope: int, rope: int, v: int, ordered: bool = False):
     """Return the TileLang program, whose launches process ``part`` heads from ``first`` on.
 
-    Arguments are contiguous. Numbers: lse in base 2, ``inf`` without keys and past the end, and
-    delta. BitsT: transposed bits. Tiles: tiles of queries per group of keys. Turns: zeros, and
-    Order: the thread block's turn at each tile, both for ``ordered``. dQ: accumulator, unscaled, in
-    fragment order (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: written without
-    values if ``split``. scale: positive.
+    Arguments are contiguous. Numbers: result of ``numbers``. BitsT: transposed bits. Tiles: tiles
+    of queries per group of keys. Turns: zeros, and Order: the thread block's turn at each tile,
+    both for ``ordered``. dQ: accumulator, unscaled, in fragment order
+    (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: written without values if
+    ``split``. scale: positive.
     """
     dims = Dims(nope, rope, v)
     split, stages = dims.tiling.split, dims.tiling.stages

@@ -47,7 +47,6 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(
     inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute gradients that are bitwise repeatable in torch's deterministic mode."""
     call = _Call.of(inputs)
     q, kv, k_pe, rope = call.q, call.kv, call.k_pe, call.dims[1]
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
@@ -77,8 +76,8 @@ def backward(
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         total = dk_rope[..., :rope].sum(1, dtype=torch.float32)
         dk_pe = total if dk_pe is None else dk_pe.add_(total)
-        del sums, dk_rope, total  # free memory before the next heads
-    # Do not cache the transposed bits, which are large and unused by the head sums.
+        del sums, dk_rope, total
+    # Head sums do not need the transposed bits, which are large.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
     inputs.kept["numbers"] = lse, per_query
     assert dk_pe is not None

@@ -73,9 +73,9 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program.
 
-    Arguments as in :func:`.forward.build`. Numbers: lse in base 2, ``inf`` without keys and past
-    the end. Before: selected keys in earlier groups. PSum: written for selected keys. The first
-    ``part`` queries have KV's heads from ``key_head`` on, every further ``part`` the next heads.
+    Arguments as in :func:`.forward.build`. Numbers: result of ``numbers``. Before: number of
+    selected keys in earlier groups. The first ``part`` queries have KV's heads from ``key_head``
+    on, every further ``part`` the next heads.
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"

@@ -18,7 +18,6 @@ from megatron_dsa.ops.masked_attention.spec import (
 _ENTRIES, _WORDS = 1024, 128
 
 
-# Other sizes must not compile the kernel again.
 @triton.jit(do_not_specialize=["indices", "length", "bits", "num_keys", "topk", "stride", "words"])
 def _set_bits(
     indices, length, bits, num_keys, topk, stride, words, BLOCK: tl.constexpr

@@ -33,7 +33,6 @@ def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | No
     return result
 
 
-# Other sizes must not compile the kernel again.
 @triton.jit(do_not_specialize=["queries", "heads", "count"])
 def _numbers(
     lse, out, dout, result, queries, heads, count, DIMS: tl.constexpr, BLOCK: tl.constexpr
@@ -98,7 +97,6 @@ def listed_keys(
     return indices
 
 
-# Other sizes must not compile the kernel again.
 @triton.jit(do_not_specialize=["key_groups", "width"])
 def _list_keys(
     bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr

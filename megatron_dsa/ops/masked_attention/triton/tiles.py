@@ -21,10 +21,8 @@ class Tiles:
 
     Attributes:
         key_groups: int32 ``[Gq, G]``, ascending groups of 128 keys per group of 128 queries.
-        key_group_count: int32 ``[Gq]``.
         bits_t: int32 ``[128 G, Gq, 4]``, the transposed bits.
         query_blocks: int32 ``[G, 2 Gq]``, ascending blocks of 64 queries per group of 128 keys.
-        query_block_count: int32 ``[G]``.
     """
 
     key_groups: torch.Tensor
@@ -86,7 +84,6 @@ def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, count
 
 
-# Other sizes must not compile the kernel again.
 @triton.jit(do_not_specialize=["queries", "key_groups", "query_groups"])
 def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
     """Transpose a tile of 128 queries and 128 keys; adjacent programs share queries."""
