@@ -1,8 +1,8 @@
 """Operations and their implementations, one folder each.
 
-``api.py`` has the public function; ``spec.py`` the inputs, candidates in dispatch order, fakes for
-memory plans, and reference; ``torch.py`` runs everywhere. Files and folders named after a package
-hold fused implementations.
+``api.py`` has the public function; ``spec.py`` the inputs, candidates in dispatch order, fake
+kernels for memory plans, and reference; ``torch.py`` runs everywhere. Files and folders named after
+a package hold fused implementations.
 """
 
 from megatron_dsa.ops.compressor.spec import COMPRESSOR

@@ -37,7 +37,7 @@ MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Picoseconds per head.
+    """Costs in picoseconds per head.
 
     Attributes:
         masked: cost of a visible pair of query and key.

@@ -1,7 +1,7 @@
-"""Helpers for fake implementations of operations on the meta device.
+"""Helpers for fake kernels of operations on the meta device.
 
-A fake gets the chosen candidate and its arguments and returns meta tensors. It saves and allocates
-tensors like the real adapter, including temporaries, which count towards the peak.
+A fake kernel gets the chosen candidate and its arguments and returns meta tensors. It saves and
+allocates tensors like the real adapter, including temporaries, which count towards the peak.
 """
 
 from collections.abc import Callable, Sequence

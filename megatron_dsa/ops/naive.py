@@ -179,7 +179,7 @@ def csa_layer(
 
 
 def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
-    """Return V4's index scores ``[s, s // 4]``; the indexer has a compressor of its own."""
+    """Return V4's index scores ``[s, s // 4]``; the indexer has its own compressor."""
     k = compress(x, w, rope, 4, indexer + "compressor.")
     q = linear(q_latent, w, indexer + "linear_wq_b").unflatten(-1, (-1, k.shape[1]))
     return index_scores(rotate(q, rope), k, linear(x, w, indexer + "linear_weights_proj"))

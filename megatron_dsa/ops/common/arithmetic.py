@@ -60,7 +60,7 @@ def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if total is not None:
         add_bmm(total[None], a[None], b[None])
-    elif a.is_meta:  # as in add_bmm
+    elif a.is_meta:  # avoid copies, as in add_bmm
         total = a.new_empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype))
     else:
         total = mm(a, b)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Dtypes of attention; fp64 is for references.
+#: Dtypes that attention accepts; references use fp64.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 #: Maximum characters in the message of a device assert; torch rejects longer ones.
@@ -34,7 +34,7 @@ def require_tensor(
         and (like is None or x.device == like.device)
         and _has_shape(x, shape)
     ):
-        return  # before any message is formatted
+        return  # avoid formatting messages
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     require(
         isinstance(x, torch.Tensor),

@@ -1,7 +1,7 @@
 """Visible keys of a block as arguments of attention kernels.
 
 Packed batches are cut into segments: queries of segment ``i`` attend to keys of segment ``i``.
-Queries without keys, and keys without queries, have segments of their own, which avoids copies.
+Queries without keys, and keys without queries, form separate segments, which avoids copies.
 """
 
 from dataclasses import dataclass, field
@@ -61,8 +61,8 @@ def covering(
 ) -> Packed:
     """Return segments with these ends, and segments without keys for the remaining tokens.
 
-    ``ends``: a pair of int ``[sequences]`` per segment, its end among query tokens and keys,
-    ascending; the last pair ends the sequence.
+    ``ends`` has a pair of int ``[sequences]`` per segment, in order: the segment's end among query
+    tokens and among keys. The last pair ends the sequence.
     """
     longest = max(1, min(longest, tokens))
     last = ends[-1][0][-1]

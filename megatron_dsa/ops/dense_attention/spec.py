@@ -1,4 +1,4 @@
-"""Dense attention: operation, implementations, fake, reference."""
+"""Dense attention: operation, implementations, fake kernel, reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ DENSE_ATTENTION = Operation(
                 **ATOMIC_SUMS,
             ),
         ),
-        # Last because it is a changing beta, although its forward is the fastest on Hopper.
+        # FlashAttention 4 is last because it is beta, although its forward is fastest on Hopper.
         Candidate(
             "flash4",
             f"{_HERE}.blocks:with_flash4",

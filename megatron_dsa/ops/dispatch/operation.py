@@ -131,15 +131,15 @@ TIMES = OperationTimes()
 
 #: Device and compute capability that a plan assumes, or ``None`` outside a plan.
 _planned_for: tuple[str, tuple[int, int] | None] | None = None
-#: Always run the torch candidate's fake, since symbolic sizes do not allow a choice.
+#: Always run torch's fake kernel, since symbolic sizes do not allow a choice.
 _unchosen = False
 
 
 @contextlib.contextmanager
 def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> Iterator[None]:
-    """Run fakes, chosen for a GPU of that compute capability or, for ``None``, the CPU.
+    """Run fake kernels, chosen for a GPU of that compute capability or, for ``None``, the CPU.
 
-    Calls are neither counted nor logged. With ``choose=False`` all fakes are torch's.
+    Calls are neither counted nor logged. With ``choose=False`` all fake kernels are torch's.
     """
     global _planned_for, _unchosen
     before = _planned_for, _unchosen

@@ -1,4 +1,4 @@
-"""Hyper-connections: inputs, implementations, fakes, references."""
+"""Hyper-connections: inputs, implementations, fake kernels, references."""
 
 from dataclasses import dataclass
 

@@ -74,7 +74,7 @@ class _Exact:
         self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ascending selected columns, then -1: int32 ``[tokens, topk]``, maybe ``out``."""
+        """Return ascending columns, then -1: int32 ``[tokens, topk]``, in ``out`` if supported."""
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
         return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 

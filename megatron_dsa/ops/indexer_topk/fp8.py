@@ -25,7 +25,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)
-    # Divide: the smallest scales have no finite inverse.
+    # Divide by scales, since the smallest have no finite inverse.
     return (x / scales[..., None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE), scales
 
 

@@ -1,4 +1,4 @@
-"""Lightning indexer: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 1, 2)."""
+"""Lightning indexer: inputs, candidates, fake kernels, reference (DeepSeek-V3.2, eq. 1, 2)."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def sums_fit(
         return fused(tensors, unseen, limit)
     q, k, weights = map(largest, tensors, unseen)
     products = q * k
-    # Both the product and its multiple by the weight must fit.
+    # Sums must not overflow before or after the weight.
     return torch.addcmul(products, products, weights) < limit
 
 

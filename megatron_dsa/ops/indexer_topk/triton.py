@@ -39,7 +39,6 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
 
 
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize contiguous ``x [..., D]`` as in :mod:`.fp8`; ``D`` is a power of two."""
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

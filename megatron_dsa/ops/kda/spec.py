@@ -1,4 +1,4 @@
-"""Operations of KDA layers: inputs, implementations, fakes and references."""
+"""Operations of KDA layers: inputs, implementations, fake kernels, references."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -163,7 +163,7 @@ def fake_kda_attention(candidate: Candidate, inputs: KDAInputs) -> torch.Tensor:
 
     def forward(*tensors):
         out, kept = torch.empty_like(inputs.v), list(tensors)
-        if candidate.fused:  # normalised queries and keys, and two matrices per chunk
+        if candidate.fused:  # fla saves normalised queries and keys, and two matrices per chunk
             kept[:2] = torch.empty_like(q), torch.empty_like(q)
             norms = (empty_sums(q, batch, tokens, heads) for _ in range(2))
             matrices = (q.new_empty(batch, tokens, heads, _FLA_CHUNK) for _ in range(2))

@@ -39,7 +39,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx, x, weight, inputs):
         ctx.save_for_backward(x, weight)
         ctx.masks = _masks_of_taps(inputs)
-        # Input, product, sum, result, and their gradients.
+        # Temporaries: input, product, sum, result, and their gradients.
         size = 8 * x.shape[0] * x.shape[1] * weight.element_size()
         ctx.channels = rows_in_budget(inputs.workspace_bytes, size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -131,7 +131,7 @@ class _Settings:
         assert width is not None
         if self.group is None:
             of_all = slice(0, tokens.stop - tokens.start)
-            if tokens != slice(0, len(inputs.q)):  # if equal, reuse buffers of the backward
+            if tokens != slice(0, len(inputs.q)):  # all tokens can reuse the backward's buffers
                 inputs, lse = inputs.of_queries(tokens), lse[tokens]
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
@@ -143,7 +143,7 @@ class _Settings:
     ) -> ListedProbabilities:
         assert self.call.topk is not None
         tokens, some = sample.tokens, slice(0, len(sample.tokens))
-        if self.group is not None:  # ranks select for different tokens
+        if self.group is not None:  # each rank samples different tokens
             rank = self.group.rank()
             tokens = gather_tokens(tokens + rank * local, self.group)
             some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))

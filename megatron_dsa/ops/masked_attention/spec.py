@@ -1,4 +1,4 @@
-"""Masked dense attention: key bits, inputs, implementations, fakes, reference.
+"""Masked dense attention: key bits, inputs, implementations, fake kernels, reference.
 
 *Key bits* have one bit per query and key for all heads: int32 ``[Sq, G, 4]`` with ``G = ceil(Skv /
 128)``. Bit ``2 n + e`` of word ``l`` of group ``g`` is key ``128 g + 8 n + 2 l + e`` (``n`` =

@@ -1,4 +1,4 @@
-"""Norm and rope: operations, implementations, fakes, references."""
+"""Norm and rope: operations, implementations, fake kernels, references."""
 
 from typing import Any
 

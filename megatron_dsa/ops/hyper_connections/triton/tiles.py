@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_dsa.ops.common.arithmetic import ceil_div
 
 TOKENS, WEIGHT_WARPS = 16, 1
-#: Columns per program that sums partial gradients: of ``fn``, of the norm's weight.
+#: Columns per program when summing partial gradients of ``fn`` and of the norm's weight.
 SUMMED_COLUMNS = 1024, 64
 
 
@@ -65,7 +65,7 @@ MOST_PARTS = 8
 def read_backward_tiles(
     tokens: int, channels: int, streams: int, outputs: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return kernel constants, parts and blocks per part, with few parts and few idle SMs."""
+    """Return kernel constants, parts and blocks per part for few parts and few idle SMs."""
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = ceil_div(tokens, kind.tokens)

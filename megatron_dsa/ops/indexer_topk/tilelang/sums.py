@@ -4,8 +4,8 @@ A thread sums a quarter of each query's heads for two keys, then four threads ad
 ``ENGINE`` selects the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 """
 
-#: Relu variants: none; ``max(x, 0)``, at half rate; alternately that and ``x + |x|`` with half the
-#: weight.
+#: Relu variants: none; ``max(x, 0)``, which has half the throughput; ``max`` alternating with ``x +
+#: |x|`` and half the weight.
 RELU_NONE, RELU_MAX, RELU_MIXED = 0, 1, 2
 
 SOURCE = r"""
