@@ -1,7 +1,7 @@
 """Public operations: sparse, masked and dense attention, index selection, indexer losses.
 
-Functions of plain tensors of flattened tokens (:mod:`megatron_dsa.ops.layout.layout`), run by
-dispatch (:mod:`megatron_dsa.ops.dispatch`). They need no Megatron.
+The functions take plain tensors of flattened tokens (:mod:`megatron_dsa.ops.layout.layout`), need
+no Megatron and run by dispatch (:mod:`megatron_dsa.ops.dispatch`).
 """
 
 from megatron_dsa.ops.dense_attention.ring.api import dense_attention, gathered_latent_attention

@@ -1,8 +1,8 @@
 """Operations and their implementations, one folder each.
 
-``api.py`` is the public function; ``spec.py`` has inputs, candidates in dispatch order, fake
-(results and memory, for plans) and reference; ``torch.py`` runs everywhere. Files and folders named
-after a package hold fused implementations.
+``api.py`` has the public function; ``spec.py`` the inputs, candidates in dispatch order, fake
+kernels for memory plans, and reference; ``torch.py`` runs everywhere. Files and folders named after
+a package hold fused implementations.
 """
 
 from megatron_dsa.ops.compressor.spec import COMPRESSOR
@@ -20,7 +20,7 @@ from megatron_dsa.ops.masked_attention.spec import PROBABILITIES as MASKED_PROBA
 from megatron_dsa.ops.rope.spec import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.spec import BACKWARD, FORWARD, PROBABILITIES
 
-#: In the order of a training step.
+#: Operations by name, in the order of a training step.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (

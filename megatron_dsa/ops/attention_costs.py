@@ -1,7 +1,7 @@
-"""Costs of sparse and of masked dense attention to selected keys.
+"""Costs of sparse attention and masked dense attention to selected keys.
 
-Sparse attention computes the selected pairs, masked dense attention all visible ones, each for
-less. Under context parallelism the latter also expands gathered latents on every rank.
+Sparse attention computes only selected pairs; masked dense attention computes all visible pairs,
+each at a lower cost, and under context parallelism expands gathered latents on every rank.
 """
 
 import bisect
@@ -9,41 +9,40 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Picoseconds per pair and head, and of the teacher of all queries, on one H200 in bf16 with
-#: DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens are
-#: within 6 % of the sum.
+#: Picoseconds per pair and head for attention, and for the teacher of all queries, on one H200 in
+#: bf16 with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens
+#: take within 6 % of the sum.
 MASKED_PS, TEACHER_PS = 4.6, 0.7
-#: By heads: fewer than 64 do not fill the kernels' tiles. With 16 the overlap of lists matters: 29
-#: to 66, with random lists 41 at 8k tokens, 63 at 32k. The teacher is a by-product of the backward,
-#: so a share of the queries hardly costs less.
+#: Picoseconds per pair and head, by number of heads: fewer than 64 do not fill a tile. The teacher
+#: is a by-product of the backward, so teaching fewer queries saves little.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
-#: Operations per picosecond of large bf16 products: estimated, not measured in a layer.
+#: Floating-point operations per picosecond of large bf16 products (an estimate).
 PRODUCT_RATE = 600
 
 
 @dataclass(frozen=True)
 class PairDims:
-    """Dims of a key and a value together, to which a pair's products are proportional.
+    """Key dims plus value dims; the cost of a pair is proportional to this sum.
 
-    ``masked``: of a head in plain MLA. ``sparse``: of a latent.
+    ``masked``: dims of a head in plain MLA. ``sparse``: dims of a latent.
     """
 
     masked: int
     sparse: int
 
 
-#: DeepSeek-V3.2's.
+#: DeepSeek-V3.2's dims.
 MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Picoseconds per pair of query and key and per head.
+    """Costs in picoseconds per head.
 
     Attributes:
-        masked: of a visible pair.
-        sparse: of a selected pair.
-        expansion: per query token, of other context-parallel ranks' latents to keys and values.
+        masked: cost of a visible pair of query and key.
+        sparse: cost of a selected pair.
+        expansion: cost per query token to expand other context-parallel ranks' latents.
     """
 
     masked: float
@@ -56,13 +55,13 @@ class AttentionCosts:
 
     def crossover(self, topk: int) -> int:
         """Return the longest sequence for which masked dense attention is cheaper, 0 if none."""
-        # From `topk` tokens on, a token costs sparse attention the same: the difference falls up to
-        # this length and then grows.
+        # From `topk` tokens on, sparse attention costs the same per token and masked attention
+        # ever more: `lead` is the last token at which masked attention is cheaper.
         lead = math.ceil((self.sparse * topk - self.expansion) / self.masked) - 1
         best = max(topk, lead)
         if not self.masked_is_cheaper(best, topk):
             return 0
-        # Half the square costs as much as `topk` selected keys for all queries.
+        # Upper bound: length / 2 visible keys per query cost as much as `topk` selected keys.
         lengths = range(best, math.ceil(2 * topk * self.sparse / self.masked) + 1)
         return lengths[
             bisect.bisect_left(lengths, True, key=lambda n: not self.masked_is_cheaper(n, topk)) - 1
@@ -80,10 +79,10 @@ def attention_costs(
 
     Args:
         heads: local query heads, interpolated in :data:`SPARSE_PS`.
-        interleaved: sequences whose tokens alternate, as in unpacked batches: masked dense
-            attention computes all against all.
+        interleaved: sequences whose tokens alternate, as in unpacked batches; masked dense
+            attention computes the pairs of all sequences.
         expansion: ``n - 1`` times :func:`expansion_ps` for ``n`` context-parallel ranks.
-        taught: share of the queries that the indexer is trained on.
+        taught: share of the queries that train the indexer.
     """
     masked = (MASKED_PS + taught * TEACHER_PS) * dims.masked / MEASURED_DIMS.masked
     sparse = _sparse_ps(heads) * dims.sparse / MEASURED_DIMS.sparse
@@ -91,7 +90,6 @@ def attention_costs(
 
 
 def expansion_ps(latent: int, key_and_value: int) -> float:
-    """Return picoseconds per token and head to expand a latent to key and value."""
     return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
 

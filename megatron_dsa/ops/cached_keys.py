@@ -1,7 +1,7 @@
 """Keys rounded as in the fp8 caches of inference engines, with straight-through gradients.
 
-Engines cache blocks of e4m3 numbers with a scale each, rope dims in bf16; kernels scale and round
-to bf16 (``docs/guide/rl.md``).
+Engines cache blocks of e4m3 numbers with a scale per block, and rope dims in bf16; their kernels
+dequantize the blocks to bf16 (``docs/guide/rl.md``).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
 from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.indexer_topk import engine, fp8
 
-#: Temporary bytes per element: fp32 twice, bf16, fp8.
+#: Temporary bytes per element: two fp32 copies, one bf16, one fp8.
 _BYTES = 11
 
 
@@ -21,14 +21,14 @@ _BYTES = 11
 class CacheFormat:
     """Format of the dims without rope: ``block`` dims share a scale.
 
-    ``quantize``: ``x [..., block]`` -> e4m3 and fp32 scales ``[...]``.
+    ``quantize`` maps ``x [..., block]`` to e4m3 values and fp32 scales ``[...]``.
     """
 
     block: int
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-#: V3.2's latents: scales are the largest element over 448.
+#: V3.2's latents: a scale is the block's largest magnitude over 448.
 MLA_CACHE = CacheFormat(128, fp8.quantized)
 #: V4's keys: scales are powers of two.
 CSA_CACHE = CacheFormat(64, engine.quantized)
@@ -37,9 +37,9 @@ CSA_CACHE = CacheFormat(64, engine.quantized)
 def as_cached(
     x: torch.Tensor, form: CacheFormat, workspace_bytes: int, rope_dims: int = 0
 ) -> torch.Tensor:
-    """Return keys ``[..., D]`` (bf16) as a cache holds them, with straight-through gradient.
+    """Quantize and dequantize bf16 keys ``[..., D]``, with straight-through gradient.
 
-    The last ``rope_dims`` are unchanged; the others are a multiple of ``form.block``.
+    The last ``rope_dims`` are unchanged; the number of others is a multiple of ``form.block``.
     """
     return _AsCached.apply(x, form, workspace_bytes, rope_dims)
 

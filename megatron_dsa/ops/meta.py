@@ -1,7 +1,7 @@
-"""Helpers of the operations' fakes.
+"""Helpers for fake kernels of operations on the meta device.
 
-A fake gets the chosen candidate and its arguments and returns meta tensors. It keeps and allocates
-like the adapter, including temporaries, which count towards the peak.
+A fake kernel gets the chosen candidate and its arguments and returns meta tensors. It saves and
+allocates tensors like the real adapter, including temporaries, which count towards the peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ def differentiable(
     workspace_bytes: int = 0,
     results: int = 1,
 ):
-    """Return the first ``results`` of ``forward``, differentiable in ``inputs``.
+    """Return the first ``results`` outputs of ``forward``, differentiable in ``inputs``.
 
     Args:
-        forward: called with the inputs; returns results and the tensors kept for the backward.
-            Autograd allocates a zero gradient for each further result.
-        backward: called with the kept tensors; returns the gradients.
+        forward: called with the inputs; returns outputs and the tensors saved for the backward.
+            Autograd allocates a zero gradient for each further output.
+        backward: called with the saved tensors; returns the gradients.
     """
     found = _Differentiable.apply(forward, backward, (workspace_bytes, results), *inputs)
     return found[0] if results == 1 else found[:results]

@@ -1,18 +1,18 @@
 """One DSA, one CSA and one KDA layer in plain torch: the first file to read.
 
 ``x [s, hidden]`` is one causal sequence, ``w`` the weights by checkpoint name, ``rope`` the result
-of :func:`rope_tables`. All scores exist at once; the package computes the same numbers block by
-block, over ranks and in fused kernels. Omitted: YaRN, and the indexer's Hadamard rotation, which
-changes no product of query and key.
+of :func:`rope_tables`. This file stores all scores at once; the package computes the same numbers
+block by block, over ranks and in fused kernels. This file omits YaRN and the indexer's Hadamard
+rotation, which changes no product.
 
-Symbols: ``H`` heads, ``HI`` index heads of ``DI`` dims, ``R`` latent dims, ``P`` rope dims, ``N``
-other dims of V3.2's queries, ``V`` of its values, ``D`` dims of V4's heads.
+Symbols: ``H`` heads, ``HI`` index heads of ``DI`` dims, ``R`` latent dims, ``P`` rope dims; ``N``
+query dims without rope and ``V`` value dims of V3.2; ``D`` head dims of V4.
 """
 
 import torch
 from torch.nn.functional import layer_norm, pad, rms_norm, silu
 
-EPS = 1e-6  # of all norms
+EPS = 1e-6  # for all norms
 
 
 def linear(x, w, name) -> torch.Tensor:
@@ -21,7 +21,7 @@ def linear(x, w, name) -> torch.Tensor:
 
 
 def norm(x, w, name) -> torch.Tensor:
-    """Divide ``x [..., d]`` by its root mean square, times a weight ``[d]``."""
+    """Divide ``x [..., d]`` by its root mean square and multiply by a weight ``[d]``."""
     return rms_norm(x, x.shape[-1:], w[name + ".weight"], EPS)
 
 
@@ -33,9 +33,9 @@ def rope_tables(s, dim, base) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x, rope, interleaved=True) -> torch.Tensor:
-    """Rotate the last ``P`` dims of ``x [s, ..., d]`` by ``rope``, two ``[s, P / 2]``.
+    """Rotate the last ``P`` dims of ``x [s, ..., d]`` by ``rope``, a pair of ``[s, P / 2]``.
 
-    Pairs of dims are ``(2i, 2i + 1)``, or else ``(i, i + P / 2)``.
+    Dims ``(2i, 2i + 1)`` rotate together, or without ``interleaved`` dims ``(i, i + P / 2)``.
     """
     cos, sin = (t.view(len(x), *[1] * (x.dim() - 2), -1) for t in rope)
     plain, x = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
@@ -46,7 +46,10 @@ def rotate(x, rope, interleaved=True) -> torch.Tensor:
 
 
 def index_scores(q, k, weights) -> torch.Tensor:
-    """``I[t, j] = sum_h w[t, h] relu(q[t, h] . k[j])`` of ``[s, HI, DI], [keys, DI], [s, HI]``."""
+    """Return ``I[t, j] = sum_h w[t, h] relu(q[t, h] . k[j])``, scaled.
+
+    Shapes: ``q [s, HI, DI]``, ``k [keys, DI]``, ``weights [s, HI]``.
+    """
     weights = weights * (q.shape[1] * q.shape[2]) ** -0.5
     return torch.einsum("th,thj->tj", weights, torch.einsum("thd,jd->thj", q, k).relu())
 
@@ -63,10 +66,10 @@ def indexer_topk(scores, visible, topk) -> torch.Tensor:
 def sparse_attention(
     q, kv, seen, softmax_scale, v_dim, attn_sink=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from ``q [s, H, d]`` to the ``kv [keys, d]`` that are ``seen``, bool ``[s, keys]``.
+    """Attend from ``q [s, H, d]`` to ``kv [keys, d]`` under the mask ``seen``, bool ``[s, keys]``.
 
-    The value is the first ``v_dim`` dims of the key; ``attn_sink [H]`` is a logit without a value.
-    Returns ``out [s, H, v_dim]`` and ``p_sum [s, keys]``, probabilities summed over heads.
+    The first ``v_dim`` dims of a key are its value; ``attn_sink [H]`` is a logit without a value.
+    Returns ``out [s, H, v_dim]`` and ``p_sum [s, keys]``, the probabilities summed over heads.
     """
     logits = softmax_scale * torch.einsum("thd,jd->thj", q, kv)
     logits = logits.masked_fill(~seen[:, None], -torch.inf)
@@ -79,7 +82,8 @@ def sparse_attention(
 def indexer_loss(scores, p_sum, keys) -> torch.Tensor:
     """Return the mean over queries of ``KL(p || softmax(scores))`` over the given ``keys``.
 
-    All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. Queries without keys add 0.
+    All tensors are ``[s, keys]``; the teacher ``p`` is normalised ``p_sum``. Queries without keys
+    add 0.
     """
     some = keys.any(-1)
     outside = ~keys[some]
@@ -93,8 +97,8 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
     """DeepSeek-V3.2: attend to the keys that the indexer selects, in the latent space.
 
     Returns the output ``[s, hidden]`` and the indexer's loss. The stages ``warmup`` and ``dense``
-    attend to all keys; ``dense`` has no indexer, so its loss is None. Hy4 also has a sink per head
-    and an output gate.
+    attend to all past keys; ``dense`` has no indexer, so its loss is None. Hy4 also has a sink per
+    head and an output gate.
     """
     rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])  # P, R
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
@@ -125,13 +129,13 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
 
 
 def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
-    """Return V3.2's index scores ``[s, s]``; detached inputs: the loss trains only the indexer."""
+    """Return V3.2's index scores ``[s, s]``; detached inputs confine the loss to the indexer."""
     q = linear(q_latent, w, indexer + "linear_wq_b")
     k = linear(x, w, indexer + "linear_wk")
     k_norm = w[indexer + "k_norm.weight"], w[indexer + "k_norm.bias"]
     k = layer_norm(k, k.shape[1:], *k_norm, EPS)
     q = q.unflatten(-1, (-1, k.shape[1]))
-    # Rolled by P, the rotated first dims are the last.
+    # The indexer's rope dims come first; rolling by P moves them to the end.
     q, k = (rotate(t.roll(-2 * rope[0].shape[1], -1), rope, interleaved=False) for t in (q, k))
     return index_scores(q, k, linear(x, w, indexer + "linear_weights_proj"))
 
@@ -139,10 +143,11 @@ def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") ->
 def csa_layer(
     x, w, rope, heads, topk, window, ratio, o_groups, stage="sparse"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """DeepSeek-V4: attend to a window and to compressed keys; layers of ratio 4 select among them.
+    """DeepSeek-V4: attend to a window and to compressed keys, which an indexer selects at ratio 4.
 
-    Returns the output ``[s, hidden]`` and the loss, None without an indexer. Ratio 0: the window
-    only; ratios above 4, and the stages ``warmup`` and ``dense``: all past compressed keys.
+    Returns the output ``[s, hidden]`` and the loss, None without an indexer. Layers of ratio 0 have
+    only the window; ratios above 4 and the stages ``warmup`` and ``dense`` attend to all past
+    compressed keys.
     """
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
     q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, D]
@@ -155,7 +160,7 @@ def csa_layer(
     if ratio > 0:
         compressed = compress(x, w, rope, ratio, "core_attention.compressor.")  # [groups, D]
         groups = len(compressed)
-        # A group is visible from its last position on.
+        # A query attends to a group from the group's last position on.
         visible = torch.arange(groups) < ((position + 1) // ratio)[:, None]
         if ratio == 4 and stage != "dense":
             scores = csa_index_scores(x.detach(), q_latent.detach(), w, rope)
@@ -164,27 +169,27 @@ def csa_layer(
         kv, seen = torch.cat([compressed, kv]), torch.cat([visible, seen], 1)
     sink = w["core_attention.attn_sink"]
     out, p_sum = sparse_attention(q, kv, seen, q.shape[2] ** -0.5, q.shape[2], sink)
-    # Values have the rope of their position: rotating back leaves the rope of the distance.
+    # Values are rotated by their position; rotating back leaves the rotation by the distance.
     out = rotate(out, (rope[0], -rope[1])).reshape(len(x), o_groups, -1)
     o_weight = w["linear_o_group_proj.weight"].view(o_groups, -1, out.shape[2])
     out = torch.einsum("tgi,goi->tgo", out, o_weight).flatten(1)
-    # The teacher's softmax includes window and sink, the loss does not.
+    # The teacher's softmax includes window and sink; the loss only compressed keys.
     loss = None if scores is None else indexer_loss(scores, p_sum[:, :groups], seen[:, :groups])
     return linear(out, w, "linear_proj"), loss
 
 
 def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
-    """Return V4's index scores ``[s, s // 4]``, on keys compressed for the indexer."""
+    """Return V4's index scores ``[s, s // 4]``; the indexer has its own compressor."""
     k = compress(x, w, rope, 4, indexer + "compressor.")
     q = linear(q_latent, w, indexer + "linear_wq_b").unflatten(-1, (-1, k.shape[1]))
     return index_scores(rotate(q, rope), k, linear(x, w, indexer + "linear_weights_proj"))
 
 
 def compress(x, w, rope, ratio, name) -> torch.Tensor:
-    """Pool every ``ratio`` positions of ``x [s, hidden]`` per channel: ``[s // ratio, d]``.
+    """Pool every ``ratio`` positions of ``x [s, hidden]`` per channel to ``[s // ratio, d]``.
 
-    With ratio 4 a group also pools the previous group's positions, in the first ``d`` of ``2d``
-    channels; its positions use the last ``d``.
+    With ratio 4 a group also pools the previous group, from the first ``d`` of ``2d`` channels; its
+    positions use the last ``d``.
     """
     groups = len(x) // ratio
     x = x[: groups * ratio].unflatten(0, (groups, ratio))  # the tail is not compressed
@@ -193,20 +198,21 @@ def compress(x, w, rope, ratio, name) -> torch.Tensor:
     if ratio == 4:
         values, scores = join_previous(values, 0.0), join_previous(scores, -torch.inf)
     pooled = norm((scores.softmax(1) * values).sum(1), w, name + "norm")
-    return rotate(pooled, [table[::ratio][:groups] for table in rope])  # by the first position
+    # A group is rotated by its first position.
+    return rotate(pooled, [table[::ratio][:groups] for table in rope])
 
 
 def join_previous(x, nothing) -> torch.Tensor:
-    """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` precedes group 0."""
+    """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` pads before group 0."""
     previous, current = x.chunk(2, -1)
     first = torch.full_like(previous[:1], nothing)
     return torch.cat([torch.cat([first, previous[:-1]]), current], 1)
 
 
 def kda_layer(x, w, heads, lower_bound=-5.0) -> torch.Tensor:
-    """Kimi Delta Attention: a state ``[D, D]`` per head in place of keys.
+    """Kimi Delta Attention: a state ``[D, D]`` per head replaces the keys.
 
-    Returns ``[s, hidden]``. ``D`` is the dim of a head; queries, keys and values pass a short
+    Returns ``[s, hidden]``. ``D`` is the head dim; queries, keys and values pass through a short
     convolution.
     """
     by_head = heads, -1
@@ -223,17 +229,17 @@ def kda_layer(x, w, heads, lower_bound=-5.0) -> torch.Tensor:
 
 
 def kda_convolution(x, weight) -> torch.Tensor:
-    """SiLU of a causal convolution of ``x [s, channels]`` with ``weight [channels, 1, K]``."""
+    """Apply a causal convolution by ``weight [channels, 1, K]`` and SiLU to ``x [s, channels]``."""
     width = weight.shape[2]
     windows = pad(x, (0, 0, width - 1, 0)).unfold(0, width, 1)  # [s, channels, K]
     return silu((windows * weight[:, 0]).sum(-1))
 
 
 def kda_attention(q, k, v, g, beta, A_log, dt_bias, lower_bound) -> torch.Tensor:
-    """Decay the state per channel of the keys, write ``v`` under ``k``, read it with ``q``.
+    """Decay the state per key channel, write ``v`` under ``k``, read the state with ``q``.
 
-    ``q, k, v, g [s, H, D]`` and ``beta [s, H]`` come from projections; gates, the norms of queries
-    and keys and the scale ``D^-0.5`` are inside. Returns ``[s, H, D]``.
+    ``q, k, v, g [s, H, D]`` and ``beta [s, H]`` are projections; this function applies gates, norms
+    of queries and keys, and the scale ``D^-0.5``. Returns ``[s, H, D]``.
     """
     heads, dim = q.shape[1:]
     rate = A_log.exp()[:, None]
@@ -250,5 +256,5 @@ def kda_attention(q, k, v, g, beta, A_log, dt_bias, lower_bound) -> torch.Tensor
 
 
 def kda_norm(x, gate, weight, eps) -> torch.Tensor:
-    """Norm of each head of ``x [..., H, D]`` times ``weight [D]`` and the sigmoid of ``gate``."""
+    """Normalise each head of ``x [..., H, D]``, multiply by ``weight [D]`` and sigmoid(gate)."""
     return rms_norm(x, x.shape[-1:], weight, eps) * gate.sigmoid()

@@ -1,7 +1,7 @@
 """Padding of lists and heads for the kernels of other packages.
 
-cuDNN compiles its Hopper kernels per list width, heads and dims: widths are rounded up to a few
-buckets, and every call passes a ``topk_length``.
+cuDNN compiles its Hopper kernels per list width, heads and dims, so widths are rounded up to
+buckets and every call passes a ``topk_length``.
 """
 
 import torch
@@ -27,7 +27,7 @@ def widened(lists: torch.Tensor, value) -> torch.Tensor:
 
 def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> torch.Tensor:
     missing = heads - x.shape[dim]
-    if missing:  # pad would copy
+    if missing:  # pad copies even without padding
         x = pad(x, (0, 0) * (-1 - dim) + (0, missing), value=value)
     return x.contiguous()
 

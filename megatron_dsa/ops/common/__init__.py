@@ -1,1 +1,1 @@
-"""Shared helpers."""
+"""Helpers shared by the operations."""

@@ -1,4 +1,4 @@
-"""Small arithmetic and products in the accumulation dtype."""
+"""Integer arithmetic, and matrix products in the accumulation dtype."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 
 from megatron_dsa.versions import parse_version
 
-# Bmm with a wide output dtype: tensor cores with an fp32 result.
+# torch.bmm takes `out_dtype`: tensor cores then return fp32 for 16-bit inputs.
 _BMM_WIDENS = parse_version(torch.__version__) >= (2, 8)
 
 
@@ -53,14 +53,14 @@ def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.baddbmm_(a, b)
     elif a.is_cuda and _BMM_WIDENS:
         torch.baddbmm(total, a, b, out_dtype=dtype, out=total)
-    elif not a.is_meta:  # a plan would count copies that a GPU does not make
+    elif not a.is_meta:  # a memory plan would count copies that a GPU does not make
         total.baddbmm_(a.to(dtype), b.to(dtype))
 
 
 def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if total is not None:
         add_bmm(total[None], a[None], b[None])
-    elif a.is_meta:  # as in add_bmm
+    elif a.is_meta:  # avoid copies, as in add_bmm
         total = a.new_empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype))
     else:
         total = mm(a, b)
@@ -68,7 +68,6 @@ def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
-    """Return the number of tokens that fit the workspace, at least one."""
     return max(1, budget_bytes // max(1, bytes_per_row))
 
 
@@ -85,7 +84,7 @@ def valid_entries(
 def lengths(
     indices: torch.Tensor, topk_length: torch.Tensor | None, in_range: bool = False
 ) -> torch.Tensor:
-    """Return int32 ``[Sq]``: ``K`` or ``topk_length``, clamped unless ``in_range``."""
+    """Return the list lengths, int32 ``[Sq]``; ``topk_length`` is clamped unless ``in_range``."""
     width = indices.shape[1]
     if topk_length is None:
         return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)
@@ -93,7 +92,7 @@ def lengths(
 
 
 def part_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Return ``x[tokens]``, or ``x`` itself for all tokens: a view takes host time."""
+    """Return ``x[tokens]``, or ``x`` itself if that is all tokens: a view costs host time."""
     start, stop, step = tokens.start, tokens.stop, tokens.step
     whole = not start and step in (None, 1) and (stop is None or stop == x.shape[0])
     return x if whole else x[tokens]

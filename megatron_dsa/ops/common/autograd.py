@@ -1,4 +1,4 @@
-"""Autograd without second derivatives, detection of recomputation."""
+"""Helpers of autograd functions without second derivatives."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,10 @@ import torch
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Decorate a ``backward`` that has no derivative: it raises with ``create_graph=True``.
+    """Decorate a ``backward`` so that it raises under ``create_graph=True``.
 
-    torch's decorator misses incoming gradients that need no grad (a loss linear in the output) and
-    passes limited to some inputs: there the second derivative would silently be missing.
+    torch's decorator does not raise if the loss is linear in the output, since its gradient then
+    needs no grad; the second derivative would silently be missing.
     """
 
     @functools.wraps(backward)
@@ -30,5 +30,5 @@ def differentiable(*tensors: torch.Tensor) -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether this runs in a backward pass, as a recomputed layer does."""
+    """Return whether autograd runs a backward pass now, e.g. to recompute a layer."""
     return torch._C._current_graph_task_id() != -1

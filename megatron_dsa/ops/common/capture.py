@@ -1,7 +1,7 @@
 """Caches of tensors that work with CUDA graphs.
 
-A graph reads tensors at their address: those looked up in a capture are never dropped. Tensors
-computed in a capture have no content before a replay: they are not cached.
+A graph reads tensors at fixed addresses, so tensors looked up during capture are never evicted.
+Tensors computed during capture have no content before a replay, so they are not cached.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 
 
 def capturing() -> bool:
-    # CUDA's own query fails without a driver.
+    # is_current_stream_capturing fails without a driver.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -50,7 +50,7 @@ class CachedFunction[**Arguments, Result]:
 
     def __call__(self, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         def make() -> Result:
-            with torch.inference_mode(False):  # tensors of an evaluation also serve training
+            with torch.inference_mode(False):  # training reuses tensors cached in evaluation
                 return self._function(*arguments, **named)
 
         key = (*arguments, *sorted(named.items())) if named else arguments

@@ -1,4 +1,4 @@
-"""Argument checks without synchronisation."""
+"""Argument checks that do not synchronise with the GPU."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,10 +7,10 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Dtypes of attention; fp64 is for references.
+#: Dtypes that attention accepts; references use fp64.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-#: Characters of a device assert; longer messages raise.
+#: Maximum characters in the message of a device assert; torch rejects longer ones.
 LONGEST_MESSAGE = 254
 
 
@@ -25,9 +25,8 @@ def require_tensor(
     """Raise a :class:`ConfigError` unless ``x`` is such a tensor on the device of ``like``.
 
     Args:
-        name: argument in messages.
-        shape: sizes, and names of dims of any size.
-        fix: for a wrong shape.
+        shape: a number per dim, or a name for a dim of any size.
+        fix: advice in the message on a wrong shape.
     """
     if (
         isinstance(x, torch.Tensor)
@@ -35,7 +34,7 @@ def require_tensor(
         and (like is None or x.device == like.device)
         and _has_shape(x, shape)
     ):
-        return  # before any message is formatted
+        return  # avoid formatting messages
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     require(
         isinstance(x, torch.Tensor),
@@ -77,7 +76,6 @@ def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Ten
 
 
 def require_sink(attn_sink: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise a :class:`ConfigError` unless there is a logit per head of ``q``, or none."""
     if attn_sink is not None:
         require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
 
@@ -109,9 +107,9 @@ def require_values(rules: Mapping[str, torch.Tensor], summary: str) -> None:
 
 
 def require_on_device(holds: torch.Tensor, summary: str, message: Callable[[], str]) -> None:
-    """Raise unless ``holds``, a bool scalar; not checked on the meta device.
+    """Raise unless the bool scalar ``holds`` is true; skip meta tensors.
 
-    On a GPU with 254 characters of ``summary`` at its next synchronisation.
+    A GPU raises at its next synchronisation, with 254 characters of ``summary``.
     """
     if holds.device.type == "cpu":
         if not holds:

@@ -1,4 +1,4 @@
-"""Collectives along dim 0, outside of autograd; no-ops on one rank."""
+"""Collectives along dim 0 without autograd; no-ops on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Transfer:
         return other.result.shape
 
     def wait(self) -> torch.Tensor:
-        """Return the result; the current stream waits for it."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -54,16 +53,16 @@ def reduce_scatter_async(x: torch.Tensor, group) -> Transfer:
 def exchange_parts(
     tensors: Sequence[torch.Tensor], holders: int, parts: int, group: Any
 ) -> list[torch.Tensor]:
-    """Exchange head sums for some heads, so that each rank has those for its tokens.
+    """Exchange sums over local heads, so that each rank has all heads' sums for its tokens.
 
     Args:
         tensors: ``[parts * holders * n, ...]`` of 32 or 64 bits: the tokens of this rank's parts,
-            in each part holder by holder.
-        holders: ranks of ``group`` with different tokens; 1: all have the same.
-        parts: parts of the tokens, taught by this rank's heads.
+            ordered by holder within a part.
+        holders: number of ranks of ``group`` with different tokens; 1 if all have the same.
+        parts: number of parts for which this rank's heads are the teacher.
 
     Returns:
-        ``[parts of all ranks * n, ...]`` each: the local tokens.
+        A tensor ``[parts of all ranks * n, ...]`` of local tokens per input.
     """
     sent = torch.cat([x.view(torch.int32).view(len(x), -1) for x in tensors], dim=1)
     if holders == 1:

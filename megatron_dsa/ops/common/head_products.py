@@ -1,6 +1,6 @@
-"""Products of heads, or groups of heads, with a weight per head.
+"""Matrix products with a weight per head or group of heads.
 
-Results have the heads of a token contiguous; the next kernel would copy a plain batched product.
+The result is contiguous as ``[tokens, heads, dims]``; a plain batched product would need a copy.
 """
 
 import torch
@@ -19,7 +19,7 @@ def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         x: ``[tokens, H, A]``; weights: ``[H, A, B]``, same dtype. Any strides.
 
     Returns:
-        ``[tokens, H, B]`` in the dtype of ``x``, contiguous, differentiable in both.
+        ``[tokens, H, B]`` in the dtype of ``x``, contiguous; differentiable in both inputs.
     """
     return _HeadProducts.apply(x, weights)
 

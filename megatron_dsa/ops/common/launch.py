@@ -1,7 +1,7 @@
-"""Launches of compiled Triton kernels without Triton's repeated work.
+"""Launches of compiled Triton kernels with less host time.
 
-Triton binds and formats all arguments to find the compiled kernel: 12 of a launch's 16 microseconds
-on the host.
+Triton binds and formats all arguments to find the compiled kernel, which takes 12 of the 16
+microseconds of a launch.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-#: Versions with this launch function; others launch through Triton.
+#: Versions whose compiled kernels take these arguments; others launch through Triton.
 _KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 _REST = (), (1, 1), (1,), ()
 _Tensor = torch.Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run ``kernel[grid](*args, **options)``; constants and options are passed by name.
+    """Run ``kernel[grid](*args, **options)``; pass constants and options by name.
 
-    With hooks, Triton launches itself: its profilers see every launch.
+    If hooks are set, Triton launches the kernel, so that its profilers record every launch.
     """
     key = _key(args, options) if _KNOWN and type(kernel) is JITFunction else None
     if key is None or _hooks():
@@ -32,7 +32,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if found is None:
         one = kernel[grid](*args, **options)
         names = kernel.arg_names[len(args) :]
-        # The launch also takes defaults; a hook may prevent compilation.
+        # Skip kernels with defaults, which `run` also needs, and those a hook did not compile.
         if one is not None and all(name in options for name in names):
             constants = tuple(options[name] for name in names)
             compiled[device, key] = one.run, one.function, one.packed_metadata, constants

@@ -1,4 +1,4 @@
-"""Gradients times a factor in one pass, and factors on the device."""
+"""Scaling of gradients in one pass, by factors that stay on the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_dsa.ops.dispatch.packages import TRITON
 
 @dataclass(frozen=True)
 class Factor:
-    """``number * times / over``, computed on the device that uses it.
+    """Factor ``number * times / over``, computed on the device of the scaled tensor.
 
-    ``times`` and ``over`` are one-element tensors; ``None`` is 1.
+    ``times`` and ``over`` are one-element tensors; ``None`` means 1.
     """
 
     number: float = 1.0
@@ -65,9 +65,9 @@ def scaled(
     dtype: torch.dtype | None = None,
     in_place: bool = False,
 ) -> torch.Tensor:
-    """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's).
+    """Return ``factor * gradient`` in ``dtype``, by default the gradient's; multiply in fp32.
 
-    ``in_place``: may overwrite the gradient, if that has its dtype.
+    ``in_place`` overwrites a gradient that already has ``dtype``.
     """
     dtypes = (gradient.dtype if dtype is None else dtype,)
     return scaled_together((gradient,), factor, dtypes, in_place)[0]
@@ -94,7 +94,7 @@ def scaled_together(
         return results
     value = factor.value(gradients[0].device)
     for gradient, result in zip(gradients, results, strict=True):
-        # With one dim the factor keeps its dtype: rounded once, when written.
+        # A factor with one dim promotes the product to its dtype, so only the write rounds.
         torch.mul(gradient, value.to(accumulation_dtype(gradient.dtype)).view(1), out=result)
     return results
 
@@ -112,5 +112,5 @@ def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> Non
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether small helpers may be Triton kernels; operations use dispatch."""
+    """Return whether helpers outside dispatch may use Triton kernels."""
     return TRITON.problem() is None

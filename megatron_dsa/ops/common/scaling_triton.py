@@ -1,6 +1,6 @@
-"""Gradients times a number on the device, in one launch.
+"""Scaling of up to three gradients in one launch.
 
-torch multiplies different dtypes element by element, at a sixth of the bandwidth.
+torch multiplies mixed dtypes element by element, at a sixth of the bandwidth.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _factor(number, times, over):
 @triton.jit
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     index = block * BLOCK + tl.arange(0, BLOCK)
-    if (block + 1) * BLOCK <= count:  # masks split accesses into elements
+    if (block + 1) * BLOCK <= count:  # unmasked: masks prevent vectorised accesses
         values = tl.load(x + index).to(tl.float32) * factor
         tl.store(out + index, values.to(out.dtype.element_ty))
     else:
@@ -43,7 +43,7 @@ def _scale(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = _factor(number, times, over).to(tl.float32)
-    # Counts above 2^31 are int64, and both branches need one dtype.
+    # Counts above 2^31 are int64, and both branches must have the same dtype.
     block = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(count, BLOCK).to(tl.int64)
     if block < blocks:

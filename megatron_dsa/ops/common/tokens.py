@@ -1,4 +1,4 @@
-"""Selection of tokens from several tensors at once."""
+"""Gather of the same tokens from several tensors."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from megatron_dsa.ops.common.scaling import has_triton
 
 
 def select_tokens(tokens: torch.Tensor, *tensors: torch.Tensor | None) -> list:
-    """Return ``x[tokens]`` of every tensor, without gradient; one launch on a GPU.
+    """Return ``x[tokens]`` for every tensor, without gradient, in one launch on a GPU.
 
-    ``tokens``: int64 ``[n]``, all in range; ``None`` is returned as it is.
+    ``tokens`` is int64 ``[n]`` and in range; a tensor of ``None`` gives ``None``.
     """
     given = [x for x in tensors if x is not None]
     found = iter(_selected(tokens, given))

@@ -1,4 +1,4 @@
-"""Kernels for attention to one block of keys and values."""
+"""Choice of kernels for attention to one block of keys and values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +22,7 @@ BLOCK_KERNELS = {
 
 
 def choose(call: OpCall, name: str | None = None) -> BlockAttention:
-    """Return the kernel called ``name``, by default dispatch's choice.
-
-    Raises:
-        ConfigError, ImplementationError: there is no such kernel, or it cannot run the call.
-    """
+    """Return the kernel called ``name``, or by default the one that dispatch chooses."""
     policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
     return BLOCK_KERNELS[DENSE_ATTENTION.choose(call, policy).candidate.name]
 

@@ -1,6 +1,6 @@
-"""FlashAttention 4 (flash-attn-4): values may be narrower than keys.
+"""Adapter of FlashAttention 4 (package flash-attn-4), whose values may be narrower than keys.
 
-Private functions: the backward takes ``out`` and ``lse`` of the whole attention.
+It calls private functions because the backward needs ``out`` and ``lse`` of all blocks.
 """
 
 import importlib
@@ -35,10 +35,9 @@ def reason(_call: OpCall) -> str | None:
 
 @cache
 def _import_problem() -> str | None:
-    # Takes seconds: checked last.
     try:
         interface = importlib.import_module(_INTERFACE)
-    # Kernel compilers raise errors of all kinds.
+    # The import runs kernel compilers, which raise errors of any kind.
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         return f"broken: {_INTERFACE} cannot be imported: {type(error).__name__}: {first_line}"

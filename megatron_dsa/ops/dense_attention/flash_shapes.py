@@ -1,6 +1,6 @@
-"""Shapes of flash-attention kernels, and padding of values.
+"""Conversion of shapes for flash-attention kernels, and padding of values.
 
-Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]``; lse has heads first.
+Kernels take ``[batch, s, H, D]``, or packed ``[tokens, H, D]``; their lse has heads before tokens.
 """
 
 from types import ModuleType
@@ -37,9 +37,9 @@ def common_reason(call: OpCall, pads_values: bool = False) -> Reason | None:
 
 
 def with_kernel_shapes(module: ModuleType, pads_values: bool = True):
-    """Return :class:`.spec.BlockAttention`'s functions for a module's kernels.
+    """Return forward and backward of :class:`.spec.BlockAttention` for a module's kernels.
 
-    ``pads_values``: the kernels have one head dim; padding earlier would exclude others.
+    ``pads_values``: pad values to the width of keys, for kernels with one head dim.
     """
 
     def forward(q, k, v, causal, scale, sequences):
@@ -78,7 +78,7 @@ def _from_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
 
 def lse_from_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
     if isinstance(sequences, Packed):
-        # Some kernels return +inf for queries without keys.
+        # For queries without keys, some kernels return +inf.
         lse = lse.transpose(0, 1)
         return lse.masked_fill(sequences.blind(lse.shape[0]), float("-inf"))
     return lse.permute(2, 0, 1).flatten(0, 1)

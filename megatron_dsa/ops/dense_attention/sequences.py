@@ -1,7 +1,7 @@
-"""Visible keys of a block, in the terms of attention kernels.
+"""Visible keys of a block as arguments of attention kernels.
 
-Packed batches are cut into segments: queries of segment ``i`` see its keys. Blind queries and
-unseen keys are in segments whose other side is empty, so that ``cu_seqlens`` need no copies.
+Packed batches are cut into segments: queries of segment ``i`` attend to keys of segment ``i``.
+Queries without keys, and keys without queries, form separate segments, which avoids copies.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Packed:
     """Segments of packed tokens.
 
     Attributes:
-        cu_q, cu_k: int32 ``[segments + 1]`` on the device, of all query tokens and keys.
+        cu_q, cu_k: int32 ``[segments + 1]`` on the device, offsets into query tokens and keys.
         longest: host-side upper bound of a segment's tokens.
-        reach: the same of the distance of a query and its keys; ``None``: ``longest``.
+        reach: host-side upper bound of the distance from a query to its keys; default ``longest``.
     """
 
     cu_q: torch.Tensor
@@ -32,9 +32,9 @@ class Packed:
     reach: int | None = None
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @torch.inference_mode(False)  # tensors of an evaluation also serve training
+    @torch.inference_mode(False)
     def ranges(self, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return int64 ``[queries]`` each: first key, end of the keys, position in the segment."""
+        """Return per query the first key, the end of keys and the position in the segment."""
         if "ranges" not in self.derived:
             tokens = torch.arange(queries, device=self.cu_q.device)
             segment = torch.bucketize(tokens, self.cu_q[1:], right=True)
@@ -59,10 +59,10 @@ def covering(
     longest: int,
     reach: int | None = None,
 ) -> Packed:
-    """Return segments with these ends, and blind segments for the tokens behind them.
+    """Return segments with these ends, and segments without keys for the remaining tokens.
 
-    ``ends``: int ``[sequences]`` twice per segment, among query tokens and keys, ascending; the
-    last ones are the sequence's end.
+    ``ends`` has a pair of int ``[sequences]`` per segment, in order: the segment's end among query
+    tokens and among keys. The last pair ends the sequence.
     """
     longest = max(1, min(longest, tokens))
     last = ends[-1][0][-1]

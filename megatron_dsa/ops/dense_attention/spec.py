@@ -1,4 +1,4 @@
-"""Dense attention: operation, implementations, fake, reference."""
+"""Dense attention: operation, implementations, fake kernel, reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ DENSE_ATTENTION = Operation(
                 **ATOMIC_SUMS,
             ),
         ),
-        # Last, though its forward is the fastest on Hopper: a beta that changes.
+        # FlashAttention 4 is last because it is beta, although its forward is fastest on Hopper.
         Candidate(
             "flash4",
             f"{_HERE}.blocks:with_flash4",
@@ -77,9 +77,9 @@ DENSE_ATTENTION = Operation(
 class BlockAttention:
     """Attention to one block of keys and values by the candidate ``name``.
 
-    ``forward(q, k, v, causal, scale, sequences) -> out, lse``, ``backward(dout, q, k, v, out, lse,
-    causal, scale, sequences) -> dq, dk, dv`` with ``out`` and ``lse`` of the whole attention.
-    Queries without keys give 0 and ``-inf``.
+    ``forward(q, k, v, causal, scale, sequences) -> out, lse``; ``backward(dout, q, k, v, out, lse,
+    causal, scale, sequences) -> dq, dk, dv``, with ``out`` and ``lse`` over all blocks. Queries
+    without keys give 0 and ``-inf``.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""cuDNN's attention through torch: values may be narrower than keys.
+"""Adapter of cuDNN's attention in torch, whose values may be narrower than keys.
 
-Unpacked only: torch's packed backward takes the head dim for the longest length.
+Packed batches are unsupported: torch's backward mistakes the head dim for the longest length.
 """
 
 from functools import cache
@@ -51,7 +51,7 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
     lse = lse_to_kernel(lse, sequences)
     if _lse_dims(q.device) == 4:
         lse = lse.unsqueeze(-1)
-    # Required without dropout.
+    # Required even without dropout.
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,

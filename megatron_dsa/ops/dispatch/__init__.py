@@ -1,6 +1,6 @@
-"""Choice among the implementations of an operation, logged once.
+"""Choice of an operation's implementation, logged once.
 
-A fallback logs a warning, or is an error under a strict policy.
+A fallback logs a warning, or raises under a strict policy.
 """
 
 from megatron_dsa.ops.dispatch.choice_log import (

@@ -1,4 +1,4 @@
-"""Log of chosen implementations: a line each, or one table for a model."""
+"""Log of the chosen implementations, one line each or one table per model."""
 
 import contextlib
 import logging
@@ -21,9 +21,10 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class Choice:
-    """Candidate that runs a call, and the reasons against those before it.
+    """Candidate that runs a call, and the reasons why preferred candidates cannot.
 
-    ``never_run``: only compiled for this GPU. ``no_gpu``: torch for lack of a GPU.
+    ``never_run``: the candidate was only compiled for this GPU. ``no_gpu``: torch runs because
+    there is no GPU.
     """
 
     operation: str
@@ -35,11 +36,10 @@ class Choice:
 
     @property
     def is_fallback(self) -> bool:
-        """Torch runs without being named."""
         return not self.candidate.fused and not self.named
 
     def remark(self) -> str:
-        """Return the reason in one clause; empty for a fused candidate that ran on such a GPU."""
+        """Return the reason in one clause; empty for a fused candidate tested on this GPU."""
         if self.never_run:
             return _NEVER_RUN
         if self.named:
@@ -70,7 +70,7 @@ collected: list[Choice] | None = None
 
 @contextlib.contextmanager
 def collect_choices() -> Iterator[list[Choice]]:
-    """Collect the choices made inside, each once, for a table; only fallbacks also log a line."""
+    """Collect distinct choices for a table; log only fallbacks."""
     global collected
     before, collected = collected, []
     try:
@@ -90,7 +90,7 @@ def log_all_candidates() -> None:
 
 @contextlib.contextmanager
 def choices_unlogged() -> Iterator[None]:
-    """Log only errors inside: a table replaces the log."""
+    """Log only errors, since a table replaces the log."""
     package = logging.getLogger("megatron_dsa")
     level = package.level
     package.setLevel(logging.ERROR)
@@ -104,10 +104,9 @@ def log_choice(choice: Choice, policy: Policy) -> None:
     package = choice.candidate.support.package
     if package is not None and (untested := package.untested()):
         log_once(logging.WARNING, untested)
-    # A fallback that was not requested must show at default log levels.
+    # A fallback that the user did not request must be visible at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if choice.no_gpu:
-        # One reason for every operation needs one line.
         log_once(logging.DEBUG if choices_are_collected() else level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and choices_are_collected():

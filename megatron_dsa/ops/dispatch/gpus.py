@@ -1,4 +1,4 @@
-"""GPUs by compute capability."""
+"""Compute capabilities and cached properties of GPUs."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
-#: Compiled for all of these, but run on Hopper only.
+#: Support of kernels that compile for all these GPUs but ran only on Hopper.
 PORTABLE: dict[str, Any] = {
     "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
     "not_run": (AMPERE, ADA, BLACKWELL),

@@ -1,13 +1,13 @@
-"""Frozen dataclasses that compute their hash once."""
+"""Base class that caches the hash of frozen dataclasses."""
 
 import dataclasses
 from typing import Any
 
 
 class HashedOnce:
-    """Base of frozen dataclasses that are cache keys in every call of an operation.
+    """Base of frozen dataclasses that serve as cache keys in every call of an operation.
 
-    Subclasses write ``__hash__ = HashedOnce.__hash__``, or ``dataclass`` would replace it.
+    Subclasses set ``__hash__ = HashedOnce.__hash__``; otherwise ``dataclass`` replaces it.
     """
 
     def __hash__(self) -> int:
@@ -18,5 +18,5 @@ class HashedOnce:
         return kept["_hash"]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hashes of strings differ between processes.
+        # Do not pickle the hash: hashes of strings differ between processes.
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}

@@ -31,9 +31,9 @@ from megatron_dsa.ops.dispatch.support import Candidate, OpCall, import_attribut
 
 @dataclass(frozen=True)
 class First:
-    """Calls for which a benchmark found the candidate ``name`` fastest.
+    """Calls for which the candidate ``name`` was fastest in a benchmark.
 
-    ``teacher``: only with the head sum of the probabilities.
+    ``teacher`` limits the rule to calls that return the head sum of the probabilities.
     """
 
     name: str
@@ -76,10 +76,10 @@ def uncounted() -> Iterator[None]:
 
 
 class OperationTimes:
-    """Time per operation (``--dsa-time-operations``), without operations called inside.
+    """Time per operation (``--dsa-time-operations``), excluding nested operations.
 
-    Measured by events, without synchronisation. Excludes backwards that autograd runs outside of
-    dispatch, and evaluation (``paused``).
+    CUDA events measure it without synchronisation. Backwards that autograd runs outside dispatch,
+    and evaluation (``paused``), are not measured.
     """
 
     def __init__(self):
@@ -103,7 +103,7 @@ class OperationTimes:
             self._done.append((operation, around, begin, _now(cuda)))
 
     def take(self) -> dict[str, float]:
-        """Return seconds by operation since the last call; waits for the GPU."""
+        """Wait for the GPU and return seconds per operation since the last call."""
         done, self._done = self._done, []
         seconds: defaultdict[str, float] = defaultdict(float)
         for operation, around, begin, end in done:
@@ -129,17 +129,17 @@ def _now(cuda: bool):
 TIMES = OperationTimes()
 
 
-#: Device and compute capability of a plan, instead of the real ones.
+#: Device and compute capability that a plan assumes, or ``None`` outside a plan.
 _planned_for: tuple[str, tuple[int, int] | None] | None = None
-#: Run the fakes of torch's candidates without a choice: sizes may be symbols.
+#: Always run torch's fake kernel, since symbolic sizes do not allow a choice.
 _unchosen = False
 
 
 @contextlib.contextmanager
 def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> Iterator[None]:
-    """Choose for a GPU of that compute capability (``None``: the CPU), and run fakes.
+    """Run fake kernels, chosen for a GPU of that compute capability or, for ``None``, the CPU.
 
-    Nothing is counted or logged. ``choose=False``: run the fakes of torch's candidates.
+    Calls are neither counted nor logged. With ``choose=False`` all fake kernels are torch's.
     """
     global _planned_for, _unchosen
     before = _planned_for, _unchosen
@@ -156,7 +156,7 @@ def on_meta() -> bool:
 
 
 def deterministic_mode() -> bool:
-    """Return whether torch's deterministic mode is on, and not only for warnings."""
+    """Return whether torch's deterministic mode is on and raises instead of warning."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -165,7 +165,7 @@ def deterministic_mode() -> bool:
 
 def describe_call(device: torch.device | str, **properties) -> OpCall:
     properties.setdefault("deterministic", deterministic_mode())
-    if _planned_for is not None:  # symbolic sizes cannot be cached
+    if _planned_for is not None:  # symbolic sizes cannot be cache keys
         return OpCall(*_planned_for, **properties)
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -173,7 +173,7 @@ def describe_call(device: torch.device | str, **properties) -> OpCall:
     return _known_call(device.type, capability, **properties)
 
 
-#: Equal calls are one object, found in the cache of choices without comparing fields.
+#: Equal calls share one object, so the cache of choices finds it without comparing fields.
 _known_call = lru_cache(maxsize=512)(OpCall)
 
 
@@ -186,10 +186,10 @@ class Operation:
 
     Attributes:
         name: used in flags, logs, reports and profiler ranges.
-        candidates: in order of preference, torch's last.
+        candidates: implementations in order of preference, torch last.
         fake: ``"module:function"``, called with a candidate and its arguments on the meta device;
-            returns, keeps and allocates like the candidate.
-        first: exceptions to that order; the first rule that holds counts.
+            it returns, saves and allocates tensors like the candidate.
+        first: exceptions to that order; the first matching rule applies.
     """
 
     name: str
@@ -215,10 +215,10 @@ class Operation:
             raise ValueError(f"{self.name}: first names {unknown}, candidates are {names}")
 
     def add(self, candidate: Candidate) -> None:
-        """Add a user's fused implementation, tried after the other fused ones.
+        """Add a user's fused implementation after the other fused ones.
 
         Raises:
-            ValueError: its name is taken, or it is not fused.
+            ValueError: the name exists, or the candidate is not fused.
         """
         candidates = (*self.candidates[:-1], candidate, self.candidates[-1])
         self._check(candidates)
@@ -227,7 +227,7 @@ class Operation:
 
     def ranked(self, call: OpCall) -> list[Candidate]:
         name = next((rule.name for rule in self.first if rule.holds(call)), None)
-        # Kernels never run on such a GPU do not lead.
+        # Rules do not promote kernels that were never run on this GPU.
         return sorted(
             self.candidates,
             key=lambda c: c.name != name or call.capability in c.support.not_run,
@@ -238,7 +238,7 @@ class Operation:
 
         Raises:
             ImplementationError: the named implementation cannot run here.
-            FallbackError: a strict policy prefers fused implementations and none can run.
+            FallbackError: the policy is fused and strict, and no fused implementation can run.
             ConfigError: the named implementation does not exist.
         """
         choice = _choose(self, call, policy, logged=not on_meta())
@@ -248,9 +248,9 @@ class Operation:
         return choice
 
     def why_not_fused(self, call: OpCall, policy: Policy) -> str | None:
-        """Return why no fused implementation that ran on such a GPU takes ``call``, or ``None``.
+        """Return why no fused implementation tested on this GPU supports ``call``, or ``None``.
 
-        Never logs or refuses a fallback: the caller may use another operation.
+        Fallbacks are neither logged nor refused.
         """
         choice = _choose(self, call, replace(policy, strict=False), logged=False)
         if choice.candidate.fused and not choice.never_run:
@@ -262,7 +262,7 @@ class Operation:
         if _planned_for is not None:
             return import_attribute(self.fake)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
-        # A range costs host time: only under a profiler.
+        # record_function costs host time, so only profilers get it.
         on_gpu, label = call.device == "cuda", f"megatron_dsa.{self.name}.{candidate.name}"
         if on_gpu:
             torch.cuda.nvtx.range_push(label)

@@ -1,6 +1,6 @@
 """Optional kernel packages and their usable versions.
 
-Versions are compared, not probed: packages change behaviour under the same signature.
+Versions decide, since packages change behaviour under the same signature.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_dsa.versions import installed_version, is_before, module_exists, p
 
 
 class Reason(str):
-    """Obstacle (``short``), followed by its fix in the whole text."""
+    """Reason against a candidate: ``short`` names the obstacle, the whole text adds the fix."""
 
     short: str
 
@@ -24,11 +24,12 @@ class Package:
     """Optional package.
 
     Attributes:
-        install: how to get it; ``{floor}`` is the lowest usable version.
-        distribution: ``None`` if it has no versions to compare.
+        install: how to install it; ``{floor}`` is the lowest usable version.
+        distribution: name on PyPI; ``None`` if there are no versions to compare.
         tested: newest version that was run.
-        fixes: pairs of a version and the defect it repaired.
-        needs: ``(since, distribution, minimum)``; the last whose ``since`` is reached counts.
+        fixes: pairs of a version and the defect fixed in it.
+        needs: dependencies ``(since, distribution, minimum)``; of all entries with
+            ``version >= since`` the last applies.
     """
 
     module: str
@@ -43,7 +44,7 @@ class Package:
         return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
     def problem(self, minimum: str | None = None) -> Reason | None:
-        """Return the obstacle and its fix, or ``None``; ``minimum`` overrides the package's."""
+        """Return why the package is unusable, or ``None``; ``minimum`` overrides the package's."""
         floor, name = minimum or self.minimum, self.distribution
         install = f"; {self.install.format(floor=floor)}"
         if not module_exists(self.module):

@@ -1,4 +1,4 @@
-"""User's choices: fused or not, strict or not, and implementations by name."""
+"""User's policy on implementations: fused, strict, or by name."""
 
 import difflib
 import os
@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.ops.dispatch.hashing import HashedOnce
 
-#: Pairs ``OPERATION=NAME``, split by commas.
+#: Environment variable with pairs ``OPERATION=NAME``, separated by commas.
 VARIABLE = "MEGATRON_DSA_IMPL"
 FLAG = "--dsa-impl"
 
@@ -27,7 +27,7 @@ class Policy(HashedOnce):
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
         strict: raise :class:`FallbackError` instead of falling back (``--dsa-strict``).
         workspace_bytes: budget for temporary memory.
-        named: pairs ``(operation, implementation)`` that must run or raise, whatever ``fused``
+        named: pairs ``(operation, implementation)`` that run or raise, regardless of ``fused``
             (``--dsa-impl sparse_attention_forward=flashmla``).
         indexer_numerics: ``exact`` or ``deepgemm-fp8``.
     """
@@ -91,11 +91,10 @@ def check_operations(names: Collection[str], known: Collection[str], source: str
 
 
 def check_environment(known: Collection[str]) -> list[str]:
-    """Return a warning for each variable with our prefix that is not read.
+    """Return a warning for each unused environment variable with our prefix.
 
     Raises:
-        ConfigError: ``VARIABLE`` names an operation that is not ``known``, or an earlier version's
-            or a misspelled variable is set.
+        ConfigError: ``VARIABLE`` names an unknown operation, or a variable resembles ``VARIABLE``.
     """
     check_operations(dict(_pairs(os.environ.get(VARIABLE, ""))), known, VARIABLE)
     warnings = []

@@ -1,7 +1,4 @@
-"""Implementations and the calls that they support.
-
-Read by dispatch, error messages, ``info``, ``doctor`` and the skips of the tests.
-"""
+"""Implementations and the calls that they support."""
 
 import functools
 import importlib
@@ -15,24 +12,24 @@ from megatron_dsa.ops.dispatch.hashing import HashedOnce
 from megatron_dsa.ops.dispatch.packages import Package, Reason
 
 HALF = (torch.bfloat16, torch.float16)
-#: Sums in varying order unless torch's deterministic mode is on.
+#: Support of kernels that sum in varying order unless torch's deterministic mode is on.
 ATOMIC_SUMS: dict[str, Any] = {"deterministic": False, "deterministic_mode": True}
 
 
 @dataclass(frozen=True)
 class OpCall(HashedOnce):
-    """Properties of a call that decide which implementation can take it.
+    """Properties of a call that decide which implementation supports it.
 
     Attributes:
-        dtype: of queries and keys, the widest of the inputs.
+        dtype: widest dtype of queries and keys.
         heads: local query heads, or index heads.
-        qk_dim, v_dim: dims of a query/key and of a value (0 without values).
-        rope_dim: dims of ``qk_dim`` shared by the keys of all heads, or ``None``.
+        qk_dim, v_dim: dims of a query or key, and of a value (0 without values).
+        rope_dim: dims of ``qk_dim`` that the keys of all heads share, or ``None``.
         packed: sequences of different lengths share the batch.
         relu: index scores clamp each head's product at 0.
         deterministic: ``torch.use_deterministic_algorithms(True)`` is on.
-        teacher: also return the head sum of the probabilities.
-        teacher_dim: query dims of a dense loss's teacher, or ``None``.
+        teacher: attention also returns the head sum of the probabilities.
+        teacher_dim: query dims of the attention that teaches a dense loss, or ``None``.
     """
 
     device: str
@@ -63,19 +60,19 @@ class Support:
     """Calls that an implementation supports; ``None`` means "any".
 
     Attributes:
-        covers: covered results or inputs, in a few words.
+        covers: short description of covered results or inputs.
         minimum: lowest version of ``package`` for this operation, if above the package's.
         not_run: capabilities for which the kernels were only compiled.
         dims: ``(qk_dim, v_dim)`` or ``(qk_dim, v_dim, rope_dim)``.
         heads, topk: inclusive ranges.
-        packed, sink, without_relu: takes such calls.
-        deterministic: bitwise repeatable.
-        deterministic_mode: bitwise repeatable in torch's deterministic mode.
+        packed, sink, without_relu: such calls are supported.
+        deterministic: results are bitwise repeatable.
+        deterministic_mode: results are so only in torch's deterministic mode.
         gives_teacher: attention returns the head sum of the probabilities on request.
         adds_keys: a backward can add to the key gradient of earlier calls.
-        head_sizes: head counts of its kernel, ascending; the adapter pads others.
-        bridged: padding and conversions of the adapter.
-        probe: last check ``OpCall -> reason or None``, run only if the rest fits.
+        head_sizes: head counts of the kernel, ascending; the adapter pads others.
+        bridged: description of the adapter's padding and conversions.
+        probe: function ``OpCall -> reason or None``, run after all other checks passed.
     """
 
     covers: str
@@ -162,7 +159,7 @@ class Support:
 class Candidate:
     """Implementation of an operation.
 
-    ``kernel`` is imported (``"module:attribute"``) at its first call: it may need an optional
+    ``kernel`` is ``"module:attribute"``, imported at the first call: it may need an optional
     package.
     """
 

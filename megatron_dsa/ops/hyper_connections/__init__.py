@@ -1,1 +1,1 @@
-"""Hyper-connections: several residual streams."""
+"""Hyper-connections, which replace the residual by several streams."""

@@ -1,15 +1,14 @@
 """Hyper-connections of DeepSeek-V4 (mHC).
 
-A token has ``n`` residual streams of ``C`` channels. All of them, normalised together, are
-projected to ``pre`` (n), which sums the layer's input, ``post`` (n), which adds its output to each
-stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn iterations), which mixes streams:
+A token has ``n`` residual streams of ``C`` channels. Normalised together, the streams are projected
+to weights: ``pre`` (n) sums streams to the layer's input, ``post`` (n) adds its output to each
+stream, and ``comb`` (n x n, doubly stochastic by Sinkhorn iterations) mixes streams:
 
     ``u = sum_i pre_i x_i``, rounded; ``y = F(RMSNorm(u))``;
     ``x'_j = post_j y + sum_i comb[i, j] x_i``.
 
-A read computes everything before ``F``, a write everything after it; the head is a read with only
-``pre``. A read returns the streams, so that the write's backward adds all their gradients in one
-pass.
+A read computes everything before ``F``, a write everything after; the head is a read with only
+``pre``. A read also returns the streams, so that its backward adds all their gradients in one pass.
 """
 
 from typing import NamedTuple
@@ -31,11 +30,11 @@ __all__ = ["Connection", "StreamsRead", "read_head", "read_streams", "write_stre
 
 
 class StreamsRead(NamedTuple):
-    """Input of a layer, and the tensors of its write.
+    """Input of a layer, and the tensors for its write.
 
     Attributes:
         normed: ``[tokens, C]``, input of attention or MLP.
-        streams: ``[tokens, n, C]``, as read.
+        streams: ``[tokens, n, C]``, unchanged.
         post: ``[tokens, n]`` fp32.
         comb: ``[tokens, n, n]`` fp32.
     """
@@ -53,16 +52,16 @@ def read_streams(
     *,
     policy: Policy = Policy(),
 ) -> StreamsRead:
-    """Compute the layer's input, and the weights of the write.
+    """Compute the layer's input and the weights for the write.
 
     Args:
         streams: ``[tokens, n, C]``.
-        connection: with ``n * (n + 2)`` outputs of ``fn``.
-        weight: ``[C]``, of the RMSNorm.
+        connection: parameters, with ``n * (n + 2)`` outputs of ``fn``.
+        weight: ``[C]``, weight of the RMSNorm.
 
     Returns:
-        Differentiable in the streams and the parameters, with bitwise repeatable gradients. Keeps
-        the streams, and about ``n * n`` numbers per token.
+        Tensors that are differentiable in streams and parameters, with bitwise repeatable
+        gradients.
 
     Raises:
         ConfigError: shapes or dtypes do not fit.
@@ -78,14 +77,14 @@ def write_streams(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Mix the streams of the read, and add the output of attention or MLP.
+    """Mix the streams and add the output of attention or MLP.
 
     Args:
-        output: ``[tokens, C]``, dtype of the streams.
-        read: result of :func:`read_streams`; its ``normed`` is not used.
+        output: ``[tokens, C]`` in the dtype of the streams.
+        read: result of :func:`read_streams`.
 
     Returns:
-        ``[tokens, n, C]``, rounded once, differentiable in all of the above.
+        ``[tokens, n, C]``, rounded once, differentiable in all inputs.
 
     Raises:
         ConfigError: shapes or dtypes do not fit.
@@ -104,13 +103,10 @@ def read_head(
 ) -> torch.Tensor:
     """Read the streams at the end of the model.
 
-    Arguments as in :func:`read_streams`, but with ``n`` outputs of ``fn``.
+    Arguments and errors are as in :func:`read_streams`, but ``fn`` has ``n`` outputs.
 
     Returns:
         ``[tokens, C]``, normalised, differentiable in the streams and the parameters.
-
-    Raises:
-        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ReadInputs(streams, connection, weight, policy.workspace_bytes)
     inputs.check(head=True)
@@ -122,5 +118,4 @@ def _describe(streams: torch.Tensor) -> OpCall:
 
 
 def describe_stream_call(device, dtype: torch.dtype, streams: int, channels: int) -> OpCall:
-    """Describe a call: streams stand for heads, channels for dims."""
     return describe_call(device, dtype=dtype, heads=streams, qk_dim=channels, v_dim=0)

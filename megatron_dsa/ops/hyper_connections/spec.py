@@ -1,4 +1,4 @@
-"""Hyper-connections: inputs, implementations, fakes, references."""
+"""Hyper-connections: inputs, implementations, fake kernels, references."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
 
 _HERE = __package__
 
-#: Numbers of streams of the Triton kernels, whose tiles hold all of them.
+#: Numbers of streams that the Triton kernels support: a tile holds all streams.
 STREAMS = (2, 4)
-#: The mix holds all channels of a token in registers.
+#: Maximum channels: the mix kernel holds all channels of a token in registers.
 MOST_CHANNELS = 16384
-#: Hopper's SMs, for the fakes.
+#: Streaming multiprocessors (SMs) of an H100 or H200, assumed in memory plans.
 _PROCESSORS = 132
 
 
@@ -60,11 +60,11 @@ class Connection:
     Attributes:
         fn: ``[(2 + n) * n, n * C]`` fp32 (fp64): projection to the logits of ``pre``, ``post`` and
             ``comb``; ``[n, n * C]``, only ``pre``, for a head.
-        base: one number per output of ``fn``, added after ``scale``.
+        base: one number per output of ``fn``, added after multiplication by ``scale``.
         scale: ``[3]``, for pre, post, comb; ``[1]`` for a head.
-        eps: added to ``pre``, to the softmax of ``comb`` and to the sums that divide it.
-        norm_eps: added to mean squares, of all streams and of the layer's input.
-        iterations: normalisations over dim 0 of ``comb``; one less over dim 1.
+        eps: added to ``pre``, to the softmax of ``comb`` and to the sums in its denominators.
+        norm_eps: added to the mean squares of both norms.
+        iterations: normalisations over dim 0 of ``comb``; one fewer over dim 1.
     """
 
     fn: torch.Tensor
@@ -183,7 +183,6 @@ def fake_write(candidate: Candidate, inputs: WriteInputs) -> torch.Tensor:
 
 
 def _take(fused: bool, like: torch.Tensor, size: int) -> None:
-    """Allocate torch's temporaries, which coexist with all results."""
     if not fused:
         take_workspace(like, size)
 
@@ -211,7 +210,6 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
 
 
 def reference_read(inputs) -> tuple[torch.Tensor, ...]:
-    """Return normed, streams, post and comb; rounding passes gradients unchanged."""
     n = inputs.streams.shape[1]
     normed, posts, combs = [], [], []
     for x in inputs.streams.unbind():

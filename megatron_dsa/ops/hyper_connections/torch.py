@@ -1,6 +1,6 @@
 """Hyper-connections in torch, in chunks of tokens.
 
-Keeps only inputs; the backward differentiates each chunk by autograd.
+Only inputs are saved; the backward recomputes each chunk under autograd.
 """
 
 from collections.abc import Callable, Iterator

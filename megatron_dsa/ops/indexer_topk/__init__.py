@@ -1,1 +1,1 @@
-"""Lightning indexer: scores of all visible keys, and the best of them."""
+"""Lightning indexer: scores of all visible keys, and selection of the best."""

@@ -32,21 +32,21 @@ def indexer_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the ``min(topk, visible)`` best visible keys per query token.
 
-    Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. Exact and deterministic:
-    ties go to the first key of the sequence. ``policy.indexer_numerics`` may replace them by scores
-    of inference engines.
+    Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32, or with
+    ``policy.indexer_numerics`` those computed by inference engines. The selection is exact and
+    deterministic; ties go to the first key.
 
     Args:
         topk: keys per query, at least 1.
 
     Returns:
-        ``indices`` int32 ``[Sq, topk]``: indices into the key buffer in sequence order, then
-        ``-1``; ``length`` int32 ``[Sq]``: valid entries. Not differentiable.
+        ``indices`` int32 ``[Sq, topk]``: indices into the key buffer in sequence order, padded with
+        ``-1``; ``length`` int32 ``[Sq]``: number of valid entries. Not differentiable.
 
     Raises:
-        ConfigError: shapes, dtypes or the layout do not fit; scores are not finite (on a GPU a
-            device assert, which ends the process at its next synchronisation); ``deepgemm-fp8``
-            without relu or with index dims above 128.
+        ConfigError: shapes, dtypes or the layout do not fit; scores are not finite;
+            ``deepgemm-fp8`` lacks relu or has index dims above 128. On a GPU, scores that are not
+            finite raise a device assert, which ends the process at its next synchronisation.
     """
     check_indexer(inputs, layout)
     if policy.indexer_numerics != EXACT:
@@ -74,7 +74,7 @@ class _Exact:
         self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return int32 ``[tokens, topk]`` or ``out``: ascending columns of the block, then -1."""
+        """Return ascending columns, then -1: int32 ``[tokens, topk]``, in ``out`` if supported."""
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
         return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 
@@ -105,7 +105,7 @@ class _EngineScored(_Exact):
 
     @functools.cached_property
     def _fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        # Keys for all blocks, queries per block.
+        # All blocks share the quantized keys.
         return engine.quantized(self.inputs.k)
 
     def bytes_per_token(self, width: int) -> int:
@@ -136,7 +136,7 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
         bytes_per_token = select.bytes_per_token(width) + lists
         return rows_in_budget(select.policy.workspace_bytes, bytes_per_token)
 
-    # Queries that see at most topk keys need no scores.
+    # Queries with at most topk visible keys need no scores.
     for block in layout.blocks(tokens_for_width, topk + 1):
         seen, out = layout.seen(block), indices[block.tokens]
         columns = written = None
@@ -153,7 +153,7 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
     columns_are_rows = block.lo == 0 and layout.key_rows is None
-    # Kernels write 16 bytes at a time.
+    # Kernels store vectors of 16 bytes.
     return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
@@ -175,12 +175,12 @@ ADVICE = (
 def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> IndexerInputs:
     """Return ``inputs``, marked as checked, if every visible score is finite.
 
-    Comparisons with NaN are false: a selection would silently omit keys. Three small kernels check
-    the inputs and a bound of their products, without synchronisation. Padding may hold anything;
-    ``where`` is for the message.
+    Comparisons with NaN are false, so a selection would silently omit keys. Small kernels check the
+    inputs and a bound of their products without synchronisation, ignoring padding. ``where`` names
+    the caller in the message.
 
     Raises:
-        ConfigError: an input is not finite, or a score could be. On a GPU a device assert.
+        ConfigError: an input is not finite, or a score may overflow; a device assert on a GPU.
     """
     tensors = inputs.tensors()
     if inputs.checked or on_meta() or any(x.numel() == 0 for x in tensors):
@@ -208,7 +208,7 @@ def _unseen(layout: Layout) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 def seen_slots(layout: Layout) -> torch.Tensor:
     sees = (layout.end > layout.start).int()
-    # A prefix sum of begins and ends counts the ranges that cover a slot.
+    # The prefix sum of range starts minus ends counts the ranges that cover a slot.
     changes = sees.new_zeros(layout.num_keys + 1)
     changes.index_add_(0, layout.start, sees).index_add_(0, layout.end, -sees)
     return changes.cumsum(0)[:-1] > 0

@@ -1,8 +1,7 @@
-"""Scores and selection through cuDNN's front end (Hopper, bf16, index dim 128).
+"""Adapter of cuDNN's index scores and selection for Hopper, bf16 and index dim 128.
 
-Bridged: blocks of queries instead of an ``S x S`` fp32 buffer, with a causal offset (the mask is
-aligned to the top left); ``ratio``, which defaults to 4; 16, 32 or 64 index heads; ``+0`` and
-``-0``, which differ.
+The adapter runs blocks of queries with a causal offset to avoid an ``S x S`` buffer, sets ``ratio``
+to 1, pads heads to 16, 32 or 64, and replaces ``-0``, which cuDNN does not treat as ``+0``.
 """
 
 import torch
@@ -23,8 +22,8 @@ class Scores:
 
         q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
         heads = padded_heads(q.shape[1], (16, 32, 64))
-        # Query i of r sees up to the block's last slot but r - i; with compressed slots, mask
-        # nothing.
+        # The last query attends to the block's last slot, earlier ones to one fewer each;
+        # compressed slots need no mask.
         offset = block.width - (q.shape[0] if block.ratio == 1 else 0)
         scores = DSA.indexer_forward_wrapper(
             with_heads(q, heads, -2)[None],
@@ -43,7 +42,7 @@ class Selection:
         return 10  # measured
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Select; visible keys must be the first columns (unpacked batches)."""
+        """Select from unpacked batches, whose visible keys are the first columns."""
         from cudnn import DSA
 
         scores = scores.add_(0.0)  # -0 + 0 = +0

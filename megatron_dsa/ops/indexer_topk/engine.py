@@ -2,17 +2,17 @@
 
 From bf16 ``q [HI, DI]`` and ``k [DI]`` after rope and Hadamard transform:
 
-1. A vector ``x`` (``k``, or a head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
+1. Each head of ``q``, and ``k``, is a vector ``x`` with the scale ``2^ceil(log2(max(|x|max, 1e-4) /
   448))``; ``x / scale`` is rounded to e4m3, ties to even.
 2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
-3. ``p[h] = relu(q[h] . k)``: exact, then rounded to fp32, in torch; fewer bits on Hopper's tensor
-  cores, as in the engine.
-4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` takes ``w[h] * p[h]`` of ``h = r + 8, r,
-  r + 16, r + 24, ...`` by fused multiply-add. With ``t[i] = s[2 i] + s[2 i + 1]`` the score is
-  ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
+3. ``p[h] = relu(q[h] . k)``. Torch computes it exactly and rounds to fp32; Hopper's tensor cores
+  keep fewer bits, as in the engine.
+4. Heads are summed in fp32. For ``r`` in 0 to 7, ``s[r]`` accumulates ``w[h] * p[h]`` for ``h =
+  r + 8, r, r + 16, r + 24, ...`` by fused multiply-add. With ``t[i] = s[2 i] + s[2 i + 1]`` the
+  score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the scale of ``k``.
 
-Step 4 is DeepGEMM's on SM90: in ``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds the
-first product and fuses the second. All steps but 3 have one result on every device.
+Step 4 follows DeepGEMM on SM90: in ``w[r + 8] * p[r + 8] + w[r] * p[r]`` the CUDA compiler rounds
+the first product and fuses the second. Only step 3 depends on the device.
 """
 
 from collections.abc import Iterable
@@ -26,15 +26,15 @@ from megatron_dsa.ops.indexer_topk.fp8 import quantized_by_powers as quantized
 from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Block, Seen
 
-#: Dims per scale.
+#: Maximum dims of a vector: engines have one scale per 128 dims.
 LARGEST_DIM = 128
 SUMS = 8
-#: 8 MiB in fp64.
+#: Keys per block: 8 MiB in fp64.
 KEYS = 8192
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times its scales."""
+    """Return q ``[r, HI, DI]`` in fp8, and fp32 weights ``[r, HI]`` times the scales of q."""
     q, scales = quantized(q)
     return q, weights.float() * scales
 
@@ -86,7 +86,7 @@ def _scores(q, weights, keys, key_scales) -> torch.Tensor:
     for heads in _in_order(slices(q.shape[1], SUMS)):
         part = q[:, heads].double()
         products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
-        # Exact in fp64.
+        # The product of two fp32 numbers is exact in fp64.
         products = products.float().relu_().double()
         products.mul_(weights[:, heads, None])
         taken = sums[:, : part.shape[1]]

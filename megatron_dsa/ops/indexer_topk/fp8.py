@@ -1,4 +1,4 @@
-"""Vectors in fp8 (e4m3), with a scale each."""
+"""Quantization of vectors to fp8 (e4m3) with one scale per vector."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
-#: For power-of-two scales.
+#: Lower bound of a vector's maximum in power-of-two scales.
 LEAST = 1e-4
 _LARGEST = torch.finfo(DTYPE).max
 _MANTISSA = 0x7FFFFF
@@ -16,7 +16,7 @@ _MANTISSA = 0x7FFFFF
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``: ``x ~ e4m3 * scale``.
 
-    A vector's largest element becomes 448; non-finite vectors give NaN products.
+    The scale maps a vector's largest magnitude to 448; non-finite vectors give NaN products.
     """
     if _is_fused(x):
         from megatron_dsa.ops.indexer_topk.triton import quantize
@@ -25,14 +25,14 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)
-    # Scales of the smallest bf16 have no finite inverse.
+    # Divide by scales, since the smallest have no finite inverse.
     return (x / scales[..., None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE), scales
 
 
 def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]``, rounded to bf16, as e4m3 and fp32 scales ``[...]``.
+    """Round ``x [..., D]`` to bf16 and return it as e4m3 and fp32 scales ``[...]``.
 
-    Scales are ``2^ceil(log2(max(|x|max, 1e-4) / 448))``. Non-finite vectors give NaN products.
+    Scales are ``2^ceil(log2(max(|x|max, 1e-4) / 448))``.
     """
     x = x.bfloat16()
     if _is_fused(x):
@@ -41,7 +41,7 @@ def quantized_by_powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize(x.contiguous(), least=LEAST)
     x = x.float()
     largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1).clamp_min(LEAST)
-    # A nonzero mantissa carries into the exponent.
+    # Round up to a power of two: a nonzero mantissa carries into the exponent.
     bits = (largest * (1 / _LARGEST)).view(torch.int32)
     scales = ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
     return (x / scales[..., None]).to(DTYPE), scales

@@ -1,4 +1,4 @@
-"""Lightning indexer: inputs, candidates, fakes, reference (DeepSeek-V3.2, eq. 1, 2)."""
+"""Lightning indexer: inputs, candidates, fake kernels, reference (DeepSeek-V3.2, eq. 1, 2)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _HOPPER: dict[str, Any] = {"capabilities": (HOPPER,), "dims": ((128, 0),), "head
 
 @dataclass(frozen=True)
 class IndexerInputs:
-    """Tensors of an index score.
+    """Inputs from which index scores are computed.
 
     Attributes:
         q: ``[Sq, HI, DI]``.
-        k: ``[Skv, DI]``, of all index heads.
+        k: ``[Skv, DI]``, shared by all index heads.
         weights: ``[Sq, HI]``, including ``HI^-1/2 * DI^-1/2``.
-        relu: clamp each head's product at 0 (DeepSeek).
-        key_scales: fp32 ``[Skv]``, for fp8 (e4m3) q and k; the scales of q are in ``weights``.
-        fp32_weights: fp32 ``[Sq, HI]`` for engine scores; ``None``: ``weights``.
-        checked: :func:`.api.require_finite_scores` accepted them.
+        relu: clamp each head's product at 0, as DeepSeek does.
+        key_scales: fp32 ``[Skv]``, if q and k are fp8 (e4m3); ``weights`` include the scales of q.
+        fp32_weights: fp32 ``[Sq, HI]`` for engine scores, by default ``weights``.
+        checked: :func:`.api.require_finite_scores` accepted the inputs.
     """
 
     q: torch.Tensor
@@ -59,38 +59,38 @@ class IndexerInputs:
 
 class BlockScores(Protocol):
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
-        """Return temporary bytes per score, including its ``itemsize`` bytes."""
+        """Return temporary bytes per score, including the score's ``itemsize`` bytes."""
 
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
         """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64).
 
-        ``keys`` are in slot order. Invisible scores are undefined, even NaN. The caller may
-        overwrite the result.
+        ``keys`` are in slot order. Scores of invisible keys are undefined and may be NaN. The
+        caller may overwrite the result.
         """
 
 
 class BlockSelection(Protocol):
     """Implementation of ``indexer_topk``.
 
-    With a true attribute ``takes_out``, a fourth argument may receive the result.
+    If the attribute ``takes_out`` is true, a fourth argument may receive the result.
     """
 
     def bytes_per_score(self) -> int:
-        """Return temporary bytes per score, without the score."""
+        """Return temporary bytes per score, excluding the score itself."""
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the best visible scores, then -1.
 
-        May overwrite ``scores [tokens, width]``, ``width > topk``, undefined where not ``seen``.
-        Ties go to the smallest column; ``-0 == +0``.
+        ``scores [tokens, width]``, with ``width > topk``, are undefined outside ``seen`` and may be
+        overwritten. Ties go to the smallest column; ``-0 == +0``.
         """
 
 
 def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None) -> OpCall:
     dtype = inputs.q.dtype
-    if inputs.key_scales is None:  # fp8 has fp32 weights
+    if inputs.key_scales is None:  # fp8 queries have fp32 weights and stay fp8
         dtype = torch.promote_types(dtype, inputs.weights.dtype)
     return describe_call(
         inputs.q.device,
@@ -242,14 +242,14 @@ def selected_ids(scores, visible, k) -> torch.Tensor:
 
 
 def engine_scores(q, k, weights) -> torch.Tensor:
-    """Return scores by the rule of :mod:`.engine`, in float64 and without torch's fp8."""
+    """Return the scores that :mod:`.engine` defines, in float64 and without torch's fp8."""
     (q, q_scale), (k, k_scale) = _engine_quantized(q), _engine_quantized(k)
     weights = (weights.float().double() * q_scale).float().double()
     sums = [weights.new_zeros(len(q), len(k)) for _ in range(8)]
     heads = list(range(q.shape[1]))
     for head in heads[8:16] + heads[:8] + heads[16:]:
         products = (q[:, head] @ k.T).float().double().clamp_min(0)
-        # Exact in float64: product and sum round once.
+        # Product and sum are exact in float64, so the fused result rounds once.
         fused = sums[head % 8] + weights[:, head, None] * products
         sums[head % 8] = fused.float().double()
     while len(sums) > 1:

@@ -1,6 +1,6 @@
-"""Scores and selection in torch.
+"""Index scores and selection in torch.
 
-``torch.topk``, whose ties are undefined, only gives the k-th *value*.
+``torch.topk`` breaks ties arbitrarily, so it only determines the k-th *value*.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Selection:
 
 
 def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Mark the ``min(topk, visible)`` best entries; ``scores`` are ``-inf`` where not visible."""
+    """Mark the ``min(topk, visible)`` best entries; ``scores`` of invisible keys are ``-inf``."""
     kth = torch.topk(scores, min(topk, scores.shape[1]), dim=-1).values[:, -1:]
     better = scores > kth
     ties = (scores == kth) & visible
@@ -47,7 +47,7 @@ def _best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tenso
 
 def _ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
     slot = mask.cumsum(-1, dtype=torch.int32) - 1
-    # A spare column collects unset ones: no host synchronisation.
+    # Unselected keys go to a spare column, which avoids a host synchronisation.
     slot = torch.where(mask, slot, topk).long()
     columns = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
     out = torch.full((mask.shape[0], topk + 1), -1, dtype=torch.int32, device=mask.device)
@@ -86,9 +86,9 @@ def put(
     """Write the selection of a block as key indices, in one launch on a GPU.
 
     Args:
-        out: int32 ``[tokens, K]``, any stride of tokens; -1 for none.
-        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none; unread for
-            queries that see at most ``K`` keys and get all; ``None``: all do.
+        out: int32 ``[tokens, K]``, any stride between tokens; -1 marks empty entries.
+        columns: int32 ``[tokens, K]``, selected columns of the block, then -1; ignored for queries
+            with at most ``K`` visible keys, which select all; ``None`` if all queries do.
         first: slot of the block's first column.
         key_rows: int64, slot -> key index, or ``None`` for the identity.
     """
@@ -114,7 +114,7 @@ def sums_fit(
 ) -> torch.Tensor:
     """Return whether ``|q k| + |q k weights|`` of the largest elements is below ``limit``.
 
-    ``unseen``: tokens to leave out.
+    ``unseen`` masks tokens to ignore.
     """
     if tensors[0].is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
         from megatron_dsa.ops.indexer_topk.triton import sums_fit as fused
@@ -122,7 +122,7 @@ def sums_fit(
         return fused(tensors, unseen, limit)
     q, k, weights = map(largest, tensors, unseen)
     products = q * k
-    # A head's sums must fit before and after the weight.
+    # Sums must not overflow before or after the weight.
     return torch.addcmul(products, products, weights) < limit
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the selection."""
+"""Triton kernels that quantize, check and write selections."""
 
 from __future__ import annotations
 
@@ -33,16 +33,12 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
         scale = tl.div_rn(largest, _LARGEST)
         scale = tl.where(scale > 0, scale, 1.0)
     values = tl.div_rn(values, scale[:, None])
-    # Rounding above 448 saturates; NaN stays.
+    # Conversion saturates above 448 and keeps NaN.
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
     tl.store(scales + vector, scale, mask=inside)
 
 
 def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x [..., D]`` as e4m3 and fp32 scales, as in :mod:`.fp8`.
-
-    ``D`` is a power of two, x contiguous.
-    """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -121,7 +117,7 @@ def _fit(largest, holds, limit, PROGRAMS: tl.constexpr):
     k = tl.max(tl.load(largest + PROGRAMS + place), 0).to(tl.float32, bitcast=True)
     weights = tl.max(tl.load(largest + 2 * PROGRAMS + place), 0).to(tl.float32, bitcast=True)
     products = q * k
-    # False for NaN.
+    # The comparison is false for NaN.
     tl.store(holds, products + products * weights < limit)
 
 

@@ -1,7 +1,7 @@
-"""Operations of KDA layers on ``[batch, tokens, ...]``, a sequence or packed documents each.
+"""Operations of KDA layers on ``[batch, tokens, ...]``.
 
-``cu_seqlens``: int ``[documents + 1]`` from 0 to all tokens, for a batch of one with packed
-documents, which may be empty; states and convolutions begin anew at each.
+``cu_seqlens``: int ``[documents + 1]``, cumulative lengths of packed documents, which may be empty;
+the batch must be one. States and convolutions restart at each document.
 """
 
 import torch
@@ -26,20 +26,19 @@ def short_convolution(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Return SiLU of a causal depthwise convolution.
+    """Return the SiLU of a causal depthwise convolution.
 
     Args:
         x: ``[batch, tokens, channels]``.
-        weight: ``[channels, 1, kernel]`` fp32 (fp64 for fp64 x); the last tap is the token itself.
-        cu_seqlens: documents, see above.
-        policy: which implementations may run.
+        weight: ``[channels, 1, kernel]`` fp32 (fp64 for fp64 x); the last tap multiplies the
+            current token.
 
     Returns:
-        ``[batch, tokens, channels]`` in the dtype of x, computed in the weight's;
+        ``[batch, tokens, channels]`` in the dtype of x, computed in the weight's dtype;
         differentiable in x and weight.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = ConvolutionInputs(x, weight, cu_seqlens, policy.workspace_bytes)
     inputs.check()
@@ -62,25 +61,23 @@ def delta_attention(
 ) -> torch.Tensor:
     """Return the outputs of the gated delta rule (Kimi Linear, arXiv 2510.26692).
 
-    Per head, with a state ``S [D, D]`` in fp32, queries and keys of norm 1 (eps 1e-6) and queries
-    times ``D^-0.5``::
+    Per head, with a state ``S [D, D]`` in fp32, after queries and keys are normalised to length 1
+    (eps 1e-6) and queries scaled by ``D^-0.5``::
 
         S = diag(exp(d_t)) S_{t-1},  d_t = lower_bound * sigmoid(exp(A_log) * (g_t + dt_bias))
         S_t = S + sigmoid(beta_t) k_t (v_t - S^T k_t)^T,  o_t = S_t^T q_t
 
     Args:
-        q, k, v, g: ``[batch, tokens, H, D]`` of one dtype; q and k of any norm, g without its bias.
-        beta: ``[batch, tokens, H]`` in the same dtype, before its sigmoid.
+        q, k, v, g: ``[batch, tokens, H, D]`` of one dtype, before normalisation and ``dt_bias``.
+        beta: ``[batch, tokens, H]`` in the same dtype, before the sigmoid.
         A_log, dt_bias: ``[H]`` and ``[H * D]`` fp32 (fp64 for fp64 q).
-        cu_seqlens: documents, see above.
-        lower_bound: least log decay of a step, in [-5, 0).
-        policy: which implementations may run.
+        lower_bound: lowest log decay of a step, in [-5, 0).
 
     Returns:
         ``[batch, tokens, H, D]`` in the dtype of v; differentiable in all seven tensors.
 
     Raises:
-        ConfigError: for shapes, dtypes or a lower bound outside of the above.
+        ConfigError: shapes, dtypes or ``lower_bound`` do not fit.
     """
     inputs = KDAInputs(
         q, k, v, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, policy.workspace_bytes
@@ -103,13 +100,12 @@ def gated_norm(
         x, gate: ``[batch, tokens, H, D]`` of one dtype.
         weight: ``[D]``.
         eps: added to the mean square.
-        policy: which implementations may run.
 
     Returns:
         ``[batch, tokens, H, D]`` in the dtype of x; differentiable in all three tensors.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: shapes or dtypes do not fit.
     """
     inputs = NormInputs(x, gate, weight, eps, policy.workspace_bytes)
     inputs.check()

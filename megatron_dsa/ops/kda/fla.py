@@ -1,7 +1,7 @@
 """Kernels of fla-core (flash-linear-attention, Triton).
 
-Packed documents cost one host synchronisation per microbatch: fla caches the chunks of a
-``cu_seqlens`` by the identity of the tensor.
+Packed documents cost one host synchronisation per microbatch: fla caches their chunks by the
+identity of ``cu_seqlens``.
 """
 
 import torch

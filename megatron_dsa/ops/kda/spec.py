@@ -1,4 +1,4 @@
-"""Operations of KDA layers: inputs, implementations, fakes and references."""
+"""Operations of KDA layers: inputs, implementations, fake kernels, references."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,11 +16,11 @@ from megatron_dsa.ops.meta import differentiable, empty_sums
 from megatron_dsa.ops.naive import kda_attention, kda_convolution, kda_norm
 
 _HERE = __package__
-#: Largest decay of a step that kernels can take: products of 16 steps must not overflow fp32.
+#: Lowest log decay of a step: products over 16 steps must not overflow fp32.
 LOWEST_GATE = -5.0
-#: Widest heads of fla's kernels.
+#: Largest head dim of fla's kernels.
 _WIDEST = 256
-#: Tokens of a chunk of torch's, whose decays are ``[chunk, chunk, D]`` per head, and of fla's.
+#: Tokens per chunk in torch, which stores decays ``[chunk, chunk, D]`` per head, and in fla.
 CHUNK, _FLA_CHUNK = 32, 64
 
 
@@ -30,7 +30,7 @@ def _operation(name: str, title: str, covers: str, probe=None) -> Operation:
         package=FLA,
         **PORTABLE,
         dtypes=HALF,
-        deterministic=False,  # tiles are tuned in every process
+        deterministic=False,  # each process tunes its tiles
         probe=probe,
     )
     return Operation(
@@ -60,8 +60,6 @@ NORM = _operation("kda_norm", "norm of heads with output gate, forward and backw
 
 @dataclass(frozen=True)
 class ConvolutionInputs:
-    """Inputs of the convolution; see :func:`.api.short_convolution`."""
-
     x: torch.Tensor
     weight: torch.Tensor
     cu_seqlens: torch.Tensor | None
@@ -78,8 +76,6 @@ class ConvolutionInputs:
 
 @dataclass(frozen=True)
 class KDAInputs:
-    """Inputs of the gated delta rule; see :func:`.api.delta_attention`."""
-
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -93,14 +89,13 @@ class KDAInputs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The differentiable inputs."""
         return self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias
 
     @property
     def segment(self) -> int:
-        """Tokens that torch computes at a time, and keeps a state for."""
+        """Tokens per segment: torch saves one state per segment for the backward."""
         batch, _, heads, dim = self.q.shape
-        # Six tensors of the size of the decays: torch keeps three for the backward.
+        # Six tensors as large as the decays, three of them saved for the backward.
         size = 6 * batch * heads * CHUNK * CHUNK * dim * self.A_log.element_size()
         return rows_in_budget(self.workspace_bytes, size) * CHUNK
 
@@ -124,8 +119,6 @@ class KDAInputs:
 
 @dataclass(frozen=True)
 class NormInputs:
-    """Inputs of the output's norm; see :func:`.api.gated_norm`."""
-
     x: torch.Tensor
     gate: torch.Tensor
     weight: torch.Tensor
@@ -159,7 +152,7 @@ def fake_kda_convolution(candidate: Candidate, inputs: ConvolutionInputs) -> tor
     def backward(x, weight):
         return torch.empty_like(x), torch.empty_like(weight)
 
-    # fla keeps partial sums of the weight's gradient, and computes its output again.
+    # fla allocates partial sums of the weight gradient and recomputes the output.
     workspace_bytes = inputs.workspace_bytes if not candidate.fused else inputs.x.nbytes
     return differentiable((inputs.x, inputs.weight), forward, backward, workspace_bytes)
 
@@ -170,7 +163,7 @@ def fake_kda_attention(candidate: Candidate, inputs: KDAInputs) -> torch.Tensor:
 
     def forward(*tensors):
         out, kept = torch.empty_like(inputs.v), list(tensors)
-        if candidate.fused:  # normalised queries and keys, and two matrices per chunk
+        if candidate.fused:  # fla saves normalised queries and keys, and two matrices per chunk
             kept[:2] = torch.empty_like(q), torch.empty_like(q)
             norms = (empty_sums(q, batch, tokens, heads) for _ in range(2))
             matrices = (q.new_empty(batch, tokens, heads, _FLA_CHUNK) for _ in range(2))
@@ -185,7 +178,7 @@ def fake_kda_attention(candidate: Candidate, inputs: KDAInputs) -> torch.Tensor:
 
     workspace_bytes = inputs.workspace_bytes
     if candidate.fused:
-        # The states of all chunks, five products of the chunks, and fp32 sums of decays.
+        # All chunks' states, five tensors as large as q, and fp32 sums of decays.
         states = batch * ceil_div(tokens, _FLA_CHUNK) * heads * dim * dim * q.element_size()
         workspace_bytes = states + 5 * q.nbytes + 4 * q.numel()
     return differentiable(inputs.tensors, forward, backward, workspace_bytes)
@@ -206,7 +199,7 @@ def fake_kda_norm(candidate: Candidate, inputs: NormInputs) -> torch.Tensor:
 
 
 def _documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> list[tuple[int, slice]]:
-    """Return the batch element and the tokens of each sequence that has any."""
+    """Return the batch element and the tokens of each sequence that is not empty."""
     if cu_seqlens is None:
         return [(row, slice(0, x.shape[1])) for row in range(x.shape[0])]
     bounds = cu_seqlens.tolist()
@@ -214,7 +207,6 @@ def _documents(cu_seqlens: torch.Tensor | None, x: torch.Tensor) -> list[tuple[i
 
 
 def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:
-    """Return the convolution of every document by itself."""
     out = torch.zeros_like(inputs.x)
     for row, tokens in _documents(inputs.cu_seqlens, inputs.x):
         out[row, tokens] = kda_convolution(inputs.x[row, tokens], inputs.weight)
@@ -222,7 +214,6 @@ def reference_convolution(inputs: ConvolutionInputs) -> torch.Tensor:
 
 
 def reference_attention(inputs: KDAInputs) -> torch.Tensor:
-    """Return the recurrence over every document, token by token."""
     *by_token, A_log, dt_bias = inputs.tensors
     out = torch.zeros_like(inputs.v)
     for row, tokens in _documents(inputs.cu_seqlens, inputs.q):
@@ -232,5 +223,4 @@ def reference_attention(inputs: KDAInputs) -> torch.Tensor:
 
 
 def reference_norm(inputs: NormInputs) -> torch.Tensor:
-    """Return the norm of each head times its gate."""
     return kda_norm(inputs.x, inputs.gate, inputs.weight, inputs.eps)

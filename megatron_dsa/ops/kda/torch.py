@@ -1,8 +1,8 @@
-"""KDA in torch: any device, dims and documents, within the workspace.
+"""KDA in torch for any device, dims and documents, within the workspace.
 
-Each part runs again in the backward, by autograd: the delta rule in segments of some chunks, whose
-first states are kept. Decays are differences of sums of logarithms within a chunk, never above 0,
-so nothing overflows.
+The backward recomputes each part under autograd; the delta rule runs in segments of chunks and
+saves the state before each segment. Decays come from differences of cumulative logs within a chunk,
+which are never positive, so they cannot overflow.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from megatron_dsa.ops.naive import EPS
 
 
 def _rerun(function: Callable, tensors: Sequence[torch.Tensor], grads: Any) -> Any:
-    """Return the gradients of ``tensors``, the arguments of a function, which is run again."""
+    """Recompute ``function(*tensors)`` and return the gradients of ``tensors``."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in tensors]
         return torch.autograd.grad(function(*leaves), leaves, grads)
@@ -39,7 +39,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx, x, weight, inputs):
         ctx.save_for_backward(x, weight)
         ctx.masks = _masks_of_taps(inputs)
-        # Input, product, sum and result, and their gradients.
+        # Temporaries: input, product, sum, result, and their gradients.
         size = 8 * x.shape[0] * x.shape[1] * weight.element_size()
         ctx.channels = rows_in_budget(inputs.workspace_bytes, size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -63,7 +63,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _masks_of_taps(inputs: ConvolutionInputs) -> list[torch.Tensor | None]:
-    """Return bool ``[tokens, 1]`` per distance: the token that far back is of another document."""
+    """Return bool ``[tokens, 1]`` per tap: the tap reads another document's token."""
     tokens = inputs.x.shape[1]
     if inputs.cu_seqlens is None:
         return [None] * inputs.weight.shape[2]
@@ -125,12 +125,12 @@ def kda_attention(inputs: KDAInputs) -> torch.Tensor:
 
 
 class _Masks(NamedTuple):
-    """Tokens of one document in chunks, bool.
+    """Bool masks that separate documents within chunks.
 
     Attributes:
-        pairs: ``[chunks, CHUNK, CHUNK]``, query and key, the key not later.
-        first, last: ``[chunks, CHUNK]``, tokens of the document of the state before the chunk, and
-            of that behind it.
+        pairs: ``[chunks, CHUNK, CHUNK]``: query and key share a document, and the key is not later.
+        first, last: ``[chunks, CHUNK]``: the token belongs to the document of the state before or
+            after the chunk.
     """
 
     pairs: torch.Tensor
@@ -139,7 +139,7 @@ class _Masks(NamedTuple):
 
     @classmethod
     def of(cls, document: torch.Tensor, chunks: slice) -> "_Masks":
-        """Return the masks of some chunks, from the ``document [chunks, CHUNK]`` of each token."""
+        """Return the masks of ``chunks``; ``document [all chunks, CHUNK]`` is each token's."""
         last = document[:, -1:]
         before = torch.cat([document[:1, :1], last[:-1]])[chunks]
         document, last = document[chunks], last[chunks]
@@ -153,7 +153,6 @@ class _DeltaRule(torch.autograd.Function):
         batch, tokens, heads, dim = q.shape
         ctx.document = None
         if inputs.cu_seqlens is not None:
-            # Padding of the last chunk changes no output.
             padded = ceil_div(tokens, CHUNK) * CHUNK
             ctx.document = _document_of(inputs.cu_seqlens, padded).view(-1, CHUNK)
         ctx.lower_bound, ctx.segment = inputs.lower_bound, inputs.segment
@@ -193,7 +192,7 @@ class _DeltaRule(torch.autograd.Function):
 
 def _segment_of(ctx, part: slice) -> Callable:
     chunks, document = slice(part.start // CHUNK, ceil_div(part.stop, CHUNK)), ctx.document
-    if document is None:  # the same for all chunks
+    if document is None:  # one mask serves all chunks
         chunks, document = slice(1), torch.zeros(1, CHUNK, device=ctx.device)
     masks = _Masks.of(document, chunks)
     return partial(_segment, masks=masks, lower_bound=ctx.lower_bound)
@@ -202,10 +201,10 @@ def _segment_of(ctx, part: slice) -> Callable:
 def _segment(
     q, k, v, g, beta, A_log, dt_bias, state, masks: _Masks, lower_bound: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of some chunks and the state behind them.
+    """Return the outputs of a segment's chunks and the state after them.
 
-    Per chunk, with ``G`` the sum of log decays from its first token on, values are corrected all at
-    once: ``U = (I + tril(beta A))^-1 beta (v - (k exp(G)) S)`` with ``A_ij = sum_d k_id k_jd
+    ``G`` sums log decays from the chunk's first token on. One solve per chunk corrects all values:
+    ``U = (I + tril(beta A))^-1 beta (v - (k exp(G)) S)``, ``A_ij = sum_d k_id k_jd
     exp(G_id - G_jd)``.
     """
     tokens, dim, dtype = q.shape[1], q.shape[3], v.dtype

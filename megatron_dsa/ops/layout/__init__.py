@@ -1,1 +1,1 @@
-"""Visibility of keys per query, and sharding of tokens over ranks."""
+"""Visible keys of each query, and sharding of tokens over ranks."""

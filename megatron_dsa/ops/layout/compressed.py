@@ -1,10 +1,10 @@
 """Compressed keys: groups of positions pooled into one key.
 
 DeepSeek-V4 pools ``ratio`` consecutive positions into one key, except a sequence's tail. A query at
-position ``t`` sees the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
+position ``t`` attends to the groups that end at or before ``t``: ``g < floor((t + 1) / ratio)``.
 
 Compressed keys are ordered in *compressed slots*. A packed sequence that starts at token ``o`` has
-the slots from ``o // ratio`` on: unique without counting groups, with empty slots in between.
+the slots from ``o // ratio`` on, so slots are unique without counting groups but may be empty.
 """
 
 import dataclasses
@@ -21,13 +21,12 @@ from megatron_dsa.ops.layout.layout import Layout
 class Groups:
     """Tokens pooled in each compressed slot.
 
-    With ``row_step == 1``, group ``g`` of the sequence that starts at token ``o`` has the slot ``o
-    // ratio + g``; otherwise batch elements have equally many slots, one after the other.
+    Without packing, each batch element has an equal number of consecutive slots.
 
     Attributes:
-        first_row: int32 ``[G]``, index of the group's first token; -1: empty slot.
-        position: int64 ``[G]``, its position; 0: there is no previous group.
-        row_step: distance of consecutive positions (Megatron's ``[s, b]``: ``b``; packed: 1).
+        first_row: int32 ``[G]``, index of the group's first token, or -1 for an empty slot.
+        position: int64 ``[G]``, position of that token; 0 if there is no previous group.
+        row_step: index distance of consecutive positions, 1 if packed, else the batch size.
     """
 
     first_row: torch.Tensor
@@ -41,10 +40,10 @@ class CompressedKeys:
 
     Attributes:
         layout: visibility of compressed slots.
-        groups: local groups, in tokens of the microbatch or the extended tokens of ``halo``.
-        halo: other ranks' tokens in local groups; ``None`` if one rank holds all.
+        groups: local groups, as indices of the microbatch or of the extended tokens of ``halo``.
+        halo: other ranks' tokens in local groups; ``None`` if one rank holds all tokens.
         rows: int64 ``[count]``, slot -> index in the compressed keys of all ranks, past the end for
-            empty slots, or ``None``.
+            empty slots; ``None`` on one rank.
     """
 
     ratio: int
@@ -65,7 +64,7 @@ class CompressedKeys:
 
 
 def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
-    """Return the compressed keys of ``layout`` (of all its tokens) at ``ratio``.
+    """Return the compressed keys of all tokens of ``layout`` at ``ratio``.
 
     ``overlap``: a group also pools the previous group's positions.
     """
@@ -105,7 +104,7 @@ def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
     if layout.packed:
         return 1, global_layout.num_keys // ratio
     length = global_layout.max_length
-    # Without tokens the number of elements is unknown.
+    # Without tokens the batch size is unknown, so assume 1.
     return max(global_layout.num_keys // max(length, 1), 1), length // ratio
 
 
@@ -135,7 +134,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     rows_of = (keys.table[..., None] * step + element).flatten(1)
     per_element = halo.length // ratio
     local = rows_of[mine]
-    # Other ranks' predecessors are in the halo.
+    # True if the previous group is not in the same run, so the halo holds its tokens.
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
     groups = _groups(
@@ -161,14 +160,14 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
 def _groups(
     rows, completes, position, ratio: int, step: int, per_element: int, alone=None
 ) -> Groups:
-    """Return the groups that ``rows`` complete.
+    """Return the groups whose last tokens are among ``rows``.
 
-    ``alone``: groups whose predecessor is another rank's. It is pooled here as well and discarded:
-    the backward needs its slot.
+    ``alone`` marks groups that follow another rank's group. The local rank also pools that
+    group, because the backward needs its slot, and discards the result.
     """
     first = rows - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")
-    # A spare slot collects tokens that complete no group.
+    # Tokens that complete no group write to a spare slot.
     spare = step * per_element
     first_row = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
     begins = torch.zeros(spare + 1, dtype=torch.int64, device=rows.device)

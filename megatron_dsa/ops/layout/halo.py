@@ -1,7 +1,7 @@
-"""Halo: tokens of other ranks before each run of a rank's tokens.
+"""Halo: other ranks' tokens before each run of local tokens.
 
-Ranks all-gather the last ``reach`` positions of each run, a few hundred, for windows and for groups
-that begin on another rank.
+Ranks all-gather the last ``reach`` positions of each run, at most a few hundred. Windows and groups
+that begin on another rank need them.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """Tables of one rank for one reach, in positions (``batch`` tokens each) except ``held``.
+    """Index tables of one rank for one reach, in positions of ``batch`` tokens except ``held``.
 
     *Extended* positions are ``[reach before the first run, first run, reach before the second,
     ...]``.
 
     Attributes:
-        shared: int64 ``[C]``, shared local positions; unused entries are 0.
+        shared: int64 ``[C]``, local positions sent to other ranks; unused entries are 0.
         held: int64 ``[slots]``, slot -> index in ``[local tokens, shared tokens of rank 0, of rank
             1, ...]``; negative if absent.
-        runs: int64 ``[ranks, positions]``, run of each position.
-        local: int64 ``[positions]``, extended positions that are local.
-        before: int64 ``[most runs * reach]``, the others.
+        runs: int64 ``[ranks, positions]``, number of the run that has the position.
+        local: int64 ``[positions]``, extended positions of local tokens.
+        before: int64 ``[max_runs * reach]``, extended positions of halo tokens.
         source: int64 like ``before``: index in all shared positions, -1 before the sequence.
     """
 
@@ -43,7 +43,7 @@ class Halo:
 
 
 def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
-    """Return the halo of this rank; ``sharding`` is the keys', maybe without its ``sp``."""
+    """Return this rank's halo; only ``sp`` may differ from the keys' sharding."""
     return layout.derive(("halo", sharding, reach), lambda: _halo(layout, sharding, reach))
 
 

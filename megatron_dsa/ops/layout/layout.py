@@ -1,8 +1,8 @@
 """Causal visibility of keys per query, for packed and unpacked batches.
 
 Megatron's ``[s, b, ...]`` is flattened to tokens ``s * B + b``. A *slot* is an index into the keys
-in sequence order; every query sees a contiguous range of slots. Computed on the device without
-synchronisation.
+in sequence order; every query attends to a contiguous range of slots. Layouts are computed on the
+device without synchronisation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueryRange:
-    """Host-side bounds of the slots that a run of query tokens sees, to skip blocks of keys.
+    """Host-side bounds of the slots visible to a run of queries, to skip blocks of keys.
 
-    Query ``i`` has position ``p = position + i * step``, up to ``slack`` more or less, in a
-    sequence that begins at slot ``origin`` or later::
+    Query ``i`` is within ``slack`` of position ``p = position + i * step`` in a sequence that
+    begins at slot ``origin`` or later::
 
         slots  0 ......... origin ....... lowest ========== highest ....... ceiling
                            position 0            |<-lookback->|
@@ -39,10 +39,10 @@ class QueryRange:
 
     Attributes:
         origin: lowest visible slot.
-        position: of the first query.
+        position: position of the first query.
         lookback: upper bound of the sequence length.
-        step: positions between queries; more than 1 where ranks share a sequence.
-        slack: largest deviation of a position, for lengths on the device.
+        step: distance between queries' positions; more than 1 if ranks share a sequence.
+        slack: maximum deviation of a position if lengths are only on the device.
         ratio: positions per slot.
     """
 
@@ -63,10 +63,7 @@ class QueryRange:
         return slice(first + begin * step, first + (end - 1) * step + 1, step)
 
     def bound(self, query: int) -> int:
-        """Return an upper bound of the slots visible to ``query``; never falls.
-
-        Without ``slack`` it depends on the query's position only.
-        """
+        """Return an upper bound, never decreasing, of the slots visible to ``query``."""
         position = self.position + query * self.step + self.slack
         return min(position + 1, self.lookback) // self.ratio
 
@@ -91,7 +88,7 @@ class QueryRange:
 class Block:
     """Query tokens of one query range, and the slots ``[lo, hi)`` that cover their keys.
 
-    The first query sees at most ``bound`` slots.
+    At most ``bound`` slots are visible to the first query.
     """
 
     tokens: slice
@@ -111,7 +108,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Visible columns of a block's queries: query ``i`` sees ``[start[i], end[i])``.
+    """Visible columns of a block's queries, ``[start[i], end[i])`` for query ``i``.
 
     Attributes:
         start, end: int32 ``[tokens]``, contiguous, ``0 <= start <= end <= width``; column 0 is the
@@ -133,7 +130,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences of a microbatch, over all ranks.
+    """Sequences of a microbatch on all ranks.
 
     Attributes:
         batch: micro-batch size; 1 if packed.
@@ -155,20 +152,20 @@ class Layout:
     """Visibility of keys for flattened query tokens.
 
     Attributes:
-        num_keys: keys (and slots) of the key buffer.
-        start, end: int32 ``[num_queries]``; query ``i`` sees the slots ``[start[i], end[i])``.
-        position: int64 ``[num_queries]``, position in the sequence (for rope).
+        num_keys: number of keys, and slots, of the key buffer.
+        start, end: int32 ``[num_queries]``, range of the slots visible to a query.
+        position: int64 ``[num_queries]``, position in the sequence for rope.
         key_rows: int64 ``[num_keys]``, slot -> index in the key buffer, ``None`` for the identity.
         real: bool ``[num_queries]``, ``False`` for padding; ``None`` if not :attr:`packed`.
         query_ranges: host-side bounds that cover every query token exactly once.
-        max_length: host-side upper bound of the visible slots of a query.
+        max_length: host-side upper bound of the number of slots visible to a query.
         global_layout: layout of all ranks' query tokens, if sharded.
         key_ownership: the rank of each key, if sharded.
         sequences: ``None`` for ranges of slots that are not sequences.
 
     Raises:
-        ConfigError: sizes do not fit, or (on a GPU at its next synchronisation) a range of slots
-            exceeds the keys; on the CPU also if a query_range is too narrow.
+        ConfigError: sizes do not fit; a range of slots exceeds the keys, which a GPU reports at its
+            next synchronisation; a query range is too narrow, which only the CPU reports.
     """
 
     num_queries: int
@@ -183,11 +180,11 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Emptied by ``replace``, since ranges may change.
+    #: Cache of :meth:`derive`; ``replace`` empties it, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False)
-    #: Keys that another layout's :meth:`derive_large` may drop.
+    #: Cache keys that another layout's :meth:`derive_large` may evict.
     large: set = field(default_factory=set, init=False, repr=False)
-    #: A CUDA graph rewrites the tensors in every replay.
+    #: Whether a CUDA graph rewrites these tensors in every replay.
     in_graph: bool = field(default_factory=lambda: capturing(), init=False, repr=False)
 
     def __post_init__(self):
@@ -209,7 +206,7 @@ class Layout:
         inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
-        if self.start.device.type == "cpu":  # about ten launches per query_range on a GPU
+        if self.start.device.type == "cpu":  # a GPU would need ten launches per query range
             rule = "query_ranges must cover all that their queries see"
             fix = f"{rule}: widen position, lookback or slack"
             for query_range in self.query_ranges:
@@ -228,19 +225,19 @@ class Layout:
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     def derive(self, key, make: Callable) -> Any:
-        """Return ``make()``, cached by ``key`` for the layers of a microbatch."""
+        """Return ``make()``, cached by ``key`` for all layers of a microbatch."""
         if key in self.derived:
             return self.derived[key]
-        with torch.inference_mode(False):  # training also reads results of evaluation
+        with torch.inference_mode(False):
             made = make()
-        if self.in_graph or not capturing():  # else without content before a replay
+        if self.in_graph or not capturing():  # captured tensors have no content before a replay
             self.derived[key] = made
         return made
 
     def derive_large(self, key, make: Callable) -> Any:
         """Cache large tensors like :meth:`derive`, but only for the last two layouts.
 
-        Layouts of unpacked batches are cached for ever.
+        Layouts of unpacked batches are themselves cached, so their tensors would accumulate.
         """
         if key in self.derived and _recent and _recent[-1]() is self and not capturing():
             return self.derived[key]
@@ -250,21 +247,21 @@ class Layout:
                 layout.derived.pop(old, None)
             layout.large.clear()
         _recent[:] = map(weakref.ref, (*others[-1:], self))
-        if capturing():  # read in every replay
+        if capturing():  # every replay reads the tensor, so keep it
             self.large.discard(key)
         elif key not in self.derived:
             self.large.add(key)
         return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
-        """Number of tokens on all ranks without padding: an int if not :attr:`packed`."""
+        """Count tokens on all ranks without padding; return an int if not :attr:`packed`."""
         whole = self.all_tokens
         if (real := whole.real) is None:
             return whole.num_queries
         return whole.derive("real tokens", real.sum)
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return ``keys [num_keys, ...]`` in slot order, without a copy if they are."""
+        """Return ``keys [num_keys, ...]`` in slot order."""
         return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
 
     def slots_of_key_rows(self) -> torch.Tensor:
@@ -285,11 +282,11 @@ class Layout:
     def blocks(
         self, tokens_for_width: Callable[[int], int], cut: int | None = None
     ) -> Iterator[Block]:
-        """Cut the query ranges into blocks of queries, without the slots above the diagonal.
+        """Cut the query ranges into blocks of queries, skipping slots above the diagonal.
 
         Args:
-            tokens_for_width: returns the most queries of a block for a width of visible slots.
-            cut: a block also ends where :meth:`QueryRange.bound` reaches this.
+            tokens_for_width: maps a number of visible slots to the maximum queries of a block.
+            cut: a block also ends where :meth:`QueryRange.bound` reaches this number.
         """
         for query_range in self.query_ranges:
             total, begin, before_cut = len(query_range), 0, 0
@@ -307,7 +304,7 @@ class Layout:
                 begin = end
 
     def widest(self, tokens: slice) -> int:
-        """Return an upper bound of the slots visible to any query of ``tokens`` (step 1)."""
+        """Return an upper bound of the slots visible to a query of ``tokens``, with step 1."""
         bound = 0
         for query_range in self.query_ranges:
             first, step = query_range.tokens.start, query_range.tokens.step
@@ -364,12 +361,12 @@ def packed_layout(
         cu_seqlens: int ``[n + 1]``, cumulative *real* lengths, from 0 on.
         tokens: length of the packed tensor.
         max_seqlen: host-side upper bound of a real length, or ``None``.
-        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding, if any; later tokens
-            are also padding.
+        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding, if any; tokens after
+            the last are also padding.
 
     Raises:
-        ConfigError: lengths do not fit ``tokens`` or exceed ``max_seqlen``; on a GPU a device
-            assert at its next synchronisation.
+        ConfigError: lengths do not fit ``tokens`` or exceed ``max_seqlen``; a device assert on a
+            GPU at its next synchronisation.
     """
     require(
         max_seqlen is None or (isinstance(max_seqlen, int) and max_seqlen >= 0),
@@ -380,7 +377,7 @@ def packed_layout(
     padded = None if cu_seqlens_padded is None else cu_seqlens_padded.int()
     offsets = (cu_seqlens if padded is None else padded).long()
     token = torch.arange(tokens, device=offsets.device)
-    # right=True: a first token belongs to its sequence, also after empty ones.
+    # With right=True a first token belongs to its sequence even after empty sequences.
     sequence = torch.bucketize(token, offsets[1:], right=True)
     inside = sequence < offsets.numel() - 1
     sequence = sequence.clamp_max(max(offsets.numel() - 2, 0))
@@ -394,7 +391,7 @@ def packed_layout(
         num_keys=tokens,
         start=start.int(),
         end=end.int(),
-        # Padding needs a position inside the rope table.
+        # Positions of padding must be inside the rope table.
         position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
         key_rows=None,
         real=real,

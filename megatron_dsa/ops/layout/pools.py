@@ -1,7 +1,7 @@
-"""Pools: consecutive tokens of a document that the indexer selects as one (GLM-5.3).
+"""Pools: consecutive tokens of a document that the indexer selects together (GLM-5.3).
 
-A pool is a group of :mod:`.compressed` without overlap. Selected pools become lists of tokens,
-whose attention mass is summed per pool.
+A pool is a group of :mod:`.compressed` without overlap. Selected pools are expanded to lists of
+tokens, and the attention mass of the tokens is summed per pool.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class KeyPools:
 
     @classmethod
     def of(cls, layout: Layout, size: int) -> "KeyPools":
-        # Not cached by the layout: the cycle would keep a microbatch's tensors.
+        # A cache in the layout would create a reference cycle that retains a batch's tensors.
         return cls(layout, compressed_keys(layout, size))
 
     @property
@@ -29,15 +29,14 @@ class KeyPools:
     def expand(
         self, selected: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of selected pools, then the tokens that are in no pool yet.
+        """Return the tokens of selected pools, then the tokens after the last complete pool.
 
         Args:
-            selected: int32 ``[Sq, K]``, ascending pools, as from ``indexer_topk``.
-            count: int32 ``[Sq]``.
+            selected: int32 ``[Sq, K]``, ascending pools from ``indexer_topk``.
+            count: int32 ``[Sq]``, number of pools.
 
         Returns:
-            int32 ``indices [Sq, K * size + size - 1]``, ascending, then -1, and ``length [Sq]``,
-            including the last ``(t + 1) % size`` tokens of a query at position ``t``.
+            int32 ``indices [Sq, K * size + size - 1]``, ascending, then -1, and ``length [Sq]``.
         """
         start, first = self.layout.start[:, None], self.keys.layout.start[:, None]
         size, (queries, most) = self.size, selected.shape
@@ -61,15 +60,15 @@ class KeyPools:
         mass: torch.Tensor,
         tokens: torch.Tensor | slice = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the pools of lists from :meth:`expand` for ``tokens``: indices, number, and mass.
+        """Return indices, number and mass of the pools in lists from :meth:`expand`.
 
-        ``mass [r, K * size + size - 1]``: per entry; tokens in no pool are ignored.
+        ``mass [r, K * size + size - 1]`` is per list entry; tokens in no pool are ignored.
         """
         if length is None:
             length = (indices >= 0).sum(1, dtype=torch.int32)
         size, most = self.size, indices.shape[1] // self.size
         start, first = (x.start[tokens][:, None] for x in (self.layout, self.keys.layout))
-        count = length // size  # fewer than ``size`` are in no pool
+        count = length // size  # fewer than ``size`` tokens are in no pool
         column = torch.arange(most, dtype=torch.int32, device=indices.device)
         absent = column >= count[:, None]
         leading = indices[:, : most * size : size]
@@ -80,10 +79,10 @@ class KeyPools:
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Return the key of each token's pool, and their visibility.
+        """Return the key of each token's pool, and the layout of these keys.
 
-        Tokens in no pool are not visible. Losses over tokens and over pools have the same gradient:
-        the student is equal within a pool.
+        Tokens in no pool are invisible. The student is constant within a pool, so losses over
+        tokens and over pools have the same gradient.
         """
         layout, keys = self.layout, self.keys
 

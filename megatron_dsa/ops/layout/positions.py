@@ -1,8 +1,8 @@
 """Selections as positions, independent of ranks, packing and key buffers.
 
-Outside the package (rollout engine, file, other ranks) a selection lists *positions*: int32
-``[tokens, K]``, positions of keys within the query's sequence, from 0, in any order, ``-1`` for no
-key. Group ``g`` of compressed keys (ratio 4) is ``g``. Padding tokens also have a list.
+Rollout engines, files and other ranks exchange selections as *positions*, int32 ``[tokens, K]``:
+positions of keys within the query's sequence, from 0, in any order, with ``-1`` for no key. At
+ratio 4 a position is the number of a group. Padding tokens also have a list.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from megatron_dsa.ops.common.checks import require_tensor, require_values
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding
 
-#: Sorts behind every position.
+#: Replaces -1 in sorting, since it sorts after every position.
 _NONE = torch.iinfo(torch.int32).max
-#: Sorted values with their order, masks, slots.
+#: Temporary bytes per entry: sorted values and their order, masks, slots.
 _BYTES_PER_ENTRY = 64
 RULES = {
     "range": "entries must be -1 (no key) or positions from 0",
@@ -46,18 +46,17 @@ def validate_indices(
     name: str = "indices",
     workspace_bytes: int = 2**28,
 ) -> None:
-    """Check positions against a layout; waits for the device.
+    """Check positions against a layout, and synchronise with the device.
 
     Args:
-        indices: positions, int32 ``[tokens, K]``. Lists of padding are not read.
-        layout: of the query tokens (``layout_from_megatron``, ``bshd_layout`` or
-            ``packed_layout``); for compressed keys ``compressed_keys(layout, 4).layout``.
-        topk: largest allowed ``K``.
-        ascending: also require ascending lists with ``-1`` last; replay does not.
+        indices: positions, int32 ``[tokens, K]``. Lists of padding tokens are ignored.
+        layout: layout of the query tokens, or ``compressed_keys(layout, 4).layout`` for compressed
+            keys.
+        topk: maximum ``K``.
+        ascending: also require ascending lists with ``-1`` last, which replay does not need.
 
     Raises:
-        ConfigError: names the argument, the broken rule, the first entry that breaks it, and the
-            fix.
+        ConfigError: a rule is broken; the message gives the first entry and the fix.
     """
     check_form(indices, name)
     require(
@@ -91,20 +90,15 @@ def positions_to_rows(
     name: str = "indices",
     workspace_bytes: int = 2**28,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert positions to a selection as from :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
+    """Convert positions to the format of :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
 
     Args:
         positions: int32 ``[num_queries, K]``, ``K <= topk``, on the layout's device.
-        keys: layout of the keys.
         topk: width of the result.
 
-    Returns:
-        ``indices`` int32 ``[num_queries, topk]``: indices into the key buffer in sequence order,
-        then ``-1``; ``length`` int32 ``[num_queries]``.
-
     Raises:
-        ConfigError: for another form or a broken rule of :func:`validate_indices`; the latter ends
-            the process on a GPU at its next synchronisation.
+        ConfigError: shape or dtype are wrong, or a rule of :func:`validate_indices` is broken. On a
+            GPU a broken rule ends the process at its next synchronisation.
     """
     shape = (keys.num_queries, "K")
     require_tensor(name, positions, shape, (torch.int32,), keys.start, "give one list per token")
@@ -122,7 +116,7 @@ def positions_to_rows(
         ordered = _ordered(given)
         for _, broken, _ in _broken(given, ordered, seen):
             fine &= ~broken.any()
-        # No read out of bounds before the check below.
+        # Avoid reads out of bounds before the check below.
         valid = ordered < seen[:, None]
         slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
         indices[tokens, :width] = keys.to_key_rows(slots)
@@ -152,7 +146,7 @@ def rows_to_positions(
 
 
 def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
-    """Return the lists of this rank's queries, given these or all ranks'."""
+    """Return the lists of this rank's queries from lists of this rank or of all ranks."""
     total = layout.all_tokens.num_queries
     device = layout.start.device
     if len(indices) == layout.num_queries:

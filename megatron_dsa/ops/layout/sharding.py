@@ -18,20 +18,16 @@ from megatron_dsa.ops.common.capture import tensor_cache
 from megatron_dsa.ops.common.checks import require_tensor
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: ``zigzag``: chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in packed
-#: batches; ``zigzag_rows``: of all packed tokens; ``contiguous``: the ``r``-th of ``cp`` equal
-#: parts.
+#: Tokens of context-parallel rank ``r``. ``zigzag``: chunks ``r`` and ``2 * cp - 1 - r`` of ``2 *
+#: cp`` per document; ``zigzag_rows``: the same chunks of the whole packed batch; ``contiguous``:
+#: the ``r``-th of ``cp`` equal parts.
 CPLayout = Literal["zigzag", "zigzag_rows", "contiguous"]
 CP_LAYOUTS = get_args(CPLayout)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Part ``sp_rank`` of ``sp`` of context-parallel rank ``cp_rank``'s tokens.
-
-    Raises:
-        ConfigError: there is no such rank or ``cp_layout``.
-    """
+    """Sharding over ``cp`` context-parallel ranks, then over ``sp`` sequence-parallel ranks."""
 
     cp: int = 1
     cp_rank: int = 0
@@ -60,18 +56,14 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """Parts of a context-parallel rank are neighbours."""
+        """Rank among all ranks; sequence-parallel ranks are consecutive."""
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
-        """Return ``(first global position, length)`` of local tokens in unpacked batches.
-
-        Raises:
-            ConfigError: ``total`` positions cannot be cut like this.
-        """
+        """Return ``(first global position, length)`` of local tokens in unpacked batches."""
         pieces = self.cp if self.cp_layout == "contiguous" else 2 * self.cp if self.cp > 1 else 1
         if total % pieces or (total // self.cp) % self.sp:
             raise ConfigError(
@@ -81,7 +73,7 @@ class Sharding:
         size, count = total // pieces, total // self.ranks
         local = []
         for done, piece in enumerate([self.cp_rank, pieces - 1 - self.cp_rank]):
-            # Sequence parallelism cuts the pieces again.
+            # Intersect the piece with this sequence-parallel rank's part.
             begin = max(self.sp_rank * count, done * size)
             end = min((self.sp_rank + 1) * count, (done + 1) * size)
             if begin < end:
@@ -89,11 +81,11 @@ class Sharding:
         return local
 
     def global_positions(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
-        """Return int64 ``[ranks, total / ranks]``: global positions of each rank's tokens.
+        """Return the global positions of each rank's tokens, int64 ``[ranks, total / ranks]``.
 
         Args:
-            offsets: int ``[n + 1]``, cumulative (padded) lengths of packed sequences, each a
-                multiple of ``2 * cp``, or ``None``.
+            offsets: int ``[n + 1]``, cumulative padded lengths of packed sequences, each a multiple
+                of ``2 * cp``, or ``None``.
         """
         self.chunks(total)
         if self.cp_layout == "zigzag" and offsets is not None and self.cp > 1:
@@ -106,7 +98,7 @@ class Sharding:
         return table.reshape(self.ranks, -1)
 
     def _global_positions_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
-        # Padding past the end is cut like another sequence.
+        # Treat padding past the end as one more sequence.
         offsets = torch.cat([offsets, offsets.new_full((1,), total)])
         local = torch.arange(total // self.cp, device=offsets.device)
         document = torch.bucketize(local * self.cp, offsets[1:], right=True)
@@ -118,7 +110,7 @@ class Sharding:
         return torch.where(inside < chunk, first + rank * chunk + inside, second)
 
     def runs(self, documents: int | None) -> int:
-        """Return the most runs of neighbouring global positions of a rank.
+        """Return the maximum number of runs of consecutive global positions on a rank.
 
         ``documents`` is the number of packed sequences, or ``None``.
         """
@@ -131,10 +123,10 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class KeyOwnership:
-    """Rank that computes the keys of each global position.
+    """Assignment of global positions to the ranks that compute their keys.
 
-    ``table``: int64 ``[ranks, positions]``, from :meth:`Sharding.global_positions`. ``batch``:
-    tokens per position.
+    ``table`` is the result of :meth:`Sharding.global_positions`; ``batch`` counts tokens per
+    position.
     """
 
     sharding: Sharding
@@ -146,7 +138,7 @@ class KeyOwnership:
         require_tensor("table", self.table, (self.sharding.ranks, "rows"), (torch.int64,), fix=fix)
 
     def of(self, sharding: Sharding) -> torch.Tensor:
-        """Return the global positions of a rank of ``sharding``, which differs in ``sp``."""
+        """Return the global positions of ``sharding.rank``; only ``sp`` may differ."""
         return self.table.view(sharding.ranks, -1)[sharding.rank]
 
     @property
@@ -155,14 +147,11 @@ class KeyOwnership:
 
 
 def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Layout:
-    """Return the layout of one rank's query tokens over all keys, in the order of ranks.
+    """Return the layout of one rank's query tokens over all keys, which are ordered by rank.
 
     Args:
-        layout: of all tokens.
-        sharding: of the query tokens; may differ from ``keys.sharding`` in ``sp``.
-
-    Raises:
-        ConfigError: the shardings do not belong together, or ``keys`` are of another batch.
+        layout: layout of all tokens.
+        sharding: sharding of the query tokens; only ``sp`` may differ from ``keys.sharding``.
     """
     require(
         sharding.whole() == keys.sharding.whole(),
@@ -188,7 +177,7 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
 
 
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
-    """Return the layout of query tokens at neighbouring global positions, over all keys."""
+    """Return the layout of query tokens at consecutive global positions over all keys."""
     keys, global_layout = layout.key_ownership, layout.all_tokens
     assert keys is not None
     tokens = slice(first * keys.batch, (first + length) * keys.batch)
@@ -215,10 +204,7 @@ def _of_tokens(
 
 
 def padded_bound(layout: Layout) -> int:
-    """Return an upper bound of the padded length of a packed sequence.
-
-    Megatron's ``max_seqlen`` bounds real lengths.
-    """
+    """Return an upper bound of padded lengths; Megatron's ``max_seqlen`` bounds real lengths."""
     assert layout.sequences is not None
     padded = layout.sequences.cu_seqlens_padded is not None
     return layout.all_tokens.num_queries if padded else layout.max_length
@@ -226,7 +212,7 @@ def padded_bound(layout: Layout) -> int:
 
 def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
     if layout.packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
-        # Lengths are on the device; a rank's tokens are spread evenly, up to half a sequence.
+        # A rank's tokens are spread evenly, up to half a sequence, whose length is on the device.
         tokens, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
         yield QueryRange(
             slice(0, tokens, 1), 0, sharding.sp_rank * tokens * sharding.cp, layout.max_length,

@@ -1,1 +1,1 @@
-"""Masked dense attention: plain MLA under one bit mask for all heads."""
+"""Masked dense attention: plain MLA with one bit mask for all heads."""

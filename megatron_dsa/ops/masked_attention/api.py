@@ -1,6 +1,6 @@
-"""Differentiable masked dense attention, and its key bits.
+"""Differentiable masked dense attention, and the key bits that serve as its mask.
 
-Ranks that share tokens keep the bits of their tokens and gather them again in the backward.
+Tensor-parallel ranks save only the bits of local tokens and gather all bits again in the backward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,7 +49,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     groups,
 )
 
-#: 128 MiB.
+#: Maximum keys for which bits are cached (128 MiB).
 MOST_KEPT = 32 * 1024
 
 
@@ -60,11 +60,11 @@ def key_bits(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Return the bits of listed keys, for :func:`masked_attention`.
+    """Return the bits of listed keys for :func:`masked_attention`.
 
     Args:
         indices: int32 ``[Sq, K]``, in any order; entries ``< 0`` or ``>= num_keys`` select nothing.
-        topk_length: int32 ``[Sq]``: valid entries per list, ``None`` for all.
+        topk_length: int32 ``[Sq]``, number of valid entries per list; ``None`` if all are valid.
         num_keys: ``Skv``.
 
     Returns:
@@ -80,10 +80,10 @@ def key_bits(
 
 
 def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
-    """Return visible keys' bits: int32 ``[num_queries, ceil(num_keys / 128), 4]``.
+    """Return the bits of visible keys, int32 ``[num_queries, ceil(num_keys / 128), 4]``.
 
-    8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for 128k; cached for the last two layouts up to
-    :data:`MOST_KEPT` keys.
+    The bits take 128 MiB for 32k tokens. Up to :data:`MOST_KEPT` keys they are cached for the last
+    two layouts.
     """
 
     def compute() -> torch.Tensor:
@@ -103,12 +103,12 @@ def describe_visible_call(device: torch.device | str, topk: int | None = None) -
 
 
 class MaskedAttentionOutput(NamedTuple):
-    #: ``[Sq, H, Dv]`` in q's dtype; 0 without keys.
+    #: ``[Sq, H, Dv]`` in q's dtype; 0 for queries without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32 (fp64), natural log, without sink; ``-inf`` without keys.
+    #: ``[Sq, H]`` fp32 (fp64), natural log, excluding the sink; ``-inf`` without keys.
     lse: torch.Tensor
-    #: ``[tokens of bits, topk]``, dtype of ``lse``: probabilities summed over all ranks' heads,
-    #: ascending by key, then 0, or ``None``.
+    #: ``[tokens of bits, topk]`` in the dtype of ``lse``, or ``None``: probabilities summed over
+    #: all ranks' heads, ascending by key, then 0.
     p_sum: torch.Tensor | None
 
 
@@ -131,7 +131,7 @@ class _Settings:
         assert width is not None
         if self.group is None:
             of_all = slice(0, tokens.stop - tokens.start)
-            if tokens != slice(0, len(inputs.q)):  # all tokens reuse buffers of the backward
+            if tokens != slice(0, len(inputs.q)):  # all tokens can reuse the backward's buffers
                 inputs, lse = inputs.of_queries(tokens), lse[tokens]
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
@@ -143,7 +143,7 @@ class _Settings:
     ) -> ListedProbabilities:
         assert self.call.topk is not None
         tokens, some = sample.tokens, slice(0, len(sample.tokens))
-        if self.group is not None:  # ranks select for different tokens
+        if self.group is not None:  # each rank samples different tokens
             rank = self.group.rank()
             tokens = gather_tokens(tokens + rank * local, self.group)
             some = slice(rank * len(sample.tokens), (rank + 1) * len(sample.tokens))
@@ -160,7 +160,7 @@ class _Settings:
         group, width = self.group or head_group, self.call.topk
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts = sample.parts // ranks
-        # [tokens of a rank, rank with the heads, its parts, tokens of a part].
+        # Dims: rank of the tokens, rank of the heads, parts of that rank, tokens of a part.
         tokens = tokens.view(-1, ranks, parts, len(sample.tokens) // sample.parts)
         own = tokens[:, rank].transpose(0, 1).flatten()
         heads = torch.arange(parts, device=own.device).repeat_interleave(len(own) // parts)
@@ -173,13 +173,13 @@ class _Settings:
         return ListedProbabilities(*exchange_parts(found, len(tokens), parts, group))
 
     def part_size(self, tokens: int) -> int:
-        """Return the tokens of a part of the teacher, within an eighth of the workspace.
+        """Return the tokens of a part of the teacher.
 
-        A quarter, if that suffices for half of the tokens.
+        A part fits an eighth of the workspace, or a quarter if half of the tokens then fit.
         """
         if self.group is not None or self.call.topk is None:
             return tokens
-        # Whole groups: no tile is read twice.
+        # Parts have whole groups, so no tile is read twice.
         budget, per_group = self.policy.workspace_bytes // 8, GROUP * self.call.topk * 8
         fewest, most = (GROUP * rows_in_budget(x, per_group) for x in (budget, 2 * budget))
         halves = -(-tokens // (2 * GROUP)) * GROUP
@@ -189,14 +189,11 @@ class _Settings:
         for some in slices(tokens, self.part_size(tokens)) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
-            del found  # frees memory
+            del found
 
 
 def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Scale ``out`` in place by the share of the keys; return the lse of keys and sink.
-
-    Operations that get both compute probabilities and gradients with a sink.
-    """
+    """Scale ``out`` in place by the keys' share of the softmax; return the lse with the sink."""
     if sink is None:
         return lse
     total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
@@ -205,7 +202,6 @@ def _add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -
 
 
 def _finite(total: torch.Tensor) -> torch.Tensor:
-    """Return ``total``, finite also for queries without a key and sinks of ``-inf``."""
     return total.clamp_min(torch.finfo(total.dtype).min)
 
 
@@ -261,7 +257,7 @@ class _MaskedAttention(torch.autograd.Function):
                 parts = [TeacherPart(all_taken, found.indices, found.length, found.p_sum)]
             index_grads = indexer.gradients(index_tensors, parts, s.policy, sample)
 
-        # Several parts reuse nothing of the backward: run them before dq and dkv are allocated.
+        # Several parts reuse no backward results, so run them before dq and dkv are allocated.
         before = s.part_size(len(bits)) < len(bits)
         train(s.indexer if before else None)
         dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
@@ -289,34 +285,32 @@ def masked_attention(
     group: Any = None,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend from each query to the keys of its bits, by plain MLA.
+    """Attend by plain MLA from each query to the keys selected by its bits.
 
-    Equals :func:`sparse_attention` on absorbed queries and latents. Reads all keys, with fewer dims
-    than a latent: faster if most keys are selected.
+    The result equals :func:`sparse_attention` on absorbed queries and latents. Reading all keys, of
+    fewer dims than a latent, is faster if most keys are selected.
 
     Args:
-        q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the ``R`` rope dims last.
+        q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64, with the ``R`` rope dims last.
         kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value.
-            Finite, also where not selected.
-        k_pe: ``[Skv, R]``, same dtype: rope key of all heads; also finite.
+            Unselected keys must also be finite.
+        k_pe: ``[Skv, R]``, same dtype: rope key of all heads, finite.
         bits: int32 ``[Sq, ceil(Skv / 128), 4]`` from :func:`key_bits`, the only mask; with
-            ``group`` of this rank's part of the tokens, in the order of ranks.
+            ``group``, only this rank's part of the tokens, in the order of ranks.
         softmax_scale: factor on ``q . k``.
-        topk: most keys of a query; for ``want_p_sum`` and ``indexer``.
-        attn_sink: ``[H]``, logits without a value; no kernel reads them: outputs are scaled by the
-            share of the keys.
-        k_pe_grad: fp32 ``[Skv, R]``: receives the unrounded gradient of ``k_pe`` in its stead.
+        topk: maximum keys of a query, for ``want_p_sum`` and ``indexer``.
+        attn_sink: ``[H]``, logits without a value.
+        k_pe_grad: fp32 ``[Skv, R]``; gets the unrounded gradient instead of ``k_pe``.
         want_p_sum: also return the head sum of the probabilities.
-        indexer: trained in the backward on these probabilities, for the tokens of ``bits``.
-        group: ranks that share the tokens and have different heads; collective in forward and
-            backward.
+        indexer: indexer that the backward trains on these probabilities for the tokens of ``bits``.
+        group: ranks with the same tokens and different heads; forward and backward are collective.
 
     Returns:
         ``out`` is differentiable in q, kv, k_pe and attn_sink.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small (on a GPU an
-            error of the launch); both ``indexer.head_group`` and ``group``.
+        ConfigError: shapes or dtypes do not fit; ``topk`` is missing or too small, which on a GPU
+            fails the launch; both ``indexer.head_group`` and ``group`` are given.
     """
     require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)

@@ -1,8 +1,8 @@
-"""Masked dense attention: key bits, inputs, implementations, fakes, reference.
+"""Masked dense attention: key bits, inputs, implementations, fake kernels, reference.
 
-*Key bits*: one bit per query and key, for all heads: int32 ``[Sq, G, 4]`` with ``G = ceil(Skv /
+*Key bits* have one bit per query and key for all heads: int32 ``[Sq, G, 4]`` with ``G = ceil(Skv /
 128)``. Bit ``2 n + e`` of word ``l`` of group ``g`` is key ``128 g + 8 n + 2 l + e`` (``n`` =
-0..15, ``e`` = 0..1), a column that a thread of a matrix unit holds.
+0..15, ``e`` = 0..1): a word has the columns that a thread of a tensor-core product holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(mask, (0, count * GROUP - keys))
     # [Sq, G, n, l, e] -> [Sq, G, l, (n, e)].
     flags = padded.view(queries, count, 16, WORDS, 2).transpose(2, 3).flatten(3)
-    # Disjoint bits: the sum may wrap to set bit 31.
+    # The sum of disjoint bits may wrap to set bit 31.
     return (flags.int() << _positions(mask)).sum(-1, dtype=torch.int32)
 
 
@@ -56,12 +56,12 @@ class KeyBitsInputs:
 
 
 class ListedProbabilities(NamedTuple):
-    """Head sums of the probabilities of selected keys.
+    """Probabilities of selected keys, summed over heads.
 
     Attributes:
         p_sum: ``[Sq, K]`` fp32 (fp64), ascending by key, then 0.
-        indices: int32 ``[n, K]`` of ``n`` queries, ascending, then -1.
-        length: int32 ``[n]``.
+        indices: int32 ``[n, K]``, selected keys of ``n`` queries, ascending, then -1.
+        length: int32 ``[n]``, number of selected keys.
     """
 
     p_sum: torch.Tensor
@@ -71,7 +71,7 @@ class ListedProbabilities(NamedTuple):
 
 @dataclass(frozen=True)
 class VisibleBitsInputs:
-    """Visible slots ``[start[i], end[i])``, int32; ``slots [Skv]``: slot of each key."""
+    """Ranges ``[start[i], end[i])`` of visible slots, and the slot of each key."""
 
     start: torch.Tensor
     end: torch.Tensor
@@ -82,12 +82,12 @@ class VisibleBitsInputs:
 
 @dataclass(frozen=True)
 class MaskedAttentionInputs:
-    """Inputs with the bits of all ``q``.
+    """Inputs of the operations, with bits for all queries.
 
     Attributes:
-        part: queries per part; part ``i`` has the ``i``-th ``q.shape[1]`` heads of ``kv``.
-            ``None``: all heads.
-        kept: results for the next operation on the same inputs.
+        part: queries per part; part ``i`` has the ``i``-th ``q.shape[1]`` heads of ``kv``, or all
+            heads if ``None``.
+        kept: cached results for the next operation on the same inputs.
     """
 
     q: torch.Tensor
@@ -122,7 +122,7 @@ class MaskedAttentionInputs:
 
 
 _HERE = __package__
-#: Plain MLA of V3.2, GLM-5 and GLM-5.3 (no rope), in our own kernels.
+#: Support of the TileLang kernels: plain MLA of V3.2, GLM-5 and, without rope, GLM-5.3.
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
     "capabilities": (HOPPER,),
@@ -250,6 +250,6 @@ def reference(
     logits = logits + torch.einsum("qhr,kr->qhk", q[..., nope:], k_pe)
     logits = (logits * softmax_scale).masked_fill(~mask[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
-    # 0, not 0/0, without keys.
+    # Queries without keys give 0 instead of 0/0.
     p = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     return torch.einsum("qhk,khd->qhd", p, kv[..., nope:]), lse, p.sum(1)

@@ -1,6 +1,6 @@
 """Masked dense attention in torch, in bounded memory.
 
-The backward computes scores twice, for dq and for dkv, so that each is rounded once.
+The backward computes scores twice, once for dq and once for dkv, so gradients are rounded once.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from megatron_dsa.ops.masked_attention.spec import (
     unpack,
 )
 
-#: Per key of a query.
+#: Temporary bytes per query and key.
 _BYTES_PACK, _BYTES_UNPACK = 16, 16
 MORE_KEYS = "topk must be at least the number of keys of each query, got {}: raise it"
 
@@ -40,7 +40,7 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
         indices = inputs.indices[tokens]
         length = None if inputs.topk_length is None else inputs.topk_length[tokens]
         valid = valid_entries(indices, length, inputs.num_keys)
-        # Invalid entries select a column past the keys.
+        # Invalid entries go to a spare column.
         mask = valid.new_zeros(len(indices), inputs.num_keys + 1)
         mask.scatter_(1, torch.where(valid, indices, inputs.num_keys).long(), True)
         bits[tokens] = pack(mask[:, :-1])
@@ -84,11 +84,7 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def probabilities(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
 ) -> ListedProbabilities:
-    """Return head sums of probabilities, and the keys of the queries ``listed``.
-
-    Raises:
-        ConfigError: more than ``width`` keys; on a GPU a device assert.
-    """
+    """Return head sums of probabilities, and the selected keys of the queries ``listed``."""
     queries = len(inputs.q)
     p_sum = inputs.q.new_zeros(queries, width, dtype=accumulation_dtype(inputs.q.dtype))
     indices = inputs.bits.new_full((queries, width), -1)
@@ -106,7 +102,7 @@ def probabilities(
 def _probabilities_of_block(
     inputs: MaskedAttentionInputs, lse: torch.Tensor, tokens: slice, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # The last column collects unselected keys.
+    # Unselected keys go to the last column.
     sums = lse.new_zeros(len(lse[tokens]), width + 1, dtype=accumulation_dtype(inputs.q.dtype))
     listed = inputs.bits.new_full(sums.shape, -1)
     count = torch.zeros_like(sums[:, :1], dtype=torch.int64)
@@ -126,7 +122,7 @@ def _probabilities_of_block(
 def backward(
     inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``dq``, ``dkv`` and ``dk_pe`` (accumulation dtype).
+    """Return ``dq``, ``dkv`` and, in the accumulation dtype, ``dk_pe``.
 
     ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - rowsum(dO * O))``, ``dQ = dS K``, ``dK = dS^T
     Q``.
@@ -167,7 +163,7 @@ def backward(
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
-    # Copies in the dtypes of inputs and sums, gradients and an addend.
+    # Inputs and, in the accumulation dtype, a copy, gradients and an addend.
     per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
     fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
     return GROUP * max(1, min(fitting, groups(len(inputs.kv))))

@@ -1,1 +1,1 @@
-"""Interleaved rope, with or without the query norm."""
+"""Rotary embeddings (rope) of queries and keys."""

@@ -1,7 +1,7 @@
 """Interleaved rope on the last dims of heads, with or without V4's query norm.
 
-Pair ``i``, dims ``D - R + 2i`` and ``D - R + 2i + 1``, is rotated by the angle of ``cos[token, i]``
-and ``sin[token, i]``. Bound by memory: elements are read, written and rounded once.
+Dims ``D - R + 2i`` and ``D - R + 2i + 1`` are rotated by the angle of ``cos[token, i]`` and
+``sin[token, i]``. Kernels are memory-bound: they read, write and round every element once.
 """
 
 import torch
@@ -24,13 +24,13 @@ def norm_rope(
     inplace: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Divide each head by its root mean square (no weight) and rotate its last dims.
+    """Divide each head by its root mean square and rotate its last dims.
 
     Args:
         x: ``[tokens, H, D]``.
         cos, sin: ``[tokens, R / 2]`` fp32 (fp64), for neighbouring pairs of the last ``R`` dims.
         eps: added to the mean square.
-        inplace: may reuse the memory of x, if nothing else reads it.
+        inplace: allow overwriting x, which nothing else may read.
 
     Returns:
         ``[tokens, H, D]`` in x's dtype, differentiable in x.
@@ -51,12 +51,13 @@ def rotate(
     inverse: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Rotate the last dims of every head, or back: V4's values, and so its outputs, have rope.
+    """Rotate the last dims of every head, or rotate them back.
 
-    Arguments, result and errors as in :func:`norm_rope`.
+    V4's outputs are rotated back because its values have rope. Arguments, result and errors are as
+    in :func:`norm_rope`; without columns in the tables the result may be ``x``.
     """
     _check(x, cos, sin)
-    if cos.shape[1] == 0:  # nothing to rotate: a copy of 8k x 64 x 256 costs 0.13 ms
+    if cos.shape[1] == 0:  # a copy of 8k x 64 x 256 would cost 0.13 ms
         # An empty rope key is a view of the latents' storage, which recomputation may free.
         return x if x.shape[2] > 0 else x.clone()
     call = _describe(x)
@@ -77,21 +78,20 @@ def rotate_index(
 ) -> torch.Tensor:
     """Rotate some dims of index queries or keys, then apply the Walsh-Hadamard transform.
 
-    The transform is orthogonal: it changes no product, but spreads large values over all dims.
+    The orthogonal transform changes no product, but spreads large values over all dims.
 
     Args:
         x: ``[tokens, H, D]``.
         cos, sin: ``[tokens, R / 2]`` fp32 (fp64).
         first: rotate the first ``R`` dims and move pair ``i`` to dims ``i`` and ``R / 2 + i``, as
-            Megatron's MLA does; otherwise the last ``R`` dims, in place.
+            Megatron's MLA does; otherwise rotate the last ``R`` dims without moving them.
         neighbours: pairs are neighbouring dims, otherwise dims ``i`` and ``R / 2 + i``.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
         rounded: also round to x's dtype before the transform, as inference engines do.
-        transposed: apply the transpose, to gradients.
+        transposed: apply the transposed operation, which maps gradients back.
 
     Returns:
-        ``[tokens, H, D]`` in x's dtype, rounded once (``rounded``: twice), differentiable in x
-        unless ``transposed``.
+        ``[tokens, H, D]`` in x's dtype, differentiable in x unless ``transposed``.
 
     Raises:
         ConfigError: shapes or dtypes do not fit.

@@ -1,4 +1,4 @@
-"""Norm and rope: operations, implementations, fakes, references."""
+"""Norm and rope: operations, implementations, fake kernels, references."""
 
 from typing import Any
 
@@ -88,10 +88,10 @@ def reference_norm_rope(x, cos, sin, eps) -> torch.Tensor:
 
 
 def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.Tensor:
-    """Return ``x [tokens, H, D]`` with pairs of its first or last dims rotated, transformed.
+    """Rotate pairs of the first or last dims of ``x [tokens, H, D]``, then transform all dims.
 
-    Pairs of the first dims leave as halves, others stay. Entry ``i, j`` of the transform is
-    ``D^-1/2``, negative if ``i & j`` has an odd number of bits.
+    Pairs of first dims move to the two halves, pairs of last dims do not move. Entry ``i, j`` of
+    the transform is ``D^-1/2``, negative if ``i & j`` has an odd number of bits.
     """
     dim, half = x.shape[-1], cos.shape[1]
     start = 0 if first else dim - 2 * half
@@ -111,7 +111,7 @@ def reference_rotate_index(x, cos, sin, first, neighbours, transform) -> torch.T
 
 @tensor_cache(8)
 def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the symmetric Walsh-Hadamard matrix; its square is ``size`` times the identity."""
+    """Return the Walsh-Hadamard matrix, whose square is ``size`` times the identity."""
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

@@ -9,7 +9,7 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: First dims, neighbours, transform.
+#: Arguments ``first``, ``neighbours`` and ``transform`` of ``rotate_index``.
 Kind = tuple[bool, bool, bool]
 _ROPE: Kind = (False, True, False)
 
@@ -52,7 +52,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Through apply, for second derivatives.
+        # Calling apply allows second derivatives.
         return _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
 
 
@@ -79,7 +79,7 @@ class _NormRope(torch.autograd.Function):
         dx = torch.empty_like(y)
         for tokens in _chunks(y, ctx.workspace_bytes):
             out, grad = y[tokens].to(rstd.dtype), dy[tokens].to(rstd.dtype)
-            # A rotation keeps inner products: rotate the difference once.
+            # Rotations preserve inner products, so one rotation of the difference suffices.
             part = grad - out * (grad * out).mean(-1, keepdim=True)
             part.mul_(rstd[tokens][..., None])
             _turn(part, cos[tokens], sin[tokens], _ROPE, True)
@@ -98,7 +98,6 @@ def _transformed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _turn(x: torch.Tensor, cos, sin, kind: Kind, back: bool) -> None:
-    """Rotate dims of ``x``, in the accumulation dtype, in place."""
     first, neighbours, _ = kind
     size = 2 * cos.shape[1]
     rotated = x[..., :size] if first else x[..., x.shape[-1] - size :]

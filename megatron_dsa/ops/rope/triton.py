@@ -1,7 +1,7 @@
 """Norm and rope in Triton.
 
-The transform is a product with a matrix of signs on matrix units; fp32 heads are split into two
-16-bit numbers with 16 bits of mantissa together, so that the result is rounded once.
+Tensor cores multiply heads by the transform's matrix of signs. Rotated fp32 values are split into
+two 16-bit numbers with 16 bits of mantissa together, so the result is rounded once.
 """
 
 import torch
@@ -13,9 +13,9 @@ from megatron_dsa.ops.common.autograd import differentiable, once_differentiable
 from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: Per program.
+#: Heads per program.
 _HEADS = 64
-#: Slices' alignment must not cause compilations.
+#: Tables may be slices, whose alignment must not cause compilations.
 _ANY_ALIGNMENT = ["cos", "sin"]
 #: Varying sizes must not cause compilations.
 _ANY_SIZES = {
@@ -38,7 +38,7 @@ def _turn(
     if INVERSE:
         s = -s
     a, b = tl.split(tl.reshape(x, [BLOCK_H, BLOCK_D // 2, 2]))
-    # Other dims are not multiplied by 1 and 0, which would spread an infinity to its neighbour.
+    # Multiplying unrotated dims by 1 and 0 would spread an infinity to its neighbour.
     first = tl.where(turned[None, :], a * c - b * s, a)
     second = tl.where(turned[None, :], a * s + b * c, b)
     return tl.reshape(tl.join(first, second), [BLOCK_H, BLOCK_D])
@@ -80,7 +80,7 @@ def _norm_backward(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the difference once: a rotation keeps inner products."""
+    """Write the input gradient; rotations preserve inner products, so it is rotated once."""
     row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
@@ -110,7 +110,7 @@ def _store(x, at, inside, column, exists, value):
 
 @triton.jit
 def _product(x, signs, like, total):
-    """Return ``total + x @ signs``; fp32 is split into two numbers if ``like`` has 16 bits."""
+    """Return ``total + x @ signs``; split fp32 ``x`` into two numbers if ``like`` is 16-bit."""
     dtype: tl.constexpr = like.dtype.element_ty
     signs = signs.to(dtype)
     if dtype == tl.float32:
@@ -156,9 +156,10 @@ def _index_forward(
     NEIGHBOURS: tl.constexpr, JOINED: tl.constexpr, TRANSFORM: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the pairs of dims from ``START`` on; multiply by the signs if ``TRANSFORM``.
+    """Rotate pairs of dims from ``START`` on; multiply by the signs if ``TRANSFORM``.
 
-    Pairs are neighbours in ``x`` if ``NEIGHBOURS``, in the result if ``JOINED``; else halves.
+    Pairs are neighbours in ``x`` if ``NEIGHBOURS`` and in the result if ``JOINED``, otherwise split
+    into halves.
     """
     row, token, head, inside = _heads_of(heads, count, BLOCK)
     at, to = token * token_stride + head * head_stride, row * D
@@ -248,7 +249,7 @@ def _index_backward(
 
 
 def _blocks(x: torch.Tensor) -> dict[str, int]:
-    """Return blocks of 4096 elements, 32 per thread: 8 KB in flight, few registers."""
+    """Return blocks of 4096 elements, which need few registers and keep 8 KB in flight."""
     dims = next_power_of_2(x.shape[2])
     heads = max(1, min(next_power_of_2(x.shape[1]), 4096 // dims))
     return {"BLOCK_H": heads, "BLOCK_D": dims, "num_warps": max(1, min(8, heads * dims // 1024))}
@@ -290,7 +291,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         arguments = _dense(dy), *ctx.saved_tensors, not ctx.inverse
-        # Through apply, for second derivatives.
+        # Calling apply allows second derivatives.
         dx = _Rotate.apply(*arguments) if torch.is_grad_enabled() else _rotated(*arguments)
         return dx, None, None, None
 
@@ -298,7 +299,7 @@ class _Rotate(torch.autograd.Function):
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, eps, inplace):
-        # An alias, not mark_dirty: x is a view, for which autograd would copy the whole gradient.
+        # Return an alias: with mark_dirty, autograd would copy the gradient, since x is a view.
         y = x.detach() if inplace else x.new_empty(x.shape)
         rstd = x.new_empty(x.shape[:2], dtype=torch.float32)
         _launch(

@@ -1,7 +1,7 @@
-"""Dense causal attention, also over context-parallel ranks.
+"""Dense causal attention on one or several context-parallel ranks.
 
-Ranks keep their queries. Blocks of keys and values arrive over a ring or from a gathered buffer;
-partial outputs are combined by their log-sum-exp. The backward visits the blocks again.
+Queries stay on their rank. Blocks of keys and values arrive over a ring or from a gathered buffer;
+partial outputs are combined by their log-sum-exp.
 """
 
 from megatron_dsa.ops.dense_attention.ring.api import token_shard

@@ -43,8 +43,8 @@ def dense_attention(
         group: context-parallel process group of ``layout``, if sharded.
 
     Returns:
-        ``out [tokens, H, Dv]`` in q's dtype, 0 for tokens that see nothing, and ``lse [tokens, H]``
-        fp32 (fp64), natural, ``-inf`` for such tokens, without gradient.
+        ``out [tokens, H, Dv]`` in q's dtype, and the natural log-sum-exp ``lse [tokens, H]``, fp32
+        (fp64), without gradient. Tokens without visible keys get 0 and ``-inf``.
 
     Raises:
         ConfigError: shapes, dtypes or the layout do not fit.
@@ -76,20 +76,17 @@ def gathered_latent_attention(
     """Run :func:`dense_attention` on gathered MLA latents, without communication.
 
     Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values ``latents[:, :R]
-    @ w_uv[h].T``, expanded for one rank's tokens at a time.
+    @ w_uv[h].T``, which are expanded for one rank's tokens at a time.
 
     Args:
-        q: ``[tokens, H, D]``, local, rotated.
-        latents: ``[cp * tokens, R + P]``, of all context-parallel ranks in order: normalised, the
-            ``P`` rope dims rotated.
-        w_uk: ``[H, D - P, R]``, local heads; its gradient is the local queries'.
-        w_uv: ``[H, Dv, R]``, alike.
-        layout: of the local tokens, sharded over context-parallel ranks.
-        latent_grad: fp32 (fp64) ``[cp * tokens, R + P]``: receives the unrounded gradient of
-            ``latents`` in its stead.
-
-    Raises:
-        ConfigError: shapes, dtypes or the layout do not fit.
+        q: ``[tokens, H, D]``, local queries with rope applied.
+        latents: ``[cp * tokens, R + P]``, normalised latents of all context-parallel ranks in
+            order, then ``P`` dims with rope applied.
+        w_uk: ``[H, D - P, R]``, local heads; its gradient includes only local queries.
+        w_uv: ``[H, Dv, R]``, likewise.
+        layout: layout of the local tokens, sharded over context-parallel ranks.
+        latent_grad: fp32 (fp64) ``[cp * tokens, R + P]``; gets the unrounded gradient instead of
+            ``latents``.
     """
     require_scale(softmax_scale)
     fix = "flatten [s, b, H, D] to [s * b, H, D]"
@@ -115,11 +112,7 @@ def gathered_latent_attention(
 
 
 def token_shard(layout: Layout) -> TokenShard:
-    """Return the tokens of a context-parallel rank, with all parts of sequence parallelism.
-
-    Raises:
-        ConfigError: the layout is not one of sequences, or has other keys.
-    """
+    """Return the tokens of a context-parallel rank, including all its tensor-parallel ranks."""
     if layout.sequences is None:
         raise ConfigError(
             "layout must be one of sequences, got ranges of slots: make it with bshd_layout, "

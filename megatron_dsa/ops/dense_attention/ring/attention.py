@@ -1,4 +1,4 @@
-"""Dense causal attention over context-parallel ranks, differentiable."""
+"""Autograd functions of dense causal attention over context-parallel ranks."""
 
 from typing import Any
 
@@ -37,9 +37,9 @@ def ring_attention(
     softmax_scale: float,
     block: BlockAttention | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend causally to keys and values that go round a ring.
+    """Attend causally to keys and values that ranks pass around a ring.
 
-    ``block``: attention to one block, or its name; ``None``: the best that can run.
+    ``block``: kernel for one block, or its name; by default dispatch chooses.
     """
     if shard.cp > 1:
         found = distributed.get_world_size(group), distributed.get_rank(group)
@@ -84,7 +84,7 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
             k, v = payload.expand(block, part.keys)
             out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
-            del k, v, out, lse  # frees memory
+            del k, v, out, lse
     return combined.out, combined.lse
 
 
@@ -134,7 +134,7 @@ class _KeyValueAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, shard, blocks, kernel, scale):
         out, lse = attend(q, KeysAndValues(k, v), shard, blocks, kernel, scale)
-        # save_for_backward only: recompute and offloading must find them.
+        # Recompute and offloading work only on tensors in save_for_backward.
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = (shard, blocks, kernel, scale)
         ctx.mark_non_differentiable(lse)

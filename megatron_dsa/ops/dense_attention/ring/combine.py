@@ -1,6 +1,6 @@
 """Combination of partial attention outputs, weighted by their log-sum-exp.
 
-A part's share of the joint softmax is ``1 / (1 + exp(lse - part_lse))``.
+The weight of a part in the joint softmax is ``1 / (1 + exp(lse - part_lse))``.
 """
 
 from functools import cache
@@ -21,9 +21,9 @@ class Combined:
         self.lse: Any = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, tokens: slice, last: bool) -> None:
-        """Add a part ``out [n, H, Dv]``, ``lse [n, H]`` of some query tokens.
+        """Add partial ``out [n, H, Dv]`` and ``lse [n, H]`` of some query tokens.
 
-        The first part must have all tokens; the ``last`` turns ``self.out`` into the result.
+        The first part must have all tokens; the ``last`` converts ``self.out`` to the result dtype.
         """
         if self.out is None:
             self.lse = lse.contiguous()
@@ -42,7 +42,7 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
     """
     acc, tokens = accumulation_dtype(dtype), slice(first, first + part.shape[0])
     old = lse[tokens]
-    # -inf - -inf is NaN for tokens that see nothing.
+    # For tokens without visible keys, -inf - -inf is NaN.
     share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
     torch.logaddexp(old, part_lse, out=old)
     merged = torch.lerp(sums[tokens].to(acc), part.to(acc), share.to(acc))

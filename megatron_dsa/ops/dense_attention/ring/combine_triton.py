@@ -1,4 +1,4 @@
-"""Triton kernel that adds a part to the sums in one pass."""
+"""Triton kernel that merges a partial attention output in one pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _merge(
     inside = (head < H)[:, None] & (dim < D)[None, :]
     at = row * sums_row + head[:, None] * sums_head + dim[None, :]
     value = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
-    # Tokens outside of the part are only copied.
+    # Tokens outside the part are only copied.
     row_in_part = row - first
     heads = (head < H) & (row_in_part >= 0) & (row_in_part < count)
     old = tl.load(lse + row * H + head, mask=head < H, other=float("-inf"))

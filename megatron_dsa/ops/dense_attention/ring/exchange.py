@@ -1,6 +1,6 @@
 """Key exchange between ranks (ring or gathered blocks) and its backward.
 
-The next block and the last gradient travel during the computation.
+Computation overlaps with transfers of the next block and the previous gradient.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ class RingExchange:
         self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        # One batch: sending first and receiving later would deadlock.
+        # Batched, since sending before receiving would deadlock.
         requests = distributed.batch_isend_irecv(
             [
                 distributed.P2POp(distributed.isend, send, self._next, self._group),
                 distributed.P2POp(distributed.irecv, receive, self._previous, self._group),
             ]
         )
-        # NCCL's stream still uses the tensors.
+        # Keep references: NCCL's stream still uses the tensors.
         self._pending = (requests, send, receive)
 
     def wait(self) -> None:
-        """Finish the step; with NCCL the current stream waits, not the host."""
         assert self._pending is not None
         for request in self._pending[0]:
             request.wait()
@@ -50,9 +49,9 @@ class Ring:
         self._exchange, self._cp, self._rank = exchange, cp, rank
 
     def blocks(self, local: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank and its block, the local one first.
+        """Yield every rank and its block, the local block first.
 
-        A block is valid until the next; later ones overwrite ``local`` if it is ``disposable``.
+        A block is valid until the next one; a ``disposable`` local block is overwritten.
         """
         exchange = self._exchange() if self._cp > 1 else None
         current = local
@@ -95,7 +94,7 @@ class RingGradients:
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
         """Return the current block's gradient, and ``Tensor.copy_`` or ``Tensor.add_``.
 
-        The first part, which is copied, must have all tokens.
+        The first part is copied, so it must have all tokens.
         """
         if self._fresh:
             self._fresh = False
@@ -136,7 +135,7 @@ class GatheredGradients:
         self._gradients, self._blocks = gradients, gradients.chunk(cp)
 
     def start(self) -> None:
-        """Send nothing."""
+        """Do nothing: gathered blocks need no exchange."""
 
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
         return self._blocks[source], torch.Tensor.add_
@@ -146,7 +145,7 @@ class GatheredGradients:
 
 
 class KeysAndValues:
-    """Keys ``[tokens, H, Dqk]`` and values ``[tokens, H, Dv]`` in one buffer, for one message."""
+    """Keys ``[tokens, H, Dqk]`` and values ``[tokens, H, Dv]`` in one buffer and message."""
 
     disposable = True
 
@@ -176,9 +175,9 @@ class KeysAndValues:
 
 
 class Latent:
-    """Latents ``[tokens, R + P]``: the latent, then the heads' common rope key.
+    """Latents ``[tokens, R + P]``, the last ``P`` dims being the rope key that all heads share.
 
-    ``dw_uk, dw_uv``: gradients ``[H * D, R]`` after :meth:`add_gradients`.
+    ``dw_uk, dw_uv``: gradients ``[H * D, R]``, set by :meth:`add_gradients`.
     """
 
     disposable = False

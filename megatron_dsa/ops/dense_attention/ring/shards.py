@@ -1,10 +1,10 @@
-"""Tokens of a context-parallel rank, and the keys that they see.
+"""Tokens of a context-parallel rank, and their visible keys on other ranks.
 
 Zigzag: rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp`` per sequence. All its
-tokens see the first chunk of an earlier rank; its second chunk sees both chunks of a later rank:
-equal work. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts.
+tokens attend to the first chunk of an earlier rank, and its second chunk to both chunks of a later
+rank, so all ranks have equal work. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts.
 
-Local tokens are in sequence order, so the local block is one causal part.
+Local tokens are in sequence order, so attention within a rank is plain causal attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class TokenShard(Protocol):
     def packed(self) -> bool: ...
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """Return the work on the block of rank ``source``; the local one starts with all tokens."""
+        """Return the work on rank ``source``'s block; the first local part has all tokens."""
 
 
 def local_part(sequences: Dense | Packed) -> tuple[Part, ...]:
@@ -81,14 +81,14 @@ class ContiguousShard(UnpackedShard):
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """Tokens of packed sequences, computed without waiting for the device.
+    """Tokens of packed sequences; nothing here synchronises with the device.
 
-    Padding tokens see nothing and are not seen.
+    Padding tokens neither attend nor are attended to.
 
     Attributes:
-        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, of whole sequences;
-            padded ones ``None`` without padding.
-        max_seqlen: host-side upper bound of a whole sequence's length.
+        cu_seqlens, cu_seqlens_padded: int32 ``[sequences + 1]`` on the device, lengths over all
+            ranks; the latter is ``None`` without padding.
+        max_seqlen: host-side upper bound of these lengths.
     """
 
     cp: int
@@ -105,7 +105,7 @@ class PackedShard:
     def offsets(self) -> torch.Tensor:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
-    @torch.inference_mode(False)  # evaluation's parts also serve training
+    @torch.inference_mode(False)
     def _once(self, key, make: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
         if key not in self.derived:
             self.derived[key] = make()
@@ -117,7 +117,7 @@ class PackedZigzagShard(PackedShard):
     """Two chunks of every sequence, whose padded length is a multiple of ``2 * cp``.
 
     Sequence ``k`` has the local tokens ``[padded[k] / cp, padded[k + 1] / cp)``. ``max_seqlen``
-    bounds padded lengths beyond the next multiple of ``2 * cp``.
+    also bounds lengths padded beyond the next multiple of ``2 * cp``.
     """
 
     def __post_init__(self):
@@ -127,13 +127,13 @@ class PackedZigzagShard(PackedShard):
             require_values({rule: (self.offsets.diff() % chunks == 0).all()}, rule)
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        # Without padding all earlier ranks are alike, and all later ones.
+        # Without padding, parts depend only on whether the source is earlier or later.
         key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
         return self._once(key, lambda: self._parts(source))
 
     def _parts(self, source: int) -> tuple[Part, ...]:
         bounds = self.offsets // self.cp
-        # Rounded up, a bound of real lengths bounds padded ones.
+        # Rounding up turns a bound of real lengths into one of padded lengths.
         longest = -(-self.max_seqlen // (2 * self.cp)) * 2
         sequences = covering(self._ends(source, bounds[:-1], bounds[1:]), self.tokens, longest)
         return (Part(_ALL, _ALL, source == self.rank, sequences),)
@@ -147,7 +147,7 @@ class PackedZigzagShard(PackedShard):
                 return [(end, middle), (end, end)]
             return [(middle, start), (end, end)]
         if source > self.rank:
-            # Where the second chunk has a real token, all chunks before it are full.
+            # If the second chunk has a real token, all chunks before it are full.
             queries = middle + self._real(start, end, 2 * self.cp - 1 - self.rank)
             keys = start + self._real_of_rank(start, end, source)
             return [(middle, start), (queries, keys), (end, keys), (end, end)]
@@ -171,13 +171,13 @@ def _order(source: int, rank: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PackedRuns(PackedShard):
-    """Runs of neighbouring global positions, cut regardless of sequences.
+    """Runs of consecutive global positions that ignore sequence boundaries.
 
-    Only the sequence at a run's first position has keys before that run. Keys further away than
-    ``max_seqlen`` (real lengths) are skipped.
+    Only the sequence at a run's first position has keys before that run. Keys at a distance of
+    ``max_seqlen`` real tokens or more are skipped.
 
     Attributes:
-        runs: pairs ``(first position, length)`` of every rank, in order.
+        runs: pairs ``(first position, length)`` per rank, in order.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...] = field(kw_only=True)
@@ -226,14 +226,14 @@ class PackedRuns(PackedShard):
         counts = queries.stop - queries.start, keys.stop - keys.start
         busy = self._before(self.rank, last_query) - queries.start
         idle = self._before(source, first_key) - keys.start
-        # Unseen keys, then the sequence's, then queries that see nothing.
+        # Three segments: unseen keys, the sequence, queries without keys.
         none = torch.zeros_like(busy)
         cu_q = torch.stack([none, none, busy.clamp_max(counts[0]), none + counts[0]])
         cu_k = torch.stack([none, idle.clamp(0, counts[1]), none + counts[1], none + counts[1]])
         return Part(queries, keys, False, Packed(cu_q.int(), cu_k.int(), max(counts)))
 
     def _sequences(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return int32 ``[sequences]`` positions: first, real end, end with padding."""
+        """Return per sequence its first position, real end and end with padding, int32."""
         start, end = self.offsets[:-1], self.offsets[1:]
         return start, torch.minimum(start + self.cu_seqlens.diff(), end), end
 

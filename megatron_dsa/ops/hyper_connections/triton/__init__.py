@@ -1,1 +1,1 @@
-"""Hyper-connections in Triton."""
+"""Triton kernels of hyper-connections."""

@@ -1,6 +1,6 @@
-"""Launches and autograd of hyper-connections in Triton.
+"""Launches and autograd functions of hyper-connections in Triton.
 
-The backward keeps streams, output, and per token the projection, the weights and the factors of
+The forward saves streams, output, and per token the projection, the weights and the factors of
 both norms in fp32.
 """
 

@@ -1,6 +1,6 @@
 """Memory-bound kernels of hyper-connections.
 
-A thread holds the same channels of all ``N`` streams: sums over streams need no communication.
+A thread holds the same channels of all ``N`` streams, so it sums over streams by itself.
 """
 
 import triton
@@ -37,7 +37,7 @@ def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the rounded sum and ``pre``; ``partial [programs, C]`` of the weight."""
+    """Write the gradients of ``u`` and ``pre``, and partial gradients of the weight."""
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -54,7 +54,7 @@ def mix_backward(
         u = _round(tl.sum(wide * factors[:, None], 0), x.dtype.element_ty)
         dgain += gradient * u * scale
         gradient = gradient * gain
-        # Sums that need the tile come first and free its registers.
+        # Sums over the tile come first to free its registers.
         from_norm, from_mean = tl.sum(wide * gradient[None, :], 1), tl.sum(wide * u[None, :], 1)
         slope = tl.sum(gradient * u, 0) * (scale * scale * scale) / C
         tl.store(dpre + row * N + stream, from_norm * scale - from_mean * slope)
@@ -69,10 +69,9 @@ def read_backward(
     C: tl.constexpr, N: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the streams in one pass; partial ones of ``fn``.
+    """Write the gradient of the streams, and partial gradients of ``fn``, in one pass.
 
-    A program takes ``BLOCK_C`` channels of a stream and ``steps`` blocks of tokens, summed in
-    ``partial [parts, OUT, N * C]``.
+    A program sums ``steps`` blocks of tokens for ``BLOCK_C`` channels of a stream.
     """
     blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     stream = tl.program_id(0) // blocks
@@ -88,7 +87,7 @@ def read_backward(
     )  # fmt: skip
     dfn = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     nothing = tl.zeros([BLOCK_O, BLOCK_T], x.dtype.element_ty)
-    # Large loads first in a step: otherwise Triton prefetches less.
+    # A step starts with the large loads; otherwise Triton prefetches less.
     first = (part * steps).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     for step in range(steps):
         token = first + step * BLOCK_T
@@ -113,7 +112,7 @@ def read_backward(
             high, low = split_halves(weights, tile.dtype)
             dfn = tl.dot(tl.trans(high), tile, dfn)
             dfn = tl.dot(tl.trans(low), tile, dfn)
-            # Triton only prefetches operands of products; these add 0 to finite numbers.
+            # Triton prefetches only operands of products, so multiply the loads by 0.
             dfn = tl.dot(nothing, mixed, dfn)
             if dstreams is not None:
                 dfn = tl.dot(nothing, given, dfn)
@@ -138,7 +137,7 @@ def write(
     at = token * (N * C) + stream[:, None] * C + column[None, :]
     tile = tl.load(x + at, mask=inside[None, :], other=0.0).to(tl.float32)
     value = tl.load(output + token * C + column, mask=inside, other=0.0).to(tl.float32)
-    # One stream at a time: values stay in the thread that loaded them.
+    # Looping over streams keeps values in the thread that loaded them.
     for j in tl.static_range(N):
         parts = tl.load(comb + token * (N * N) + stream * N + j)
         new = tl.sum(tile * parts[:, None], 0) + value * tl.load(post + token * N + j)
@@ -171,7 +170,7 @@ def write_backward(
         tl.store(doutput + place, own.to(doutput.dtype.element_ty), mask=inside)
         back = tl.sum(matrix * gradient, 1, keep_dims=True)
         tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
-        # Within a thread: threads exchange only the final sums.
+        # Sum within threads, which then exchange only the final sums.
         added += tl.sum(tl.reshape(gradient * value, [1, N, BLOCK_C // VEC, VEC]), 3)
         products += tl.sum(tl.reshape(tile * gradient, [N, N, BLOCK_C // VEC, VEC]), 3)
     tl.store(dpost + token * N + stream[None, :], tl.sum(added, 2))

@@ -1,11 +1,11 @@
-"""Tiles and programs of hyper-connections, without Triton for the fakes."""
+"""Tile sizes and program counts of hyper-connections; memory plans use them without Triton."""
 
 from dataclasses import dataclass
 
 from megatron_dsa.ops.common.arithmetic import ceil_div
 
 TOKENS, WEIGHT_WARPS = 16, 1
-#: Columns per program: ``fn``, weight of the norm.
+#: Columns per program when summing partial gradients of ``fn`` and of the norm's weight.
 SUMMED_COLUMNS = 1024, 64
 
 
@@ -14,17 +14,17 @@ def _power_of_2(n: int) -> int:
 
 
 def weight_parts(tokens: int, processors: int) -> int:
-    """Return the programs of the mix's backward: two per SM."""
+    """Return the number of programs of ``mix_backward``, two per SM."""
     return min(tokens, 2 * processors)
 
 
 def row_warps(channels: int) -> int:
-    """Return the warps of a program: 16 channels per thread and stream."""
+    """Return the warps of a program so that a thread has 16 channels per stream."""
     return max(1, min(16, _power_of_2(channels) // 512))
 
 
 def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
-    """Return 2 if the next token's streams and gradient fit shared memory, else 1."""
+    """Return 2 if shared memory can also hold the next token's streams and gradient, else 1."""
     return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
 
 
@@ -44,13 +44,11 @@ def project_tiles(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Launch of ``read_backward``, the fastest tried on an H100.
+    """Launch parameters of ``read_backward``, the fastest of those tried on an H100.
 
     Attributes:
-        tokens: per block.
-        stages: blocks in flight and the one computed.
         at_once: concurrent programs per SM.
-        idle: acceptable share of empty slots, on average.
+        idle: acceptable average share of idle program slots.
     """
 
     tokens: int
@@ -60,14 +58,14 @@ class _Tile:
 
 
 _READ, _HEAD = _Tile(64, 3, 2, 0.05), _Tile(32, 4, 4, 0.16)
-#: Each part costs partial sums.
+#: Maximum parts, since each part writes partial sums.
 MOST_PARTS = 8
 
 
 def read_backward_tiles(
     tokens: int, channels: int, streams: int, outputs: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return constants, parts and blocks: the fewest parts that leave few SMs idle."""
+    """Return kernel constants, parts and blocks per part for few parts and few idle SMs."""
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = ceil_div(tokens, kind.tokens)

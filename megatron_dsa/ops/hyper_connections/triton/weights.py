@@ -1,7 +1,7 @@
-"""Kernels of hyper-connections: weights, and sums of partial gradients.
+"""Kernels that compute the weights of hyper-connections and sum partial gradients.
 
-``project`` is bound by reading the streams. The others hold a token's ``[N, N]`` matrix in the
-registers of one or few threads.
+Weight kernels other than ``project`` hold a token's ``[N, N]`` matrix in the registers of one or
+few threads.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def split_halves(x, dtype: tl.constexpr):
-    """Return ``(high, low)`` in a 16-bit dtype whose sum is the fp32 ``x`` to 16 bits."""
+    """Split fp32 ``x`` into ``high + low`` in a 16-bit dtype, accurate to 16 bits."""
     high = x.to(dtype)
     return high, (x - high.to(tl.float32)).to(dtype)
 
@@ -21,9 +21,9 @@ def project(
     WIDTH: tl.constexpr, OUT: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """Partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and sums of squares.
+    """Write partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and sums of squares.
 
-    ``SPLIT`` (bf16): ``fn`` is the sum of two bf16 numbers, 16 bits together.
+    For bf16, ``SPLIT`` replaces ``fn`` by the sum of two bf16 numbers.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -74,7 +74,7 @@ def weigh(
     WIDTH: tl.constexpr, N: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Weights of ``BLOCK_T`` tokens from the sums of ``parts`` products."""
+    """Compute the weights of ``BLOCK_T`` tokens from ``parts`` partial products."""
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
@@ -120,9 +120,9 @@ def weigh(
 def _sinkhorn_gradient(
     p, gradient, divisors, eps, N: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Gradient of the softmax ``p [BLOCK_T, N, N]``, from Sinkhorn's.
+    """Return the gradient of the softmax ``p [BLOCK_T, N, N]`` from the gradient of ``comb``.
 
-    Reruns the iterations, stores their divisors, and undoes them backwards.
+    The iterations run again, store their divisors, and are then reversed.
     """
     at = divisors + tl.arange(0, BLOCK_T)[:, None] * N + tl.arange(0, N)[None, :]
     SIZE: tl.constexpr = BLOCK_T * N
@@ -137,7 +137,7 @@ def _sinkhorn_gradient(
         total = tl.sum(matrix, 1) + eps
         matrix = matrix / total[:, None, :]
         tl.store(at + (2 * k + 2) * SIZE, total)
-    tl.debug_barrier()  # other threads wrote what this one reads
+    tl.debug_barrier()  # threads read divisors that others wrote
     for back in range(ITERATIONS - 1):
         k = ITERATIONS - 2 - back
         total = tl.load(at + (2 * k + 2) * SIZE)
@@ -158,9 +158,9 @@ def weigh_backward(
     WIDTH: tl.constexpr, N: tl.constexpr, HEAD: tl.constexpr, ITERATIONS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the projection's result, of ``base`` and of ``scale``.
+    """Write the gradients of the projection, and partial gradients of ``base`` and ``scale``.
 
-    ``partial [programs, OUT + 3]`` has sums of ``base``, then of ``scale``.
+    ``partial [programs, OUT + 3]`` holds ``base``, then ``scale``.
     """
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     program = tl.program_id(0)

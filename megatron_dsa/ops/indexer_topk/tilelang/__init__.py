@@ -1,1 +1,1 @@
-"""TileLang kernels of index scores and selection for Hopper (sm_90a)."""
+"""TileLang kernels that compute index scores and select keys on Hopper (sm_90a)."""

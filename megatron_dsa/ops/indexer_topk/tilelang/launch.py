@@ -1,4 +1,4 @@
-"""Index scores (index dim 128) and selection through our Hopper kernels."""
+"""Launches of the Hopper kernels for index scores (index dim 128) and selection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scores:
         q, weights = part_of(inputs.q, block.tokens), part_of(inputs.weights, block.tokens)
         scales = inputs.key_scales
         if scales is not None:
-            # Kernel arguments must be 16-byte aligned.
+            # Copy the slice: kernel arguments must be 16-byte aligned.
             scales = scales[block.lo : block.hi].clone()
         keys = part_of(keys, slice(block.lo, block.hi))
         return scores(q, keys, weights, seen, key_scales=scales, relu=inputs.relu)
@@ -36,10 +36,7 @@ class Selection:
     def __call__(
         self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Select; ``scores`` (fp32, any stride of queries) are unchanged.
-
-        NaN scores may be selected, once each. ``topk`` above 4096 raises :class:`ValueError`.
-        """
+        """Select without changing ``scores``, which are fp32 with any stride between queries."""
         from megatron_dsa.ops.indexer_topk.tilelang.selection import (
             TOPK,
             aim,
@@ -70,13 +67,14 @@ def scores(
 ) -> torch.Tensor:
     """Return fp32 ``[Sq, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where visible.
 
-    Sums are fp32 in a fixed order, for fp8 the engines'. Invisible entries are uninitialised.
+    Sums are fp32 in a fixed order, which for fp8 is the engines' order. Entries of invisible keys
+    are uninitialised.
 
     Args:
         q: ``[Sq, HI, 128]`` bf16 or fp8 (e4m3), HI at most 64.
         keys: ``[width, 128]``, same dtype.
-        weights: ``[Sq, HI]``, times the scales of q, if any.
-        key_scales: fp32 ``[width]``, 0 or more; for fp8.
+        weights: ``[Sq, HI]``, multiplied by the scales of fp8 q.
+        key_scales: fp32 ``[width]``, not negative, only for fp8.
     """
     from megatron_dsa.ops.indexer_topk.tilelang.scores import DIM, HEADS, compiled
 

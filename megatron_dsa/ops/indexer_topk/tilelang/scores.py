@@ -1,14 +1,13 @@
 """Index scores on Hopper (sm_90a): ``I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s])``.
 
 A thread block keeps all heads of ``512 / HI`` adjacent queries in shared memory and streams blocks
-of 64 keys, the M dim of products: a thread sums many heads of two keys in registers. Two warpgroups
-have half of the queries each, and two accumulators ``[64 keys, 128 heads]``: one is summed while
-tensor cores fill the other. One warp fetches queries and keys.
+of 64 keys. Keys are the M dim of products, so a thread sums heads in registers. Each of two
+warpgroups has half of the queries and two accumulators ``[64 keys, 128 heads]``. Tensor cores fill
+one accumulator while the other is summed. One warp fetches queries and keys.
 
-One thread block per SM computes an equal share of the visible pairs of tile and block.
+One thread block per SM computes an equal share of the visible key blocks of all query tiles.
 """
 
-# TileLang reads shapes from annotations: postpone none.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -19,16 +18,16 @@ from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
-#: Keys of a block; query heads of an accumulator, of a tile; dims.
+#: Keys per block; query heads per accumulator and per tile; dims.
 KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
 STAGES = 4
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
-#: Registers per thread of consumers and producer, of 504.
+#: Registers per thread of consumers and producer.
 REGISTERS = (240, 24)
 HEADS = (16, 32, 64)
-#: Dtype -> tiles of q in shared memory, relu. fp8 products take half the time: comparing would be
-#: the bottleneck.
+#: Dtype -> tiles of q in shared memory, relu variant. fp8 halves the time of products, so RELU_MAX
+#: would be the bottleneck.
 DTYPES = {"bfloat16": (1, sums.RELU_MAX), "float8_e4m3fn": (2, sums.RELU_MIXED)}
 
 
@@ -56,8 +55,9 @@ class Kind:
         return self.heads, COLUMNS, self.is_fp8
 
 
-# `at`: Start, End; `m`: shared memory; `done`: its barriers; `share`: tile, blocks of it to skip,
-# blocks left, blocks done, tiles done; `span`: first block, number of blocks.
+# Arguments of the macros: `at` holds Start and End; `m` shared memory; `done` its barriers; `share`
+# tile, key blocks of the tile to skip, blocks left, blocks done, tiles done; `span` the first block
+# and the number of blocks.
 
 
 def walk():
@@ -168,7 +168,7 @@ def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
                 KeyScales.shape[0], of=kind.of_unit,
             )  # fmt: skip
         T.barrier_wait(done.k[i % STAGES], i // STAGES & 1)
-        # No product may be in flight at the loop's start: ptxas would wait for each.
+        # A product in flight across iterations would make ptxas wait for every product.
         multiply(m, acc, slot, i, 0)
         multiply(m, acc, slot, i, 1)
         T.wait_wgmma(1)
@@ -206,16 +206,10 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
 
 
 def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
-    """Return the TileLang program for ``heads`` index heads of 128.
+    """Return the TileLang program for ``heads`` index heads of 128 dims.
 
-    Arguments (contiguous except Scores, sizes dynamic):
-        Q ``[Sq * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
-        Weights ``[Sq * HI]`` fp32, times the scales of Q; KeyScales ``[keys]`` fp32, 0 or more
-        (fp8); Start, End ``[Sq]`` int32 within ``[0, keys]``: visible columns; Scores ``[Sq,
-        keys]`` fp32, any stride of queries, written where visible; blocks: number of thread blocks.
-
-    Raises:
-        ValueError: heads or a dtype that the tiling does not fit.
+    Arguments as in :func:`.launch.scores`, with queries and heads in one dim. Columns from Start to
+    End are visible, and only their Scores are written. ``blocks`` counts thread blocks.
     """
     if heads not in HEADS:
         raise ValueError(f"heads must be one of {HEADS}, got {heads}: pad with heads of weight 0")

@@ -1,9 +1,8 @@
-"""Exact, ordered selection of the best index scores on Hopper, in one read.
+"""Exact, ordered selection of the best index scores on Hopper, reading scores once.
 
-A thread block selects for one query; several share an SM, so that fetches and counting overlap.
+A thread block selects for one query; several blocks share an SM to overlap fetches and counting.
 """
 
-# TileLang reads shapes from annotations: postpone none.
 import math
 from dataclasses import dataclass
 
@@ -23,9 +22,9 @@ class Tiling:
     """Work of a thread block.
 
     Attributes:
-        candidates: room in shared memory.
-        sectors: of 8 scores that a thread samples.
-        blocks: per SM; limits a thread's registers.
+        candidates: capacity of shared memory in candidates.
+        sectors: sectors of 8 scores that a thread samples.
+        blocks: thread blocks per SM, which limit a thread's registers.
     """
 
     threads: int
@@ -39,7 +38,7 @@ class Tiling:
 
     @property
     def topk(self) -> int:
-        """Most selected keys: candidates that fit next to a chunk of scores."""
+        """Maximum selected keys: the candidates that fit next to a chunk of scores."""
         return self.candidates - 4 * VECTORS * self.threads
 
 
@@ -55,10 +54,8 @@ TOPK = TILINGS["large"].topk
 def build(name: str):
     """Return the TileLang program with the tiling ``name``.
 
-    Arguments (sizes dynamic):
-        Scores ``[Sq, width]`` fp32, any stride of queries; Start, End ``[Sq]`` int32, ``0 <= Start
-        <= End <= width``: visible columns; Out ``[Sq, topk]`` int32, contiguous: ascending columns
-        of the best scores, then -1; wanted: see :func:`aim`.
+    Columns from Start to End are visible. Out gets ascending columns of the best scores, then -1;
+    ``wanted`` is the result of :func:`aim`.
     """
     tiling = TILINGS[name]
     rows, width, stride, topk = T.dynamic("rows, width, stride, topk")
@@ -76,7 +73,7 @@ def build(name: str):
             T.annotate_min_blocks_per_sm(tiling.blocks)
             T.import_source(SOURCE)
             shared = T.alloc_shared([tiling.words], "uint32")
-            # Later queries usually see more: start them first.
+            # Start with later queries, which usually have more visible keys.
             row = rows - 1 - block
             T.call_extern(
                 "handle",
@@ -99,10 +96,10 @@ def tiling_for(width: int, topk: int) -> str:
 
 
 def aim(name: str, topk: int) -> int:
-    """Return the number of candidates to sample for.
+    """Return the number of candidates that the sampled floor aims for.
 
-    Balances the risk of too few (scores are read again) and of too many (some are dropped), in
-    standard errors.
+    The geometric mean of ``topk`` and the capacity balances the risks of too few candidates, which
+    require a second read, and of more than fit.
     """
     return math.isqrt(topk * TILINGS[name].candidates)
 
@@ -111,7 +108,7 @@ compiled = compiler(build)
 
 
 def kernel_for(width: int, topk: int):
-    """Return the kernel; also compile it for other widths, to spare later steps."""
+    """Return the kernel; compile it for all widths now instead of in later steps."""
     for other in (NARROW, NARROW + 1):
         compiled(tiling_for(other, topk))
     return compiled(tiling_for(width, topk))

@@ -1,7 +1,8 @@
-"""CUDA search for the best candidates of a thread block.
+"""CUDA search for the best candidates of a thread block by repeated histograms.
 
-Scores, as unsigned integers of the same order, are counted in equal intervals between the smallest
-and the largest, then within the interval of the k-th largest, usually twice, at most four times.
+Scores are mapped to unsigned integers of the same order and counted in equal intervals between the
+smallest and the largest. The interval of the k-th largest is split again, usually once, at most
+three times.
 """
 
 BINS = 1024

@@ -1,8 +1,8 @@
-"""CUDA selection from a query's scores, read once.
+"""CUDA selection that usually reads a query's scores once.
 
 Scores at or above a floor, estimated from a sample, become candidates in column order. If the next
-chunk might not fit, the best K are kept and the floor becomes strictly above their worst, since
-ties go to the first. With too few candidates, scores are read again without a floor.
+chunk does not fit, only the best K remain and the floor rises above the worst of them, since ties
+go to the first. If candidates are too few, scores are read again without a floor.
 """
 
 VECTORS = 4

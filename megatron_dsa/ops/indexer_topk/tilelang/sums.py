@@ -1,10 +1,11 @@
-"""CUDA of the index scores: weighted sums over heads of accumulators ``[keys, query heads]``.
+"""CUDA for index scores: weighted sums of ``[keys, query heads]`` accumulators over heads.
 
-A thread sums a quarter of each query's heads for two keys, 8 apart; then four threads are added.
-``ENGINE`` has the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
+A thread sums a quarter of each query's heads for two keys, then four threads add their sums.
+``ENGINE`` selects the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 """
 
-#: Relu: none; compare, at half rate; alternately compare and ``x + |x|`` with half of the weight.
+#: Relu variants: none; ``max(x, 0)``, which has half the throughput; ``max`` alternating with ``x +
+#: |x|`` and half the weight.
 RELU_NONE, RELU_MAX, RELU_MIXED = 0, 1, 2
 
 SOURCE = r"""

@@ -1,1 +1,1 @@
-"""Masked dense attention on Hopper (sm_90a) in TileLang."""
+"""TileLang kernels of masked dense attention on Hopper (sm_90a)."""

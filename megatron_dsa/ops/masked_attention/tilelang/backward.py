@@ -1,12 +1,12 @@
 """Backward of masked dense attention, 128 keys of one head per thread block (sm_90a).
 
-* ``CONSUME``: two warpgroups keep the gradients of 64 keys each in registers and loop over tiles of
-  64 queries. Keys are the M dim of products, so that P and dS are operands in registers. For dQ,
-  each multiplies dS of both with half of the columns, one tile later, so that neither waits;
-* ``PRODUCE``: one warp fetches keys, then queries, dO, lse and delta.
+* ``consume``: each of two warpgroups keeps the gradients of 64 keys in registers and loops over
+  tiles of 64 queries. Keys are the M dim of products, so P and dS are register operands. For dQ,
+  each multiplies both warpgroups' dS by half of the columns, one tile later, so neither waits;
+* ``produce``: one warp fetches keys, then queries, dO, lse and delta.
 
-If dK and dV do not fit the registers together, :mod:`.value_gradient` computes dV. With
-``ordered``, thread blocks add to dQ in descending order of keys: results repeat.
+If dK and dV together exceed the registers, :mod:`.value_gradient` computes dV. With ``ordered``,
+thread blocks add to dQ in descending order of keys, so results are repeatable.
 """
 
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     thread_row,
 )
 
-#: More would exceed the registers.
+#: Queries per tile; more would exceed the registers.
 QUERIES = 64
 NUMBERS = 4 * QUERIES
 
@@ -70,7 +70,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
         query = Tiles[at.block, i] * QUERIES
         slot = i % stages
         if dims.tiling.split:
-            # dO's slot is free first.
+            # Consumers free the slot of dO before the slot of Q.
             T.barrier_wait(done.do_free[slot], (i // stages & 1) ^ 1)
             fetch_gradients(dO, m, done, query, slot, at)
             T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)
@@ -133,7 +133,7 @@ def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
 
 @T.macro
 def score_gradients(m, done, s, p, dp, computed, lse, words, slot, parity, scale):
-    """Compute dP and P at the same time, overwrite dP with dS."""
+    """Compute P while dP's product runs, then overwrite dP with dS."""
     T.barrier_wait(done.q[slot], parity)
     T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.barrier_wait(done.do[slot], parity)
@@ -195,7 +195,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         T.fence_proxy_async()
         T.barrier_arrive(done.ds[ds_slot])
         T.wgmma_gemm(ds, m.q[slot, :, :], dk, policy=BY_ROWS)
-        # Overlapping dQ's product would exceed the registers.
+        # Overlapping this product with dQ's would exceed the registers.
         T.wait_wgmma(0)
         T.barrier_arrive(done.q_free[slot])
         if i > 0:
@@ -205,7 +205,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     if at.n > 0:
         add_queries(dQ, Turns, Order, m, done, dq, tile[0], at.n - 1, at, dims, ordered, tx)
     call("dsa_times", dk.data, scale, of=(dims.qk // 8,))
-    # The gradients overwrite the keys.
+    # Gradients overwrite the keys in shared memory.
     T.sync_threads(3, 2 * GROUP)
     if dims.tiling.split:
         T.copy(dk, m.k)
@@ -252,14 +252,12 @@ def write_both(dKV, m, at, dims, tx):
 
 
 def build(nope: int, rope: int, v: int, ordered: bool = False):
-    """Return the TileLang program.
+    """Return the TileLang program, whose launches process ``part`` heads from ``first`` on.
 
-    A launch does the heads ``first`` to ``first + part``; ``part``: heads of dQ.
-
-    Contiguous arguments. Numbers: lse in base 2 (``inf`` without keys and past the end) and delta.
-    BitsT: bits along queries. Tiles: each key group's tiles of queries. With ``ordered``, Turns:
-    zeros, Order: turn of this thread block at each tile. dQ: added to, unscaled, in the order of
-    fragments (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: without values if
+    Arguments are contiguous. Numbers: result of ``numbers``. BitsT: transposed bits. Tiles: tiles
+    of queries per group of keys. Turns: zeros, and Order: the thread block's turn at each tile,
+    both for ``ordered``. dQ: accumulator, unscaled, in fragment order
+    (:func:`megatron_dsa.ops.hopper.sums.in_column_order`). dKV: written without values if
     ``split``. scale: positive.
     """
     dims = Dims(nope, rope, v)
@@ -309,7 +307,7 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
                 computed=T.alloc_barrier(arrive_count=[2 * GROUP]) if split else None,
             )
             tx = T.get_thread_binding()
-            # The first keys usually have the most tiles; in order they come last.
+            # The first keys usually have the most tiles, so they run first unless `ordered`.
             place = block_work(Count, number, part, together, KEYS, ordered)
             at = SimpleNamespace(
                 block=place.block, first=place.first, n=place.n, own=place.head,

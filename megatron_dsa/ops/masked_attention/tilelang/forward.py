@@ -1,7 +1,7 @@
 """Forward of masked dense attention, 128 queries of one head per thread block (sm_90a).
 
-* ``CONSUME``: two warpgroups of 64 queries each; ``O += P V`` overlaps with the next tile's P;
-* ``PRODUCE``: one warp fetches queries, keys and values of tiles with a selected key.
+* ``consume``: two warpgroups of 64 queries each; ``O += P V`` overlaps with the next tile's P;
+* ``produce``: one warp fetches queries, keys and values of tiles with a selected key.
 """
 
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 )
 
 QUERIES = 128
-#: Finite, so that exponents of masked scores are -inf.
+#: Initial maximum, finite so that exponents of masked scores are -inf instead of NaN.
 LOWEST = -1e30
 
 
@@ -143,7 +143,7 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
 
 @T.macro
 def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
-    # The output overwrites the queries.
+    # Outputs overwrite the queries in shared memory.
     T.copy(o, m.q[0])
     T.sync_threads(1 + tx // GROUP, GROUP)
     across = dims.v // 8
@@ -165,8 +165,8 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program.
 
-    Contiguous arguments. Kpe: not read without rope. Tiles: groups of keys of each block of
-    queries. Lse: natural, ``-inf`` without keys. scale: positive. together: heads at a time.
+    Arguments are contiguous. Kpe: unused without rope. Tiles: groups of keys per block of queries.
+    Lse: natural, ``-inf`` without keys. scale: positive. together: heads that share L2.
     """
     dims = Dims(nope, rope, v)
     tile = dims.tiling.forward_keys
@@ -205,7 +205,7 @@ def build(nope: int, rope: int, v: int):
                 computed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
-            # The last queries usually have the most tiles.
+            # Start with the last queries, which usually have the most tiles.
             at = block_work(Count, number, heads, together, QUERIES, True, KEYS // tile)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

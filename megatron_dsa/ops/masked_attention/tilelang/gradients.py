@@ -1,7 +1,7 @@
-"""CUDA of the backward, on a thread's registers.
+"""CUDA of the backward on a thread's registers.
 
-A thread holds two lines of an accumulator, ``[columns / 8][2 lines][2 neighbours]``: lines are
-keys, columns queries, except for dQ. Bit ``2 n + e`` of a line's word masks its column ``(n, e)``.
+A thread holds two lines of an accumulator as ``[columns / 8][2 lines][2 neighbours]``. Lines are
+keys and columns queries, except in dQ. Bit ``2 n + e`` of a line's word masks column ``(n, e)``.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES

@@ -1,7 +1,7 @@
-"""Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
+"""Sums over heads of the probabilities in a tile of 128 queries and 128 keys (sm_90a).
 
-Two warpgroups sum over all heads, of 64 queries each. One warp fetches queries, keys and lse per
-head, in slabs of 64 dims if two heads do not fit shared memory.
+Two warpgroups of 64 queries each sum all heads in registers. One warp fetches queries, keys and lse
+per head, in slabs of 64 dims if two heads exceed shared memory.
 """
 
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
-"""Masked dense attention through our Hopper kernels (bf16; dims of V3.2, GLM-5, GLM-5.3).
+"""Launches of masked dense attention on Hopper, in bf16 with dims of V3.2, GLM-5 or GLM-5.3.
 
-The backward takes as many heads at a time as their fp32 dq fits the workspace.
+The workspace limits the number of heads per launch of the backward, by their fp32 dq.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(
     inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bitwise repeatable in torch's deterministic mode."""
     call = _Call.of(inputs)
     q, kv, k_pe, rope = call.q, call.kv, call.k_pe, call.dims[1]
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
@@ -77,8 +76,8 @@ def backward(
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         total = dk_rope[..., :rope].sum(1, dtype=torch.float32)
         dk_pe = total if dk_pe is None else dk_pe.add_(total)
-        del sums, dk_rope, total  # frees memory
-    # The head sums need no bits along queries, as large as the key bits.
+        del sums, dk_rope, total
+    # Head sums do not need the transposed bits, which are large.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
     inputs.kept["numbers"] = lse, per_query
     assert dk_pe is not None
@@ -124,11 +123,11 @@ class _Call:
     def of(cls, inputs: MaskedAttentionInputs) -> _Call:
         q, kv, k_pe = (x.contiguous() for x in (inputs.q, inputs.kv, inputs.k_pe))
         dims = inputs.nope_dim, k_pe.shape[1], inputs.v_dim
-        # Kernels without rope read no k_pe, and take no tensor without elements.
+        # Kernels do not accept an empty k_pe, even if there is no rope.
         return cls(q, kv, k_pe if dims[1] > 0 else k_pe.new_empty(1, 1), dims)
 
     def heads_together(self, blocks: int) -> int:
-        """Return the heads whose blocks fill the GPU once and share keys in L2."""
+        """Return how many heads fill the GPU once, so that their blocks share keys in L2."""
         return max(1, processors(self.q.device) // blocks)
 
 

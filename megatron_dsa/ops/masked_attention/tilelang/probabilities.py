@@ -1,4 +1,4 @@
-"""Head sums of probabilities of selected keys (sm_90a)."""
+"""Kernel for the probabilities of selected keys, summed over heads (sm_90a)."""
 
 from types import SimpleNamespace
 
@@ -73,9 +73,9 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 def build(nope: int, rope: int, v: int):
     """Return the TileLang program.
 
-    Arguments as in :func:`.forward.build`. Numbers: lse in base 2 (``inf`` without keys and past
-    the end). Before: selected keys of earlier groups. PSum: written for selected keys. Q has KV's
-    heads from ``key_head`` on, and the next ones after every ``part`` queries (whole tiles).
+    Arguments as in :func:`.forward.build`. Numbers: result of ``numbers``. Before: number of
+    selected keys in earlier groups. The first ``part`` queries have KV's heads from ``key_head``
+    on, every further ``part`` the next heads.
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
@@ -102,7 +102,7 @@ def build(nope: int, rope: int, v: int):
             T.import_source(SOURCE)
             m, done = head_sums.shared(dims), head_sums.barriers(dims)
             tx = T.get_thread_binding()
-            # Tiles of a block of queries are adjacent: L2 holds its queries.
+            # Tiles with the same queries are adjacent, so these queries stay in L2.
             place = T.alloc_local([3], "int32")
             place[0] = number // width
             place[2] = key_head + place[0] * QUERIES // part * heads

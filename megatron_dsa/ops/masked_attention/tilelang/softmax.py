@@ -1,4 +1,4 @@
-"""CUDA of the forward's softmax, with the layout of :mod:`.gradients`."""
+"""CUDA softmax of the forward; registers are laid out as in :mod:`.gradients`."""
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 

@@ -1,7 +1,7 @@
 """Tiles, dims and scheduling of the kernels.
 
-In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers,
-``tx`` the thread.
+In macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers and
+``tx`` the thread index.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from megatron_dsa.ops.hopper.tiles import GROUP
 
 KEYS = 128
 STAGES = 2
-#: Registers per thread of consumers and producer, of 504.
+#: Registers per thread of consumers and producer.
 REGISTERS = (240, 24)
 THREADS = 3 * GROUP
-#: TileLang's guards of out-of-range accesses cost registers.
+#: Compiler options; TileLang's guards against out-of-range accesses would cost registers.
 PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Thread block -> block of queries or keys, head, number of tiles. L2 holds the keys of
-#: ``together`` heads.
+#: Maps a thread block to a block of queries or keys, a head, and the number of tiles. ``together``
+#: heads run at a time, so that their keys stay in L2.
 PLACE = r"""
 __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
@@ -40,12 +40,12 @@ __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of the work for some dims, bounded by the registers.
+    """Tile sizes for some dims, limited by registers.
 
     Attributes:
-        forward_keys: keys of a forward tile: a group of key bits, or half of one.
-        joined: a forward query's dims are in one buffer, reused for its output.
-        slots: slabs of 64 dims that the head sums stream; 0: whole heads.
+        forward_keys: keys per forward tile, either a group of key bits or half a group.
+        joined: the forward stores a query's dims in one buffer and reuses it for the output.
+        slots: buffers for slabs of 64 dims in the head sums; 0 to fetch whole heads.
         split: a separate program computes dV.
         stages: tiles of queries in the backward's shared memory.
     """
@@ -58,7 +58,7 @@ class Tiling:
 
 
 _WIDE = Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1)
-#: By ``Dims``: DeepSeek-V3.2's, GLM-5's, GLM-5.3's.
+#: Tilings by ``Dims`` of DeepSeek-V3.2, GLM-5 and GLM-5.3.
 TILINGS = {(128, 64, 128): Tiling(), (192, 64, 256): _WIDE, (256, 0, 256): _WIDE}
 
 
@@ -98,7 +98,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Work of a thread block: ``n`` tiles for queries or keys from ``first`` on."""
+    """Work of a thread block: ``n`` tiles of the queries or keys from ``first`` on."""
 
     block: Any
     first: Any

@@ -1,7 +1,7 @@
-"""Gradient of the values of masked dense attention for split tilings (sm_90a).
+"""Kernel for dV of masked dense attention, for tilings with ``split`` (sm_90a).
 
-Two warpgroups of 64 keys each; ``dV += P dO`` overlaps with the next tile's P. One warp fetches
-keys, then queries, lse and dO.
+Two warpgroups compute 64 keys each; ``dV += P dO`` overlaps with the next tile's P. One warp
+fetches keys, then queries, lse and dO.
 """
 
 from types import SimpleNamespace
@@ -96,7 +96,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
             T.copy(s, p)
         multiply_gradients(m, done, p, dv, at.n - 1)
         T.wait_wgmma(0)
-    # The gradients overwrite the keys, whose dims without rope may be fewer.
+    # Gradients overwrite the keys in shared memory, including their rope dims.
     T.sync_threads(3, 2 * GROUP)
     T.copy(dv, m.k)
     T.sync_threads(3, 2 * GROUP)
@@ -145,7 +145,7 @@ def build(nope: int, rope: int, v: int):
                 computed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
-            # The first keys usually have the most tiles.
+            # Start with the first keys, which usually have the most tiles.
             at = block_work(Count, number, heads, together, KEYS, False)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

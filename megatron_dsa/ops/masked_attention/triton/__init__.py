@@ -1,1 +1,1 @@
-"""Key bits and tiles of masked dense attention in Triton."""
+"""Triton kernels for key bits and tiles of masked dense attention."""

@@ -1,4 +1,4 @@
-"""Key bits in Triton."""
+"""Triton kernels that compute key bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megatron_dsa.ops.masked_attention.spec import (
 _ENTRIES, _WORDS = 1024, 128
 
 
-# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["indices", "length", "bits", "num_keys", "topk", "stride", "words"])
 def _set_bits(
     indices, length, bits, num_keys, topk, stride, words, BLOCK: tl.constexpr
@@ -62,7 +61,7 @@ def _visible_bits(start, end, slots, bits, num_keys, words, BLOCK: tl.constexpr)
     if slots is not None:
         slot = tl.load(slots + key, mask=exists, other=-1)
     seen = exists & (slot >= first) & (slot < last)
-    # Disjoint bits: the sum is the word.
+    # Bits are disjoint, so their sum is the word.
     value = tl.sum(seen.to(tl.int32) << bit[None, :], 1)
     tl.store(bits + query * words + word, value, mask=word < words)
 

@@ -1,4 +1,4 @@
-"""Triton helpers of the TileLang kernels."""
+"""Triton kernels that prepare inputs and results of the TileLang kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _GROUPS = 8
 def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
     """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, ``(out * dout).sum(-1)``.
 
-    ``N`` is ``Sq`` in whole groups. The lse is ``inf`` without keys and past the end. Without
-    ``out`` delta is undefined.
+    ``N`` is ``Sq`` rounded up to whole groups. The lse is ``inf`` without keys and past the end;
+    delta is undefined without ``out``.
     """
     queries, heads = lse.shape
     count = groups(queries) * GROUP
@@ -33,7 +33,6 @@ def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | No
     return result
 
 
-# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["queries", "heads", "count"])
 def _numbers(
     lse, out, dout, result, queries, heads, count, DIMS: tl.constexpr, BLOCK: tl.constexpr
@@ -54,7 +53,7 @@ def _numbers(
 
 
 def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count selected keys: int32 ``[Sq, G]`` in the groups before each, and int32 ``[Sq]``."""
+    """Count selected keys before each group, int32 ``[Sq, G]``, and in all, int32 ``[Sq]``."""
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
     if queries > 0:
@@ -98,7 +97,6 @@ def listed_keys(
     return indices
 
 
-# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["key_groups", "width"])
 def _list_keys(
     bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr
@@ -116,7 +114,7 @@ def _list_keys(
     end = total
     if first + GROUPS < key_groups:
         end = tl.load(at + GROUPS)
-    if found < end:  # rarely, behind the diagonal
+    if found < end:  # false for groups above the diagonal
         key = tl.arange(0, GROUPS * 128)
         word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2
         x = tl.load(bits + word, mask=first + key // 128 < key_groups, other=0)
@@ -129,7 +127,7 @@ def _list_keys(
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
     """Write ``sums * scale`` to the heads of ``dq`` from ``first`` on, in column order.
 
-    ``sums``: fp32 ``[Sq, part, D]`` in the order of fragments (``in_column_order``).
+    ``sums`` is fp32 ``[Sq, part, D]`` in fragment order (``in_column_order``).
     """
     queries, part, dims = sums.shape
     if sums.numel() > 0:
@@ -142,7 +140,7 @@ def _round(dq, sums, first, stride, columns, scale, BLOCK: tl.constexpr):
     query = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    # 16 columns are [half, thread, 2] here, [thread, half, 2] in the sums.
+    # 16 columns are [half, thread, 2] in dq but [thread, half, 2] in the sums.
     place = column % 16
     source = column - place + place % 8 // 2 * 4 + place // 8 * 2 + place % 2
     x = tl.load(sums + query * columns + source, mask=inside, other=0.0)

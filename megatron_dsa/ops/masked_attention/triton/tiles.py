@@ -1,4 +1,4 @@
-"""Lists of non-empty tiles, and the bits along queries."""
+"""Lists of non-empty tiles, and transposed key bits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lists of non-empty tiles, undefined past their counts; the last three for backwards.
+    """Lists of non-empty tiles, undefined past their counts; backwards need the last three.
 
     ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
 
     Attributes:
         key_groups: int32 ``[Gq, G]``, ascending groups of 128 keys per group of 128 queries.
-        key_group_count: int32 ``[Gq]``.
-        bits_t: int32 ``[128 G, Gq, 4]``, the bits along queries.
+        bits_t: int32 ``[128 G, Gq, 4]``, the transposed bits.
         query_blocks: int32 ``[G, 2 Gq]``, ascending blocks of 64 queries per group of 128 keys.
-        query_block_count: int32 ``[G]``.
     """
 
     key_groups: torch.Tensor
@@ -46,7 +44,7 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
     """Return ``bits_t`` int32 ``[128 G, Gq, 4]`` and ``flags`` uint8 ``[2 Gq, G]``.
 
     Bit ``2 n + e`` of a key's word ``l`` for group ``g`` is query ``128 g + 8 n + 2 l + e``.
-    ``flags[i, g]``: queries ``64 i`` to ``64 i + 63`` select a key of group ``g``.
+    ``flags[i, g]`` is 1 if a query from ``64 i`` to ``64 i + 63`` selects a key of group ``g``.
     """
     bits = bits.contiguous()
     (queries, key_groups), query_groups = bits.shape[:2], groups(len(bits))
@@ -86,12 +84,11 @@ def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, count
 
 
-# Varying sizes must not cause compilations.
 @triton.jit(do_not_specialize=["queries", "key_groups", "query_groups"])
 def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
-    """One program per tile of 128 queries and 128 keys; neighbours share the queries."""
+    """Transpose a tile of 128 queries and 128 keys; adjacent programs share queries."""
     query_group, key_group = tl.program_id(0) // key_groups, tl.program_id(0) % key_groups
-    # 16 matrices of 32 x 32 bits: a word of queries (a quarter of a column) by a word of keys.
+    # A tile is 16 matrices of 32 x 32 bits, each of one word of queries and one of keys.
     row, column = tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
     key_word, query_word = column % 4, column // 4
     query = query_group * 128 + row // 2 * 8 + query_word * 2 + row % 2
