@@ -13,7 +13,7 @@ _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "mega
 
 
 def main() -> int:
-    """Run the command line; name a missing torch or megatron-core."""
+    """Run the command line; if torch or megatron-core is missing, print how to install it."""
     silence_host_warnings()
     try:
         # The import already needs torch.

@@ -30,7 +30,7 @@ def check_parts(args: argparse.Namespace, keys: Iterable[str], saved: Any, direc
     keys = [key for key in keys if not key.startswith("optimizer")]
     for end, (flag, builds) in _PARTS.items():
         require(
-            builds(args) or not any(key.endswith(f".{end}") for key in keys),
+            not any(key.endswith(f".{end}") for key in keys) or builds(args),
             f"checkpoint {directory} has parameters {end}, which this run would leave out: give "
             f"{flag}, as in its training",
         )

@@ -19,7 +19,7 @@ _OTHER_SIZES = (
 )
 _OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID")
 _LAUNCHER = "torchrun sets it (torchrun --nproc-per-node N -m megatron_dsa.pretrain ...)"
-#: Lock of Megatron's ``CheckpointWithoutOutput`` build.
+#: Lock file that processes hold while they compile Megatron's ``CheckpointWithoutOutput``.
 _BUILD_LOCK, _STALE_MINUTES = "share_storage_ext/lock", 10
 
 

@@ -146,7 +146,7 @@ def rows_to_positions(
 
 
 def local_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
-    """Return the lists of this rank's queries from lists of this rank or of all ranks."""
+    """Return the part of ``indices`` for this rank's queries."""
     total = layout.all_tokens.num_queries
     device = layout.start.device
     if len(indices) == layout.num_queries:
