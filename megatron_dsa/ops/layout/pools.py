@@ -60,7 +60,7 @@ class KeyPools:
         mass: torch.Tensor,
         tokens: torch.Tensor | slice = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return indices, number and mass of the pools in lists from :meth:`expand`.
+        """Return indices, number and attention mass of the pools in lists from :meth:`expand`.
 
         ``mass [r, K * size + size - 1]`` is per list entry; tokens in no pool are ignored.
         """
@@ -79,7 +79,7 @@ class KeyPools:
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Return the key of each token's pool, and the layout of these keys.
+        """Return the key of each token's pool, and the layout of the returned keys.
 
         Tokens in no pool are invisible. The student is constant within a pool, so losses over
         tokens and over pools have the same gradient.

@@ -108,7 +108,6 @@ def build(
             peak = T.alloc_fragment([tile], fp32)
             top = T.alloc_fragment([tile], fp32)
             factor = T.alloc_fragment([tile], fp32)
-            # Partial sums per thread, reduced once at the end.
             sums = T.alloc_fragment([tile, block_keys], fp32)
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
