@@ -91,7 +91,7 @@ def check_operations(names: Collection[str], known: Collection[str], source: str
 
 
 def check_environment(known: Collection[str]) -> list[str]:
-    """Return a warning for each unused environment variable with our prefix.
+    """Return a warning for each unused environment variable with the package's prefix.
 
     Raises:
         ConfigError: ``VARIABLE`` names an unknown operation, or a variable resembles ``VARIABLE``.

@@ -10,7 +10,7 @@ from typing import Any
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-#: Query heads of a tile and keys of a block, for wgmma.
+#: Query heads per tile and keys per block.
 TILE = 64
 #: Number of threads that copy one key or query, 16 bytes per copy.
 COPIERS = 8

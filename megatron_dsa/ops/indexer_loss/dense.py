@@ -40,7 +40,7 @@ class TileFunctions(Protocol):
         """Return the index keys ``[w, DI]``."""
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
-        """Return the log-sum-exp ``[r]`` of the visible index scores, ``-inf`` if none."""
+        """Return the log-sum-exp ``[r]`` of the visible index scores, ``-inf`` without keys."""
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
         """Return the log-sum-exp ``[H, r]`` of the scaled attention scores."""

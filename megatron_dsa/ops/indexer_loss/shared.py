@@ -27,7 +27,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class SharedSelection(NamedTuple):
-    """Content of a packed selection, int32 (int64 for fp64 models).
+    """Integer tensors of an unpacked selection, int32 (int64 for fp64 models).
 
     ``indices [tokens, K]``, ``length [tokens]``, and ``drawn [1]`` from
     :func:`.sample.draw_number`.

@@ -72,7 +72,7 @@ class KeyLists:
 
     @property
     def offset(self) -> int:
-        """Index of the first position's key in the buffer."""
+        """Buffer index of the first uncompressed key."""
         return 0 if self.compressed is None else self.compressed.count
 
     def width(self, tokens: slice) -> int:

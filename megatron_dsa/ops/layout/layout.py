@@ -184,7 +184,7 @@ class Layout:
     derived: dict = field(default_factory=dict, init=False, repr=False)
     #: Keys of cache entries that another layout's :meth:`derive_large` may evict.
     large: set = field(default_factory=set, init=False, repr=False)
-    #: Whether a CUDA graph rewrites these tensors in every replay.
+    #: Whether a CUDA graph rewrites the layout's tensors in every replay.
     in_graph: bool = field(default_factory=lambda: capturing(), init=False, repr=False)
 
     def __post_init__(self):
@@ -306,7 +306,7 @@ class Layout:
                 begin = end
 
     def widest(self, tokens: slice) -> int:
-        """Return an upper bound of the slots visible to any query in the slice ``tokens`` (step 1)."""
+        """Return a bound of the slots visible to any query in the slice ``tokens`` of step 1."""
         bound = 0
         for query_range in self.query_ranges:
             first, step = query_range.tokens.start, query_range.tokens.step

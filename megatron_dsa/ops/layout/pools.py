@@ -68,7 +68,7 @@ class KeyPools:
             length = (indices >= 0).sum(1, dtype=torch.int32)
         size, most = self.size, indices.shape[1] // self.size
         start, first = (x.start[tokens][:, None] for x in (self.layout, self.keys.layout))
-        count = length // size  # fewer than ``size`` tokens are in no pool
+        count = length // size  # fewer than ``size`` tokens per list are in no pool
         column = torch.arange(most, dtype=torch.int32, device=indices.device)
         absent = column >= count[:, None]
         leading = indices[:, : most * size : size]

@@ -56,7 +56,7 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """Rank among all ranks; sequence-parallel ranks are consecutive."""
+        """Rank over ``cp`` and ``sp``; sequence-parallel ranks are consecutive."""
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:

@@ -1,4 +1,4 @@
-"""Teacher of the dense loss, 128 queries x 128 keys per thread block (sm_90a)."""
+"""Teacher of the dense indexer loss, 128 queries x 128 keys per thread block (sm_90a)."""
 
 # Postponed annotations would hide shapes from TileLang.
 from types import SimpleNamespace

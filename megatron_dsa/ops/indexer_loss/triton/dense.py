@@ -87,7 +87,7 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class TritonTiles:
-    #: True if teachers copy non-contiguous operands.
+    #: True if teacher kernels copy non-contiguous operands.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):
@@ -197,9 +197,9 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield heads, ``own [w, h or 1, OWN_DIM]``, ``shared [w, DIM - OWN_DIM]`` and strides.
+        """Yield groups of heads, their own and shared key dims, and strides.
 
-        ``shared`` is ``own`` if heads share no dims.
+        ``own [w, h or 1, OWN_DIM]``; ``shared [w, DIM - OWN_DIM]`` is ``own`` if no dims are shared.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)

@@ -94,7 +94,7 @@ class _KeySum:
     v_dim: int
     dkv: torch.Tensor
     units: torch.Tensor
-    #: NaN if any attention output was not finite, else 0.
+    #: Addend that is NaN after a non-finite attention output, else 0.
     poison: torch.Tensor | float = 0.0
 
     def result(self) -> torch.Tensor:

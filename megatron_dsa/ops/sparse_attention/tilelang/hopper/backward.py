@@ -137,7 +137,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[0])
-    # dQ reuses key columns that other warpgroups have finished reading.
+    # Other warpgroups have finished reading the key columns that receive dQ.
     queries.write_columns(dQ, m, dq, at, 9)
 
 

@@ -126,7 +126,7 @@ def select(s, m, i, buffer, shape, tx):
 
 @T.macro
 def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
-    """Divide half of O by the sum of P and write it; warpgroup ODD also writes lse."""
+    """Normalise and write half of O; warpgroup ODD also writes lse."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
     # O reuses the key buffers, which both warpgroups must have read.

@@ -245,7 +245,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
-                # One buffer per tile: wgmma_gemm misplaces columns past 64 in a slice.
+                # Allocate one buffer per head tile: wgmma_gemm misplaces a slice's columns past 64.
                 q=[T.alloc_shared([TILE, owned + shape.tail], bf16) for _ in range(tiles)],
                 do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
                 pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),

@@ -129,7 +129,7 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
         T.barrier_arrive(done.keys_free[1])
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[3])
-    # dQ reuses key columns that other warpgroups have finished reading.
+    # Other warpgroups have finished reading the key columns that receive dQ.
     T.sync_threads(9, GROUP)
     queries.write_columns(dQ, m, dq, at, 9)
     call("dsa_tiles_are_stored")

@@ -121,7 +121,7 @@ def build(
             T.clear(sums)
             T.fill(top, LOWEST)
             for i in T.serial(at.blocks(block_keys)):
-                # Block i has arrived, and all threads have read block i - 1.
+                # Key block i has arrived, and all threads have read key block i - 1.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
                 gather_next(source, m, at, i + stages - 1, tiling, thread)
