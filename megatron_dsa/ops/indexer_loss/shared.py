@@ -50,7 +50,7 @@ class SharedSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSums:
-    """Head sums that an attention layer passes to the loss of a shared selection.
+    """Channel from an attention layer's head sums to a shared selection's loss.
 
     Attributes:
         packed: selection from :func:`train_on_selection`, or an alias in a later layer.

@@ -199,7 +199,7 @@ class TritonTiles:
     def _key_parts(self, keys: TeacherKeys, heads: int):
         """Yield groups of heads, their own and shared key dims, and strides.
 
-        ``own [w, h or 1, OWN_DIM]``; ``shared [w, DIM - OWN_DIM]`` is ``own`` if no dims are shared.
+        ``own [w, h or 1, OWN_DIM]``; ``shared [w, DIM - OWN_DIM]`` is ``own`` without shared dims.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)
