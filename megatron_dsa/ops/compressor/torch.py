@@ -17,13 +17,13 @@ def compress(inputs: CompressorInputs) -> torch.Tensor:
 def _chunks(inputs: CompressorInputs):
     positions = inputs.ratio * (2 if inputs.overlap else 1)
     acc = accumulation_dtype(inputs.values.dtype).itemsize
-    # Bytes: values, scores, probabilities, both gradients, torch's intermediates.
+    # Temporary bytes: values, scores, probabilities, both gradients, torch's intermediates.
     slots = rows_in_budget(inputs.workspace_bytes, positions * (inputs.dim * 8 * acc + 32))
     return slices(inputs.groups.first_row.shape[0], slots)
 
 
 def _parts(inputs: CompressorInputs, slots: slice):
-    """Yield channels, tokens and ``used [g, ratio]`` of groups, then of their predecessors.
+    """Yield channels, tokens and ``used [g, ratio]`` of groups, then of previous groups.
 
     Unused entries index token 0, which must not affect results.
     """
@@ -91,8 +91,7 @@ class _Compress(torch.autograd.Function):
             begin = 0
             for channels, index, used in parts:
                 positions, begin = slice(begin, begin + inputs.ratio), begin + inputs.ratio
-                # A token is in one group per part, so sums have one term. Unused entries add 0
-                # to token 0.
+                # A token is in one group per channel part, so sums have one term.
                 index, unused = index.flatten(), ~used[..., None]
                 for total, part in ((dvalues, dvalue), (dscores, dscore)):
                     part = part[:, positions].masked_fill_(unused, 0.0)

@@ -21,7 +21,7 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class Choice:
-    """Candidate that runs a call, and the reasons why preferred candidates cannot.
+    """Implementation that runs a call, and reasons against preferred implementations.
 
     ``never_run``: the candidate was only compiled for this GPU. ``no_gpu``: torch runs because
     there is no GPU.
@@ -39,7 +39,7 @@ class Choice:
         return not self.candidate.fused and not self.named
 
     def remark(self) -> str:
-        """Return the reason in one clause; empty for a fused candidate tested on this GPU."""
+        """Explain the choice in one clause, empty for a fused candidate tested on this GPU."""
         if self.never_run:
             return _NEVER_RUN
         if self.named:
@@ -70,7 +70,7 @@ collected: list[Choice] | None = None
 
 @contextlib.contextmanager
 def collect_choices() -> Iterator[list[Choice]]:
-    """Collect distinct choices for a table; log only fallbacks."""
+    """Collect distinct implementation choices for a table; log only fallbacks."""
     global collected
     before, collected = collected, []
     try:
@@ -84,13 +84,13 @@ def choices_are_collected() -> bool:
 
 
 def log_all_candidates() -> None:
-    # The root logger's level does not filter these records.
+    # The root logger's level does not filter the package's records.
     logger.setLevel(logging.DEBUG)
 
 
 @contextlib.contextmanager
 def choices_unlogged() -> Iterator[None]:
-    """Log only errors, since a table replaces the log."""
+    """Log only errors, since a table of choices replaces the log."""
     package = logging.getLogger("megatron_dsa")
     level = package.level
     package.setLevel(logging.ERROR)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
-#: Support of kernels that compile for all these GPUs but ran only on Hopper.
+#: Support of kernels that compile for Ampere to Blackwell but ran only on Hopper.
 PORTABLE: dict[str, Any] = {
     "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
     "not_run": (AMPERE, ADA, BLACKWELL),

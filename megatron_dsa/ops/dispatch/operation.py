@@ -85,7 +85,7 @@ class OperationTimes:
     def __init__(self):
         self.on = self.paused = False
         self._done: list[tuple[str, str | None, Any, Any]] = []
-        self._running = threading.local()  # the backward runs in its own threads
+        self._running = threading.local()  # autograd runs the backward in separate threads
 
     @contextlib.contextmanager
     def measure(self, operation: str, cuda: bool) -> Iterator[None]:
@@ -103,7 +103,7 @@ class OperationTimes:
             self._done.append((operation, around, begin, _now(cuda)))
 
     def take(self) -> dict[str, float]:
-        """Wait for the GPU and return seconds per operation since the last call."""
+        """Wait for the GPU and return seconds per operation since the last ``take``."""
         done, self._done = self._done, []
         seconds: defaultdict[str, float] = defaultdict(float)
         for operation, around, begin, end in done:
@@ -137,7 +137,7 @@ _unchosen = False
 
 @contextlib.contextmanager
 def meta_dispatch(capability: tuple[int, int] | None, choose: bool = True) -> Iterator[None]:
-    """Run fake kernels, chosen for a GPU of that compute capability or, for ``None``, the CPU.
+    """Run fake kernels, chosen for a GPU's compute capability or, for ``None``, the CPU.
 
     Calls are neither counted nor logged. With ``choose=False`` all fake kernels are torch's.
     """
@@ -173,7 +173,7 @@ def describe_call(device: torch.device | str, **properties) -> OpCall:
     return _known_call(device.type, capability, **properties)
 
 
-#: Equal calls share one object, so the cache of choices finds it without comparing fields.
+#: Equal calls share one object, so cache lookups compare no fields.
 _known_call = lru_cache(maxsize=512)(OpCall)
 
 
@@ -215,7 +215,7 @@ class Operation:
             raise ValueError(f"{self.name}: first names {unknown}, candidates are {names}")
 
     def add(self, candidate: Candidate) -> None:
-        """Add a user's fused implementation after the other fused ones.
+        """Add a user's fused implementation after all fused implementations.
 
         Raises:
             ValueError: the name exists, or the candidate is not fused.
@@ -227,7 +227,7 @@ class Operation:
 
     def ranked(self, call: OpCall) -> list[Candidate]:
         name = next((rule.name for rule in self.first if rule.holds(call)), None)
-        # Rules do not promote kernels that were never run on this GPU.
+        # Benchmark rules do not promote kernels that were never run on this GPU.
         return sorted(
             self.candidates,
             key=lambda c: c.name != name or call.capability in c.support.not_run,
@@ -262,7 +262,7 @@ class Operation:
         if _planned_for is not None:
             return import_attribute(self.fake)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
-        # record_function costs host time, so only profilers get it.
+        # Avoid record_function without a profiler or timer, because each range costs host time.
         on_gpu, label = call.device == "cuda", f"megatron_dsa.{self.name}.{candidate.name}"
         if on_gpu:
             torch.cuda.nvtx.range_push(label)

@@ -9,7 +9,7 @@ from megatron_dsa.versions import installed_version, is_before, module_exists, p
 
 
 class Reason(str):
-    """Reason against a candidate: ``short`` names the obstacle, the whole text adds the fix."""
+    """Reason against a candidate: ``short`` names the obstacle, the string adds the fix."""
 
     short: str
 
@@ -21,7 +21,7 @@ class Reason(str):
 
 @dataclass(frozen=True)
 class Package:
-    """Optional package.
+    """Optional kernel package.
 
     Attributes:
         install: how to install it; ``{floor}`` is the lowest usable version.
@@ -44,7 +44,7 @@ class Package:
         return parse_version((self.distribution and installed_version(self.distribution)) or "")
 
     def problem(self, minimum: str | None = None) -> Reason | None:
-        """Return why the package is unusable, or ``None``; ``minimum`` overrides the package's."""
+        """Return why the package is unusable; ``minimum`` overrides the lowest usable version."""
         floor, name = minimum or self.minimum, self.distribution
         install = f"; {self.install.format(floor=floor)}"
         if not module_exists(self.module):

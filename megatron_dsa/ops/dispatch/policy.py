@@ -13,7 +13,7 @@ from megatron_dsa.ops.dispatch.hashing import HashedOnce
 VARIABLE = "MEGATRON_DSA_IMPL"
 FLAG = "--dsa-impl"
 
-#: Exact index scores, or DeepGEMM's arithmetic (``--dsa-indexer-numerics``).
+#: Values of ``--dsa-indexer-numerics``: exact index scores or DeepGEMM's arithmetic.
 EXACT, DEEPGEMM_FP8 = "exact", "deepgemm-fp8"
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
@@ -21,7 +21,7 @@ DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Policy(HashedOnce):
-    """User's choices; values out of range raise :class:`ConfigError`.
+    """User's choices of implementations; invalid values raise :class:`ConfigError`.
 
     Attributes:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
@@ -91,7 +91,7 @@ def check_operations(names: Collection[str], known: Collection[str], source: str
 
 
 def check_environment(known: Collection[str]) -> list[str]:
-    """Return a warning for each unused environment variable with our prefix.
+    """Return a warning for each unused environment variable with the package's prefix.
 
     Raises:
         ConfigError: ``VARIABLE`` names an unknown operation, or a variable resembles ``VARIABLE``.

@@ -1,9 +1,9 @@
 """Calls to CUDA functions from TileLang programs."""
 
-# No postponed annotations: TileLang reads shapes from them.
+# Postponed annotations would hide shapes from TileLang.
 from tilelang import language as T
 
-#: Fence that keeps the compiler from hoisting all loads, which exhausts the registers.
+#: Fence against hoisted loads, which would exhaust the registers.
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
 """

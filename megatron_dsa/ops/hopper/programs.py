@@ -6,10 +6,10 @@ from collections.abc import Callable
 import tilelang
 
 _PASSES = tilelang.PassConfigKey
-#: For kernels with explicit barriers: TileLang's barriers cover one warpgroup at a time.
+#: Compile options without automatic barriers, which cover only one warpgroup.
 OWN_BARRIERS = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 FAST_MATH = {_PASSES.TL_ENABLE_FAST_MATH: True}
-#: For GPUs without wgmma.
+#: Compile options for GPUs without wgmma.
 PORTABLE = {_PASSES.TL_ENABLE_FAST_MATH: True, _PASSES.TL_DISABLE_WGMMA: True}
 
 

@@ -6,7 +6,7 @@ from megatron_dsa.ops.common.scaling import has_triton
 
 
 def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
-    """Convert ``[keys, dim]`` from Hopper kernels, ours and cuDNN's, to column order.
+    """Convert a gradient ``[keys, dim]`` of Hopper kernels (ours or cuDNN's) to column order.
 
     The kernels store 16 columns ``[2 halves, 4 threads, 2]`` of a fragment as ``[4 threads, 2
     halves, 2]``.
@@ -20,7 +20,7 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
 
 
 def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.Tensor:
-    """Convert ``[keys, dim]`` from kernels with transposed fragments to column order.
+    """Convert a gradient ``[keys, dim]`` from transposed fragment order to column order.
 
     The kernels store 128 value columns ``[2 fragments, 4 warps, 2 halves, 8 lines]`` as ``[4 warps,
     8 lines, 2 fragments, 2 halves]``, and 64 columns past the values as one fragment.
@@ -50,7 +50,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def units_for(rows: int, per_row: torch.Tensor) -> torch.Tensor:
-    """Return the fixed-point scale: fp32 ``[1]``, a power of two, without synchronisation.
+    """Return the fixed-point scale, a power of two in fp32 ``[1]``, without GPU synchronisation.
 
     A sum of ``rows`` addends up to ``per_row`` stays within 2^61: bf16 roundings need room.
     """

@@ -3,26 +3,26 @@
 In the macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers.
 """
 
-# No postponed annotations: TileLang reads shapes from them.
+# Postponed annotations would hide shapes from TileLang.
 from dataclasses import dataclass
 from typing import Any
 
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-#: Query heads of a tile and keys of a block, for wgmma.
+#: Query heads per tile and keys per block.
 TILE = 64
-#: Threads that copy one key or query, 16 bytes each.
+#: Number of threads that copy one key or query, 16 bytes per copy.
 COPIERS = 8
 #: Threads of a warpgroup, and keys that a warpgroup copies at a time.
 GROUP, ROWS = 128, 128 // COPIERS
-#: Columns of a swizzled slab.
+#: Columns per swizzled slab of shared memory.
 SLAB = 64
-#: Columns of a value, and of the parts that warpgroups compute.
+#: Value columns: all, half and a quarter.
 V_DIM, HALF, QUARTER = 512, 256, 128
 #: Bytes of shared memory per thread block.
 SHARED = 227 * 1024
-#: Maximum queries of a tile: a Members byte has 8 bits.
+#: Maximum queries of a tile, one per bit of a byte.
 MOST_QUERIES = 8
 
 
@@ -71,7 +71,7 @@ def head_tiles(heads: int, tile: int = TILE) -> int:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Heads and queries of a thread block, the ``rank``-th for a list of ``n`` keys."""
+    """Heads and queries of the ``rank``-th thread block for a list of ``n`` keys."""
 
     list: Any
     head: Any
@@ -100,7 +100,7 @@ def block_work(block, Length, rows, shape):
 
 @T.macro
 def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
-    """Copy ``columns`` (first, last) asynchronously; write zeros if not ``wanted``."""
+    """Copy ``columns`` of a key asynchronously; write zeros if not ``wanted``."""
     for u in T.unroll((columns[1] - columns[0]) // SLAB):
         T.ptx_cp_async(
             T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),

@@ -92,12 +92,12 @@ def _without_fp16(inputs: IndexerInputs) -> IndexerInputs:
 
 
 def query_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of unscaled query gradients: fp16 would underflow."""
+    """Return a dtype in which unscaled query gradients do not underflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a checked copy of a caller's teacher, without synchronisation."""
+    """Check and copy a caller's teacher without GPU synchronisation."""
     teacher = teacher.detach().to(dtype, copy=True)
     if on_meta() or teacher.numel() == 0:
         return teacher

@@ -65,7 +65,7 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
         indices[None],
         torch.ones(1, dtype=torch.float32, device=x.q.device),
         sm_scale=1.0,
-        loss_coeff=float(rows),  # cancels cuDNN's division
+        loss_coeff=float(rows),
         topk_indices_global=False,
         d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )

@@ -26,21 +26,21 @@ from megatron_dsa.ops.layout.layout import Layout, QueryRange, Seen
 
 
 class TileFunctions(Protocol):
-    """Functions that an implementation provides for tiles of ``r`` query tokens and ``w`` slots.
+    """Functions that an implementation provides for tiles of ``r`` queries and ``w`` key slots.
 
     ``x`` has the tile's index queries, weights and keys; ``seen`` has each token's visible columns.
     Results are fp32 (fp64). Teachers and score gradients may have any layout; ranks add teachers
     elementwise.
     """
 
-    #: Maximum tokens and slots of a tile.
+    #: Maximum query tokens and key slots of a tile.
     shape: tuple[int, int]
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
         """Return the index keys ``[w, DI]``."""
 
     def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
-        """Return the log-sum-exp ``[r]`` of the visible index scores, ``-inf`` if none."""
+        """Return the log-sum-exp ``[r]`` of the visible index scores, ``-inf`` without keys."""
 
     def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
         """Return the log-sum-exp ``[H, r]`` of the scaled attention scores."""
@@ -67,7 +67,7 @@ class TileFunctions(Protocol):
         self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
         dweights: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write a block's ``dq``, times head weights, to ``out``; write missing ``dweights``.
+        """Multiply a block's ``dq`` by head weights into ``out``; write missing ``dweights``.
 
         ``x`` has all keys; ``seen`` has visible slots. ``dq`` may be overwritten.
         """
@@ -143,7 +143,7 @@ class _BlockLoss:
         return student, teacher
 
     def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:
-        """Yield tiles and normalised teachers; all-reduce one while computing the next."""
+        """Yield tiles with normalised teachers, overlapping each all-reduce with the next tile."""
         inputs, group, last = self.inputs, self.inputs.head_group, None
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
@@ -197,11 +197,11 @@ def normalised_lse(
     ``other_lse`` is the rest of the denominator; heads are sharded over ``group``.
     """
     total = lse if other_lse is None else torch.logaddexp(lse, other_lse)
-    # -inf - -inf would be NaN.
+    # Subtracting -inf from -inf would give NaN.
     mass = torch.where(lse == float("-inf"), 0.0, (lse - total).exp_()).sum(0)
     if group is not None:
         torch.distributed.all_reduce(mass, group=group)
-    # NaN counts as mass and reaches the loss.
+    # Count NaN as mass, so that NaN reaches the loss.
     return total + mass.log(), mass != 0
 
 
@@ -249,7 +249,7 @@ def query_blocks(layout: Layout, longest: int) -> Iterator[QueryBlock]:
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Temporary bytes of a tile: per pair, per query token, per slot, and fixed."""
+    """Temporary bytes per query-key pair, query token, key slot and tile."""
 
     pair: int
     token: int
@@ -260,7 +260,7 @@ class TileBytes:
         return tokens * width * self.pair + tokens * self.token + width * self.slot + self.fixed
 
     def fitting_shape(self, budget: int, longest: int, shortest: int = 1) -> tuple[int, int]:
-        """Return the query tokens and slots of a tile that fits the workspace.
+        """Return a tile size (query tokens, key slots) that fits the workspace.
 
         Shrink slots first, to a quarter of the tokens: expanding keys once per tile is cheap with
         several hundred tokens.

@@ -19,14 +19,14 @@ from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.common.tokens import select_tokens
 from megatron_dsa.ops.layout.layout import Layout, QueryRange
 
-#: Adjacent tokens sampled together: queries of a kernel's tile share keys.
+#: Number of adjacent tokens per sampled tile, whose queries share keys.
 TILE = 64
 _RANGE = 32 * TILE
 
 
 @dataclass(frozen=True, eq=False)
 class QuerySample:
-    """Sampled query tokens of a loss.
+    """Query tokens sampled for the indexer loss.
 
     Attributes:
         tokens: int64 ``[n]``, unique, in ``parts`` equal parts, each with the same offsets of every

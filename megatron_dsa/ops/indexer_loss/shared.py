@@ -27,7 +27,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class SharedSelection(NamedTuple):
-    """Content of a packed selection, int32 (int64 for fp64 models).
+    """Integer tensors of an unpacked selection, int32 (int64 for fp64 models).
 
     ``indices [tokens, K]``, ``length [tokens]``, and ``drawn [1]`` from
     :func:`.sample.draw_number`.
@@ -50,7 +50,7 @@ class SharedSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSums:
-    """Transfer of an attention's head sums to the loss of a shared selection.
+    """Channel from an attention layer's head sums to a shared selection's loss.
 
     Attributes:
         packed: selection from :func:`train_on_selection`, or an alias in a later layer.
@@ -61,7 +61,7 @@ class HeadSums:
     share: float
     drawn: torch.Tensor | None
     selected_only: bool = False
-    head_group: Any = None  # the loss all-reduces once for all layers
+    head_group: Any = None  # the loss all-reduces head sums once for all layers
 
     @classmethod
     def of(cls, packed: torch.Tensor, share: float) -> HeadSums:
@@ -148,7 +148,7 @@ class _Settings:
                 indices = in_ascending_order(indices)
             length = selection.length[tokens].int()
             teacher = head_sums[tokens, : width - 2]
-            # Copy: the loss overwrites its teacher.
+            # Copy the teacher, which the loss overwrites.
             teacher = teacher.clone(memory_format=torch.contiguous_format)
             yield TeacherPart(some, indices.contiguous(), length.contiguous(), teacher)
             del indices, length, teacher

@@ -173,7 +173,7 @@ DENSE_LOSS = Operation(
     "dense_indexer_loss",
     "indexer loss over all visible keys",
     (
-        # cuDNN is omitted because it needs S x S fp32 scores.
+        # cuDNN is omitted because its kernel needs S x S fp32 scores.
         Candidate(
             "tilelang",
             f"{_HERE}.tilelang.dense:dense",

@@ -19,7 +19,6 @@ from megatron_dsa.ops.layout.layout import Layout
 class Gradients:
     def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
-        # Each query's gradient is written once.
         self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
         # The spare key collects gradients of invalid indices.
         self.k_with_spare = inputs.k.new_zeros(len(inputs.k) + 1, inputs.k.shape[1], dtype=acc)
@@ -57,7 +56,7 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     has_mass = mass > 0
     teacher.div_(torch.where(has_mass, mass, 1.0))
     logits = logits.masked_fill_(~mask, float("-inf"))
-    # If all scores are -inf, softmax gives NaN: use 0, which is masked below.
+    # If all scores are -inf, replace softmax's NaN by 0.
     logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     log_student = torch.log_softmax(logits, dim=-1)
     # Subtract per key: a difference of two large sums would lose digits.

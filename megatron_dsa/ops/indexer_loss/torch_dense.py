@@ -15,7 +15,7 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
-#: Heads at a time: fewer need less memory, more are faster.
+#: Heads per pass: more heads are faster but need more memory.
 HEADS_AT_ONCE = 8
 #: Maximum tile edge: longer tiles waste work on the diagonal.
 LONGEST_EDGE = 1024
@@ -163,18 +163,18 @@ def tile_bytes(inputs: DenseLossInputs) -> TileBytes:
     acc, index_copy = _accumulator(x.q)
     teacher_acc, copy = _accumulator(q)
     widest = max(acc, teacher_acc)
-    # The largest of: teacher products; two student products (the new and the previous one);
-    # student products with mask and gradient.
+    # Bytes of the largest products: teacher, two student products, or student with mask and
+    # gradient.
     products = max(
         heads * teacher_acc,
         2 * some_index_heads * acc,
         some_index_heads * (acc + 1 + index_item + index_copy),
     )
-    # Masks, two teachers (one during its all-reduce), scores and score gradients.
+    # A query-key pair also needs masks, two teachers, scores and score gradients.
     pair = products + 4 + 4 * widest + index_item
-    row = index_heads * index_dim * acc  # dq
+    row = index_heads * index_dim * acc
     row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)
-    row += heads * dim * (item + copy) + 6 * all_heads * teacher_acc  # queries, log-sum-exps
+    row += heads * dim * (item + copy) + 6 * all_heads * teacher_acc
     slot = index_dim * (index_item * gathers + index_copy + acc)
     fixed = 0
     if isinstance(k, ExpandedKeys):

@@ -24,7 +24,7 @@ from megatron_dsa.ops.rope.api import rotate_index
 
 @dataclass(frozen=True)
 class LatentQueries:
-    """Index queries that are computed from latents and a weight, for any tokens.
+    """Latents and weight from which index queries are computed.
 
     Attributes:
         latent: ``[Sq, L]``, without gradient.
@@ -49,7 +49,7 @@ class LatentQueries:
 
     @torch.no_grad()
     def compute(self, tokens: slice = slice(None)) -> torch.Tensor:
-        """Return the queries ``[tokens, HI, DI]``, bitwise repeatable."""
+        """Compute index queries ``[tokens, HI, DI]``, bitwise repeatable."""
         product = torch.nn.functional.linear(part_of(self.latent, tokens), self.weight)
         return self._rotated(product.view(product.shape[0], self.heads, self.dim), tokens)
 
@@ -90,7 +90,7 @@ class LatentIndexerInputs:
         require_tensor("inputs.latent", x.latent, ("Sq", "L"), FLOATS, fix=fix)
         shape, fix = ("HI * DI", x.latent.shape[1]), "give the weight that projects the latents"
         require_tensor("inputs.weight", x.weight, shape, (x.latent.dtype,), x.latent, fix)
-        q = x.latent.new_empty(()).expand(len(x.latent), x.heads, x.dim)  # takes no memory
+        q = x.latent.new_empty(()).expand(len(x.latent), x.heads, x.dim)
         check_indexer(IndexerInputs(q, self.k, self.weights, self.relu), layout, **queries)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -307,7 +307,7 @@ class _KeptQueries:
         return part_of(self._q, tokens), part_of(self._dq, tokens)
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
-        """Do nothing: ``dq`` is a view of the result."""
+        """Do nothing, since ``dq`` is a view of the whole gradient."""
 
     def gradient(self) -> tuple[torch.Tensor, bool]:
         return self._dq, False
@@ -330,7 +330,7 @@ class _RecomputedQueries:
 
     def add(self, tokens: slice, dq: torch.Tensor) -> None:
         x = self._queries
-        if dq.dtype != x.weight.dtype:  # fp16 would underflow without scaling
+        if dq.dtype != x.weight.dtype:  # unscaled fp16 gradients would underflow
             dq = scaled(dq, self._factor, x.weight.dtype)
         dq = x.product_gradient(dq, tokens)
         self._dweight = sum_mm(self._dweight, dq.t(), part_of(x.latent, tokens))

@@ -18,7 +18,7 @@ from megatron_dsa.ops.key_lists.spec import KEY_LISTS, ListInputs
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Bytes per list entry: torch needs masks, sums and copies; a kernel copies to a wider list.
+#: Temporary bytes per list entry in torch and in the kernel.
 _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 
 
@@ -72,7 +72,7 @@ class KeyLists:
 
     @property
     def offset(self) -> int:
-        """Index of the first position's key in the buffer."""
+        """Buffer index of the first uncompressed key."""
         return 0 if self.compressed is None else self.compressed.count
 
     def width(self, tokens: slice) -> int:

@@ -22,7 +22,7 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     length = count + near
 
     column = torch.arange(width, dtype=torch.int32, device=start.device)
-    slot = column + (end - length)[:, None]  # entry ``count + j`` is slot ``end - near + j``
+    slot = column + (end - length)[:, None]  # list entry ``count + j`` is slot ``end - near + j``
     if inputs.key_rows is not None and inputs.key_rows.numel() > 0:
         slot = inputs.key_rows[slot.clamp(0, inputs.key_rows.shape[0] - 1)]
     indices = torch.where(column < length[:, None], slot + inputs.offset, -1).int()

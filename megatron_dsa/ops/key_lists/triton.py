@@ -46,7 +46,7 @@ def _build(
     count = tl.minimum(count, width - own)
     total = count + own
     tl.store(length + row, total, mask=inside)
-    shift = last - total  # entry ``count + j`` is slot ``last - own + j``
+    shift = last - total  # list entry ``count + j`` is slot ``last - own + j``
     for begin in range(0, width, BLOCK_C):
         column = (begin + tl.arange(0, BLOCK_C))[None, :]
         compressed = column < count[:, None]
@@ -74,7 +74,7 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     length = inputs.start.new_empty(rows)
     selected = _dense(inputs.selected)
     topk, stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
-    # 16 tokens per program: the shortest lists, with only a window, have 128 entries.
+    # Each program writes the lists of 16 tokens, since short lists have only 128 entries.
     if rows > 0:
         launch(
             _build, (ceil_div(rows, 16),),

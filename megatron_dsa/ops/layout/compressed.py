@@ -134,7 +134,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     rows_of = (keys.table[..., None] * step + element).flatten(1)
     per_element = halo.length // ratio
     local = rows_of[mine]
-    # True if the previous group is not in the same run, so the halo holds its tokens.
+    # True if the halo holds the previous group, which is not in the same run.
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
     groups = _groups(

@@ -14,7 +14,7 @@ from megatron_dsa.ops.layout.sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """Index tables of one rank for one reach, in positions of ``batch`` tokens except ``held``.
+    """Index tables of a rank's halo, in positions of ``batch`` tokens (``held``: in tokens).
 
     *Extended* positions are ``[reach before the first run, first run, reach before the second,
     ...]``.
@@ -43,7 +43,7 @@ class Halo:
 
 
 def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
-    """Return this rank's halo; only ``sp`` may differ from the keys' sharding."""
+    """Return this rank's halo; query and key sharding may differ only in ``sp``."""
     return layout.derive(("halo", sharding, reach), lambda: _halo(layout, sharding, reach))
 
 

@@ -63,7 +63,7 @@ class QueryRange:
         return slice(first + begin * step, first + (end - 1) * step + 1, step)
 
     def bound(self, query: int) -> int:
-        """Return an upper bound, never decreasing, of the slots visible to ``query``."""
+        """Return a non-decreasing upper bound of the slots visible to ``query``."""
         position = self.position + query * self.step + self.slack
         return min(position + 1, self.lookback) // self.ratio
 
@@ -86,7 +86,7 @@ class QueryRange:
 
 @dataclass(frozen=True)
 class Block:
-    """Query tokens of one query range, and the slots ``[lo, hi)`` that cover their keys.
+    """Query tokens of one query range, and the slots ``[lo, hi)`` of all visible keys.
 
     At most ``bound`` slots are visible to the first query.
     """
@@ -180,11 +180,11 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Cache of :meth:`derive`; ``replace`` empties it, since ranges may change.
+    #: Cache of :meth:`derive`, which ``replace`` empties because ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False)
-    #: Cache keys that another layout's :meth:`derive_large` may evict.
+    #: Keys of cache entries that another layout's :meth:`derive_large` may evict.
     large: set = field(default_factory=set, init=False, repr=False)
-    #: Whether a CUDA graph rewrites these tensors in every replay.
+    #: Whether a CUDA graph rewrites the layout's tensors in every replay.
     in_graph: bool = field(default_factory=lambda: capturing(), init=False, repr=False)
 
     def __post_init__(self):
@@ -206,7 +206,8 @@ class Layout:
         inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
-        if self.start.device.type == "cpu":  # a GPU would need ten launches per query range
+        # On a GPU, this check would cost ten launches per query range.
+        if self.start.device.type == "cpu":
             rule = "query_ranges must cover all that their queries see"
             fix = f"{rule}: widen position, lookback or slack"
             for query_range in self.query_ranges:
@@ -230,14 +231,15 @@ class Layout:
             return self.derived[key]
         with torch.inference_mode(False):
             made = make()
-        if self.in_graph or not capturing():  # captured tensors have no content before a replay
+        # Captured tensors have no content before the CUDA graph's first replay.
+        if self.in_graph or not capturing():
             self.derived[key] = made
         return made
 
     def derive_large(self, key, make: Callable) -> Any:
-        """Cache large tensors like :meth:`derive`, but only for the last two layouts.
+        """Return ``make()``, cached only for the last two layouts.
 
-        Layouts of unpacked batches are themselves cached, so their tensors would accumulate.
+        Layouts of unpacked batches are themselves cached, so large tensors would accumulate.
         """
         if key in self.derived and _recent and _recent[-1]() is self and not capturing():
             return self.derived[key]
@@ -247,7 +249,7 @@ class Layout:
                 layout.derived.pop(old, None)
             layout.large.clear()
         _recent[:] = map(weakref.ref, (*others[-1:], self))
-        if capturing():  # every replay reads the tensor, so keep it
+        if capturing():  # every graph replay reads the tensor, so keep it
             self.large.discard(key)
         elif key not in self.derived:
             self.large.add(key)
@@ -304,7 +306,7 @@ class Layout:
                 begin = end
 
     def widest(self, tokens: slice) -> int:
-        """Return an upper bound of the slots visible to a query of ``tokens``, with step 1."""
+        """Return a bound of the slots visible to any query in the slice ``tokens`` of step 1."""
         bound = 0
         for query_range in self.query_ranges:
             first, step = query_range.tokens.start, query_range.tokens.step
@@ -377,7 +379,7 @@ def packed_layout(
     padded = None if cu_seqlens_padded is None else cu_seqlens_padded.int()
     offsets = (cu_seqlens if padded is None else padded).long()
     token = torch.arange(tokens, device=offsets.device)
-    # With right=True a first token belongs to its sequence even after empty sequences.
+    # With right=True, empty sequences get no token.
     sequence = torch.bucketize(token, offsets[1:], right=True)
     inside = sequence < offsets.numel() - 1
     sequence = sequence.clamp_max(max(offsets.numel() - 2, 0))

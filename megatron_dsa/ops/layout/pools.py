@@ -60,7 +60,7 @@ class KeyPools:
         mass: torch.Tensor,
         tokens: torch.Tensor | slice = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return indices, number and mass of the pools in lists from :meth:`expand`.
+        """Return indices, number and attention mass of the pools in lists from :meth:`expand`.
 
         ``mass [r, K * size + size - 1]`` is per list entry; tokens in no pool are ignored.
         """
@@ -68,7 +68,7 @@ class KeyPools:
             length = (indices >= 0).sum(1, dtype=torch.int32)
         size, most = self.size, indices.shape[1] // self.size
         start, first = (x.start[tokens][:, None] for x in (self.layout, self.keys.layout))
-        count = length // size  # fewer than ``size`` tokens are in no pool
+        count = length // size  # fewer than ``size`` tokens per list are in no pool
         column = torch.arange(most, dtype=torch.int32, device=indices.device)
         absent = column >= count[:, None]
         leading = indices[:, : most * size : size]
@@ -79,7 +79,7 @@ class KeyPools:
         return pools.int(), count, of_pools.masked_fill_(absent, 0.0)
 
     def by_token(self, k: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """Return the key of each token's pool, and the layout of these keys.
+        """Return the key of each token's pool, and the layout of the returned keys.
 
         Tokens in no pool are invisible. The student is constant within a pool, so losses over
         tokens and over pools have the same gradient.

@@ -15,7 +15,7 @@ from megatron_dsa.ops.common.checks import require_tensor, require_values
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding
 
-#: Replaces -1 in sorting, since it sorts after every position.
+#: Value that replaces -1 to sort after every position.
 _NONE = torch.iinfo(torch.int32).max
 #: Temporary bytes per entry: sorted values and their order, masks, slots.
 _BYTES_PER_ENTRY = 64
@@ -46,7 +46,7 @@ def validate_indices(
     name: str = "indices",
     workspace_bytes: int = 2**28,
 ) -> None:
-    """Check positions against a layout, and synchronise with the device.
+    """Check positions against a layout; synchronise with the device.
 
     Args:
         indices: positions, int32 ``[tokens, K]``. Lists of padding tokens are ignored.
@@ -116,7 +116,7 @@ def positions_to_rows(
         ordered = _ordered(given)
         for _, broken, _ in _broken(given, ordered, seen):
             fine &= ~broken.any()
-        # Avoid reads out of bounds before the check below.
+        # Skip invalid positions, which the check below reports.
         valid = ordered < seen[:, None]
         slots = torch.where(valid, ordered + keys.start[tokens, None], -1)
         indices[tokens, :width] = keys.to_key_rows(slots)

@@ -56,7 +56,7 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """Rank among all ranks; sequence-parallel ranks are consecutive."""
+        """Rank over ``cp`` and ``sp``; sequence-parallel ranks are consecutive."""
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:
@@ -73,7 +73,7 @@ class Sharding:
         size, count = total // pieces, total // self.ranks
         local = []
         for done, piece in enumerate([self.cp_rank, pieces - 1 - self.cp_rank]):
-            # Intersect the piece with this sequence-parallel rank's part.
+            # Intersect the chunk with this sequence-parallel rank's part.
             begin = max(self.sp_rank * count, done * size)
             end = min((self.sp_rank + 1) * count, (done + 1) * size)
             if begin < end:
@@ -138,7 +138,7 @@ class KeyOwnership:
         require_tensor("table", self.table, (self.sharding.ranks, "rows"), (torch.int64,), fix=fix)
 
     def of(self, sharding: Sharding) -> torch.Tensor:
-        """Return the global positions of ``sharding.rank``; only ``sp`` may differ."""
+        """Return the global positions of ``sharding.rank``; shardings may differ only in ``sp``."""
         return self.table.view(sharding.ranks, -1)[sharding.rank]
 
     @property
@@ -204,7 +204,7 @@ def _of_tokens(
 
 
 def padded_bound(layout: Layout) -> int:
-    """Return an upper bound of padded lengths; Megatron's ``max_seqlen`` bounds real lengths."""
+    """Return an upper bound of padded lengths: Megatron's ``max_seqlen`` excludes padding."""
     assert layout.sequences is not None
     padded = layout.sequences.cu_seqlens_padded is not None
     return layout.all_tokens.num_queries if padded else layout.max_length
@@ -212,7 +212,7 @@ def padded_bound(layout: Layout) -> int:
 
 def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
     if layout.packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
-        # A rank's tokens are spread evenly, up to half a sequence, whose length is on the device.
+        # A token deviates from even spacing by up to half a sequence.
         tokens, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
         yield QueryRange(
             slice(0, tokens, 1), 0, sharding.sp_rank * tokens * sharding.cp, layout.max_length,

@@ -66,7 +66,7 @@ AbsorbedAttentionOutput = SparseAttentionOutput
 class _Plan:
     attention: Settings
     blocks: tuple[slice, ...]
-    kernel_heads: int  # includes padding heads
+    kernel_heads: int
     keeps_latents: bool
     group: Any
 
@@ -87,7 +87,7 @@ class _Blocks:
         return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
-        """Return a block's inputs; the next call overwrites the absorbed queries."""
+        """Return a block's kernel inputs, valid until the next call."""
         length = None if self.length is None else self.length[tokens]
         return self.inputs_of(self.q[tokens], self.indices[tokens], length, want_p_sum)
 
@@ -122,7 +122,7 @@ class _AbsorbedAttention(torch.autograd.Function):
             write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
             lses.append(lse)
             if p.keeps_latents:
-                latents.append(latent.contiguous())  # drops padding heads
+                latents.append(latent.contiguous())
             del inputs, latent, p_sum
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, sink, indices, length, lse, *index_tensors, *latents)
@@ -140,7 +140,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         all_weights = all_gather_async(weights, p.group).wait()
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, sink, indices, length)
-        if dout is None:  # other ranks still run the collectives
+        if dout is None:  # every rank must join the collectives
             dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.nope)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
@@ -175,7 +175,7 @@ class _Backward:
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
-        # A bound method's reference cycle would keep buffers until garbage collection.
+        # A bound method would keep buffers alive in a reference cycle.
         rows = blocks.q.shape[:2].numel()
         self.keys = KeyGradientAccumulator(rows, partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
@@ -303,7 +303,7 @@ def absorbed_attention(
     recompute: bool = False,
     policy: Policy = Policy(),
 ) -> AbsorbedAttentionOutput:
-    """Attend from each query to its list of latents, as plain MLA over the listed keys.
+    """Compute MLA of each query over its list of latents.
 
     For other arguments, results and errors see
     :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.

@@ -44,7 +44,7 @@ from megatron_dsa.ops.sparse_attention.spec import (
 
 
 class SparseAttentionOutput(NamedTuple):
-    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for queries without keys.
+    #: Output ``[Sq, H, v_dim]`` in q's dtype; 0 for queries without keys.
     out: torch.Tensor
     #: ``[Sq, H]`` fp32, natural log-sum-exp without the sink; ``-inf`` for queries without keys.
     lse: torch.Tensor
@@ -59,7 +59,7 @@ def _teaching(call: OpCall) -> OpCall:
 
 @dataclass(frozen=True)
 class Settings:
-    """Non-tensor arguments of the autograd function."""
+    """Non-tensor arguments of the sparse attention function."""
 
     v_dim: int
     softmax_scale: float
@@ -98,7 +98,7 @@ class Settings:
             yield from lists.blocks(self.policy)
 
     def sampled_lists(self, taken: torch.Tensor, indices, length) -> Iterator[Any]:
-        """Yield ``some, indices, length`` for parts that fit an eighth of the workspace."""
+        """Yield the key lists of sampled tokens in parts that fit the workspace."""
         width = indices.shape[1] + (0 if self.lists is None else self.lists.window)
         for some in slices(len(taken), rows_in_budget(self.policy.workspace_bytes // 8, 8 * width)):
             of_some = None if length is None else part_of(length, some)
@@ -111,7 +111,7 @@ class Settings:
     def teacher_columns(self, p_sum, indices, tokens: slice) -> torch.Tensor:
         if self.lists is None:
             return p_sum
-        # After a partly filled selection, the window uses the remaining columns.
+        # Window keys fill the columns that selected keys leave unused.
         valid = indices[tokens] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
@@ -322,7 +322,7 @@ def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
 
 def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
     first = lists.offset
-    # kv holds only some of all ranks' keys.
+    # A partial ``kv`` cannot match the layout's keys.
     keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}
     require_layout(lists.layout, {"q": q}, keys)
     require(topk_length is None, "topk_length must be None: lists have their own lengths")
@@ -331,7 +331,7 @@ def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> No
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
     if lists.selected is not None and not lists.checked and lists.selected.numel() > 0:
-        # Larger slots would select keys of positions, which follow the compressed keys.
+        # Slot numbers past the compressed keys would select uncompressed keys.
         rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
         fine = lists.selected.amax() < lists.offset
         require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)

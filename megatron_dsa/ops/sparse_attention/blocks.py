@@ -10,11 +10,11 @@ from megatron_dsa.ops.sparse_attention.spec import BACKWARD
 
 #: Maximum heads and tokens per thread block.
 _ROWS, _TOGETHER = 64, 8
-#: Minimum waves and tokens: a last wave leaves SMs idle, and each block updates weight gradients.
+#: Minimum thread-block waves and tokens per slice: small slices leave SMs idle.
 _WAVES, _TOKENS = 8, 1024
-#: Minimums for thread blocks of several tokens: their waves need more memory.
+#: Minimum waves and tokens per slice if a thread block has several tokens.
 _SHARED_WAVES, _SHARED_TOKENS = 4, 2048
-#: Maximum keys per token if every backward returns a gradient of all keys.
+#: Maximum keys per token of a slice whose backward returns gradients of all keys.
 _KEY_GRADIENTS = 16
 
 
@@ -40,7 +40,7 @@ def token_blocks(
         waves, least = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
         fewest = max(waves * wave, _up(least, wave))
         if together > 1 and backward:
-            # Bytes: ids and members of the union, head sums, their indices and a copy, teacher.
+            # Temporary bytes per key: union ids and members, head sums with indices, teacher.
             per_token += (call.topk or 0) * (5 + 4 * together + 16 + 4)
         if backward and not BACKWARD.choose(call, policy).candidate.support.adds_keys:
             fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))

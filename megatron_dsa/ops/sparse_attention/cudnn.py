@@ -16,7 +16,7 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 
 logger = logging.getLogger(__name__)
 
-#: First version whose workspace :func:`_accumulator` can read.
+#: First cuDNN version whose workspace :func:`_accumulator` can read.
 _WORKSPACE_SINCE = (1, 32)
 _TILE = 64
 _accumulator_fits: bool | None = None
@@ -87,7 +87,7 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 
 
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Return the fp32 key gradient from the end of the workspace."""
+    """Return the fp32 key gradient from the end of cuDNN's workspace."""
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
     accumulator = workspace[workspace.numel() - size :].view(torch.float32)
@@ -108,7 +108,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
-    # ``exp(x - inf)`` is 0 for queries without keys and for padding heads.
+    # With an lse of inf, queries without keys get probabilities of 0.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
         with_heads(inputs.q, heads, -2)[None],

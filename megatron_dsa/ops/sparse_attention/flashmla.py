@@ -54,7 +54,7 @@ def _signature_complaint(function) -> str | None:
 
 @lru_cache(maxsize=4)
 def _lse_complaint(function) -> str | None:
-    """Reject versions from before 2026, whose base-2 lse corrupts gradients."""
+    """Reject FlashMLA versions before 2026, whose base-2 lse corrupts gradients."""
     q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device="cuda")
     kv = torch.zeros(WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
     indices = torch.arange(WIDTH, dtype=torch.int32, device="cuda").view(1, 1, -1)

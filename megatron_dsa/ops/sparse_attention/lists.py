@@ -29,7 +29,7 @@ def ascending_lists(
     queries, width = indices.shape
     keys = inputs.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
-    # Bytes per entry: validity, masked copy, sorted copy, int64 sort order.
+    # Temporary bytes per list entry: validity, masked copy, sorted copy, int64 sort order.
     step = rows_in_budget(inputs.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)

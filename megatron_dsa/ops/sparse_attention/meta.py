@@ -1,4 +1,4 @@
-"""Fake sparse attention on meta tensors: our adapters run no-op kernels."""
+"""Fake sparse attention for meta tensors: our adapters with no-op kernels."""
 
 import torch
 

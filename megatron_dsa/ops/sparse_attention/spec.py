@@ -32,7 +32,7 @@ class KeyGradientAccumulator:
         self._sum: torch.Tensor | None = None
 
     def buffer(self, make: Callable[[], Any], finish: Callable[[Any], torch.Tensor]) -> Any:
-        """Return the first call's ``make()``; ``finish`` will convert it to fp32 ``[Skv, D]``."""
+        """Return one buffer, which the first call makes and ``finish`` converts to fp32."""
         if self._finish is None:
             self._buffer, self._finish = make(), finish
         return self._buffer
@@ -51,7 +51,7 @@ class KeyGradientAccumulator:
 
 @dataclass(frozen=True)
 class SparseAttentionInputs:
-    """Inputs of every implementation.
+    """Inputs of every sparse attention implementation.
 
     Attributes:
         want_p_sum: also return ``p_sum`` if that costs nothing.
@@ -79,7 +79,7 @@ class SparseAttentionInputs:
 _HERE = __package__
 #: Dims of keys and values: absorbed MLA of DeepSeek-V3.2, then DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
-#: TileLang tiles hold several queries.
+#: TileLang tiles with few heads hold several queries.
 _FEW_HEADS = First("tilelang", heads=(1, 32))
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
@@ -159,7 +159,7 @@ BACKWARD = Operation(
             fused=False,
         ),
     ),
-    # Other backward kernels need a separate operation for the teacher.
+    # cuDNN's backward needs a separate operation for the teacher.
     first=(_FEW_HEADS, First("tilelang", heads=(1, 128), teacher=True)),
     fake=f"{_HERE}.meta:backward",
 )
@@ -218,7 +218,7 @@ def reference(
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
-    # Without keys, p is 0 instead of 0/0.
+    # Probabilities of queries without keys are 0 instead of 0/0.
     safe = torch.where(total == float("-inf"), 0.0, total)
     p = torch.exp(logits - safe[..., None])
     return torch.einsum("qhk,qkd->qhd", p, keys[..., :v_dim]), lse, p.sum(1)

@@ -72,7 +72,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
 
 
 def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
-    """Return the log of the softmax denominator, with 0 for ``-inf``."""
+    """Return the log of the softmax denominator, replacing ``-inf`` by 0."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return replace_negative_infinity(lse, 0.0)
@@ -90,7 +90,7 @@ def backward(
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)
     table = _with_zero_row(kv)
-    # The last entry collects gradients of invalid indices.
+    # The spare last entry collects key gradients of invalid indices.
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)
     p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None

@@ -11,7 +11,7 @@ from megatron_dsa.ops.common.launch import launch
 from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.torch import denominator
 
-#: Entries, dims per step, minimum and maximum heads in a thread block's product.
+#: Product sizes of a thread block: key entries, dims per step, fewest and most heads.
 ENTRIES, DIMS, LEAST_HEADS, MOST_HEADS = 64, 64, 16, 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

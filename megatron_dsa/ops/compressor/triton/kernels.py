@@ -11,7 +11,7 @@ zeros its tokens' first ``d``.
 import triton
 import triton.language as tl
 
-#: Lowest maximum, finite even times log2(e): -inf minus the maximum must not be NaN.
+#: Initial maximum, finite even times log2(e), so that -inf minus the maximum is not NaN.
 _LOWEST = tl.constexpr(-1.0e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -21,13 +21,13 @@ _PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"
 
 @triton.jit
 def _exp_of_difference(x, y):
-    # tl.exp spends three more instructions on denormals.
+    # tl.exp spends three extra instructions on denormals.
     return tl.exp2(x * _LOG2_E - y * _LOG2_E)
 
 
 @triton.jit
 def _indices(first_row, position, slot, groups):
-    """Return each slot's first token, -1 if empty, and 1 if a group precedes it, else 0.
+    """Return each slot's first token (or -1), and 1 or 0 for a preceding group.
 
     Prefetched int32 values stay in registers.
     """
@@ -146,7 +146,7 @@ def pool_backward(
             t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
             after, at_after = _indices(first_row, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
-        # Prefetch the next indices, on which all loads wait.
+        # Prefetch the next group indices, on which all loads wait.
         first, at = _indices(first_row, position, slot + programs * BLOCK_G, groups)
         top, total, pooled = _softmax(u, s, v, t, OVERLAP)
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)

@@ -69,8 +69,7 @@ def _run_backward(inputs, dout, dvalues, dscores) -> torch.Tensor:
     warps = _warps(inputs, tile, 16)
     parts = ceil_div(inputs.dim, tile["BLOCK_D"])
     blocks = ceil_div(slots, tile["BLOCK_G"])
-    # One wave: an SM holds 16 warps with 128 registers per thread. More programs would only add
-    # partial sums, of up to 4 MB.
+    # Launch one wave: an SM holds 16 warps with 128 registers per thread.
     at_once = 16 // warps * (processors(values.device) if values.is_cuda else 2)
     programs = min(blocks, max(1, at_once // parts))
     partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)

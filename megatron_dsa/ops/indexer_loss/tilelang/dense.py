@@ -51,7 +51,7 @@ class HopperTiles(TritonTiles):
         return out
 
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Yield each part's first head, keys ``[w, h, nope + ...]`` and shared rope key."""
+        """Yield groups of heads: first head, keys ``[w, h, nope + ...]``, shared rope key."""
         if isinstance(keys, torch.Tensor):
             yield 0, keys.contiguous(), None
         elif isinstance(keys, ExpandedKeys):
@@ -73,6 +73,6 @@ def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
         nope = q.shape[2] if keys.shape[1] == q.shape[1] else 0
     else:
         nope = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.nope.shape[2]
-    if nope == q.shape[2]:  # the kernel reads a head's last dims as its rope key
+    if nope == q.shape[2]:  # the kernel reads a head's last dims as rope key
         nope -= ROPE
     return nope if DIMS.get(nope) == q.shape[2] else None

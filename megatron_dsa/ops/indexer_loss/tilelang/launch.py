@@ -56,7 +56,7 @@ def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
 
 
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
-    """Return the fixed-point scale of dk.
+    """Return the key gradient's fixed-point scale.
 
     A query adds at most ``2 sum_h |w_h| max|q|`` to an element of dk.
     """

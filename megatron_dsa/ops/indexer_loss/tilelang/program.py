@@ -13,7 +13,7 @@ a warpgroup that multiplies and adds, two warps that gather keys, and two warps 
 in the adding warps would wait for their adds.
 """
 
-# No postponed annotations: TileLang reads shapes from them.
+# Postponed annotations would hide shapes from TileLang.
 from types import SimpleNamespace
 
 from tilelang import language as T
@@ -24,16 +24,16 @@ from megatron_dsa.ops.hopper.tiles import GROUP, TILE, BlockWork, fetch_tile
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
 
-#: Dims of an index head, maximum entries of a list.
+#: Dims of an index head, and maximum length of a key list.
 DIM, MOST = 128, 2048
-#: Registers per thread of both warpgroups, which share 256.
+#: Registers per thread of the multiplying and the gathering warpgroup.
 REGISTERS = (216, 40)
 STAGES = 3
-#: Gathering threads; each copies 16 bytes of every eighth key.
+#: Number of threads that gather keys, 16 bytes per copy.
 GATHERERS = 64
 
 
-# `at`: query of the thread block, `m`: shared memory, `here`: addresses of `m`, `done`: barriers.
+# Macro arguments: `at` is the query, `m` shared memory, `here` its addresses, `done` barriers.
 
 
 @T.macro
@@ -164,7 +164,7 @@ def addresses_of(m):
 
 
 def build(heads: int, gradients: bool = True, fixed_point: bool = False):
-    """Return the TileLang program for 1 to 64 index heads of 128 dims, with the relu.
+    """Return the TileLang program for 1 to 64 relu index heads of 128 dims.
 
     Arguments (contiguous, sizes dynamic):
         Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``

@@ -1,4 +1,4 @@
-"""CUDA source of the sparse loss.
+"""CUDA source of the sparse indexer loss.
 
 In accumulators ``[64 keys, 64 index heads]``, thread ``(warp, line, t)`` (``line``: lane / 4,
 ``t``: lane % 4) holds keys ``16 warp + line + {0, 8}`` and heads ``8 j + 2 t + {0, 1}``, at ``4 j +

@@ -24,7 +24,7 @@ from megatron_dsa.ops.indexer_topk.spec import IndexerInputs
 from megatron_dsa.ops.layout.layout import Layout, Seen
 
 BLOCK = 128
-#: Maximum tile edge: tokens of a tile share expanded keys, keys share queries.
+#: Maximum edge of a tile, whose tokens share expanded keys.
 LONGEST_EDGE = 2048
 FEWEST_HEADS = 16
 
@@ -46,7 +46,7 @@ class Launch:
         return ceil_div(rows, self.rows), ceil_div(columns, self.columns)
 
 
-#: Required shared memory -> launch parameters; the first entry that fits is used.
+#: Launch parameters by required shared memory; the first entry that fits is used.
 LAUNCHES = {
     200 * 1024: {
         "head_sums": Launch(128, 128, 4),
@@ -87,7 +87,7 @@ def dense(inputs: DenseLossInputs) -> IndexerLoss:
 
 
 class TritonTiles:
-    #: True if teachers copy non-contiguous operands.
+    #: True if teacher kernels copy non-contiguous operands.
     copies = False
 
     def __init__(self, inputs: DenseLossInputs):
@@ -97,7 +97,7 @@ class TritonTiles:
         self._launches = launches(self._keys.device)
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
-        """Return a copy with 0 for keys that no query sees, because NaN times 0 is NaN."""
+        """Copy index keys and zero hidden keys, because NaN times 0 is NaN."""
         keys = take(self._keys, layout, slots)
         return keys.masked_fill(~self._covered[slots, None], 0.0).contiguous()
 
@@ -197,9 +197,9 @@ class TritonTiles:
         )  # fmt: skip
 
     def _key_parts(self, keys: TeacherKeys, heads: int):
-        """Yield heads, ``own [w, h or 1, OWN_DIM]``, ``shared [w, DIM - OWN_DIM]`` and strides.
+        """Yield groups of heads, their own and shared key dims, and strides.
 
-        ``shared`` is ``own`` if heads share no dims.
+        ``own [w, h or 1, OWN_DIM]``; ``shared [w, DIM - OWN_DIM]`` is ``own`` without shared dims.
         """
         if isinstance(keys, torch.Tensor):
             keys = _dense_rows(keys)
@@ -243,7 +243,7 @@ def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
     item, gathers = q.element_size(), inputs.layout.key_rows is not None
-    # Teachers (two during an all-reduce), score gradients, partial key gradients.
+    # Temporaries per pair: one or two teachers, score gradients, partial key gradients.
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)

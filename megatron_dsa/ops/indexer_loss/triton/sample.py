@@ -48,7 +48,7 @@ def _spread(
     NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     target = tl.program_id(0).to(tl.int64)
-    # Rounding may begin a tile one token before its stretch; a tile may end in the next stretch.
+    # A sampled tile may begin one token before its stretch or end in the next stretch.
     stretch = (target * tiles + tiles - 1) // total
     source = target * 0 - 1
     for back in tl.static_range(2):

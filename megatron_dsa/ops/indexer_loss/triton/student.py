@@ -1,4 +1,4 @@
-"""Triton kernels for the student of the dense loss."""
+"""Triton kernels for the student of the dense indexer loss."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def student_loss(
         log_student = scores - tl.load(student_lse + safe_row)[:, None]
         seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
         goal = tl.load(teacher + at)
-        # NaN must reach the loss.
+        # NaN in the teacher must reach the loss.
         log_goal = tl.log2(tl.where(goal == 0.0, 1.0, goal)) * _LN_2
         loss = tl.sum(tl.where(seen, goal * (log_goal - log_student), 0.0), 1)
         if dscores is not None:

@@ -1,4 +1,4 @@
-"""Triton kernels for the teacher of the dense loss.
+"""Triton kernels for the teacher of the dense indexer loss.
 
 One loop runs over both heads (or blocks of keys) and chunks of :data:`CHUNK` dims, so that loads
 overlap for any head dim.

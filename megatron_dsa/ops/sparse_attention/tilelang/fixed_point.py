@@ -22,7 +22,7 @@ from megatron_dsa.ops.sparse_attention.spec import SparseAttentionInputs
 def units_per_one(
     inputs: SparseAttentionInputs, out: torch.Tensor, dout: torch.Tensor
 ) -> torch.Tensor:
-    """Return the fixed-point scale of the key gradient without synchronisation.
+    """Return the key gradient's fixed-point scale without GPU synchronisation.
 
     The scale is NaN or 0 if an input other than the keys is not finite. With ``inputs.key_sum``,
     one scale serves all calls.
@@ -34,13 +34,13 @@ def units_per_one(
         outputs = largest(out)
     else:
         rows, (queries, gradient) = inputs.key_sum.rows, inputs.key_sum.bounds()
-        outputs = values  # outputs are averages of values
+        outputs = values  # attention outputs are averages of values
     per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + outputs)
     return units_for(rows, per_row * queries + gradient)
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Convert the one-kernel backward's integers ``[keys, dim]`` to fp32 in column order.
+    """Convert integer key gradients ``[keys, dim]`` to fp32 in column order.
 
     The backward stores 16 columns ``[2 halves, 4 threads, 2]`` as ``[2 halves, 2, 4 threads]``.
     """

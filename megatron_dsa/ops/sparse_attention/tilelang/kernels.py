@@ -12,13 +12,13 @@ TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a
 
 
 class Way(Enum):
-    """Kernels of a backward, each with its column order of dKV."""
+    """Choice of backward kernels, which sets the column order of dKV."""
 
     PORTABLE = "portable"
-    #: One Hopper kernel; dKV in fragment order.
+    #: One Hopper kernel writes dKV in fragment order.
     ONE = "one kernel"
-    #: Hopper's query_gradient, then key_gradient, which adds to dKV once for all tiles of heads.
-    #: For coalesced atomics, fp32 is in transposed fragment order, integers in column order.
+    #: Of two Hopper kernels, the second adds to dKV once for all head tiles: fp32 in transposed
+    #: fragment order, integers in column order.
     TWO = "two kernels"
 
 

@@ -44,7 +44,7 @@ def backward(
     dout: torch.Tensor,
     kernels: Kernels | None = None,
 ):
-    """Return ``dq``, ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
+    """Return ``dq``, fp32 ``dkv``, optional fp32 ``dsink`` and optional ``p_sum``.
 
     ``dkv`` is ``None`` with ``inputs.key_sum``. In torch's deterministic mode results are bitwise
     repeatable (:mod:`.fixed_point`), unless a query lists a key twice.
@@ -56,7 +56,7 @@ def backward(
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     heads, tile = q.shape[1], kernels.rows("backward")
     way, group = kernels.way(heads, fixed), queries_per_tile(heads, tile)
-    # The fp32 sum of two tiles does not depend on their order.
+    # The fp32 sum of two head tiles is the same in either order.
     sums_heads = inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
     total = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
     total = total.contiguous()
@@ -81,7 +81,7 @@ def backward(
         del sums
     dsink = None
     if sink is not None:
-        # Without keys and with a sink of -inf, return 0 instead of NaN.
+        # Queries without keys, with a sink of -inf, get gradient 0 instead of NaN.
         total = replace_negative_infinity(total, float("inf"))
         dsink = -(torch.exp(sink.float() - total) * delta).sum(0)
     return dq, keys.result() if inputs.key_sum is None else None, dsink, p_sum
@@ -94,7 +94,7 @@ class _KeySum:
     v_dim: int
     dkv: torch.Tensor
     units: torch.Tensor
-    #: NaN if any output was not finite, else 0.
+    #: Addend that is NaN after a non-finite attention output, else 0.
     poison: torch.Tensor | float = 0.0
 
     def result(self) -> torch.Tensor:
@@ -192,11 +192,11 @@ def key_lists(
     indices, length = caller_lists(inputs)
     form_unions = (kernels or kernels_for(indices.device)).unions(group, with_places)
     capacity = group * width
-    # Bytes per entry: id, members, head sums, int32 and int64 indices.
+    # Temporary bytes per list entry: id, members, head sums, int32 and int64 indices.
     bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
-        groups //= 2  # the caller still holds the previous part
+        groups //= 2  # the caller still holds the previous lists in memory
         wave = 1 if indices.device.type == "cpu" else max(1, processors(indices.device))
         groups = groups // wave * wave or groups
     step = max(1, groups) * group

@@ -40,7 +40,7 @@ def to_callers_lists(
                 BLOCK=block,
             )  # fmt: skip
         return
-    # Bytes per entry: validity, masked and int64 indices, two copies of the result.
+    # Temporary bytes per list entry: validity, masked and int64 indices, two results.
     step = rows_in_budget(workspace_bytes, width * 24)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))

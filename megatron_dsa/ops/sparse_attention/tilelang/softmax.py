@@ -42,7 +42,7 @@ def write_lse(Lse, top, total, at, shape):
 @T.macro
 def read_lse(Lse, m, at, tile, thread):
     if thread < tile:
-        # ``exp2(S - inf)`` is 0 for queries without keys and for padding heads.
+        # With an lse of inf, queries without keys get probabilities of 0.
         m.lse[thread] = T.infinity("float32")
         if thread < at.rows:  # noqa: SIM102 (the next condition reads memory)
             if Lse[at.first + thread] > -T.infinity("float32"):

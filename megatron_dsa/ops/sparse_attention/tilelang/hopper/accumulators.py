@@ -7,7 +7,7 @@ double the rounding error.
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 
-#: In this unit, P up to 2 fits fp16.
+#: Unit in which probabilities up to 2 fit fp16.
 P_UNIT = 2.0**-14
 
 SOURCE = (

@@ -34,7 +34,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
-#: Registers per thread of S, DP, KV and GATHER.
+#: Registers per thread of the warpgroups S, DP, KV and GATHER.
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 
@@ -49,7 +49,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
         for side in (0, 1):
             T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
             if side == 0:
-                # KV has read the ids of block i - 2, whose P was overwritten.
+                # Warpgroup KV has read the key ids of block i - 2.
                 queries.next_ids(lists, m, at, i, thread)
             columns = ((0, HALF), (HALF, shape.dim))[side]
             queries.fetch_part(lists, m, done, side, columns, thread)
@@ -99,8 +99,8 @@ def exponentials(s, m, i, members, shape, scale):
     T.wait_wgmma(0)
     for part in tuple(range(0, TILE, 16)):
         for k, h in T.Parallel(TILE, 16):
-            # P of invalid entries may be any finite number: dQ multiplies their dS by a zero key,
-            # and dKV skips them.
+            # Invalid entries may have any finite P: dQ multiplies by a zero key, and dKV skips
+            # the entries.
             s[k, part + h] = T.exp2(T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0))
             if shape.group > 1:
                 member = members[k] >> T.cast((part + h) // shape.heads, "uint8") & 1
@@ -126,7 +126,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
-        # Wait until KV and DP have read the old dS.
+        # Wait until other warpgroups have read the old dS.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         T.copy(s, m.p)
         for side in (0, 1):
@@ -137,7 +137,7 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[0])
-    # No other warpgroup still reads these key columns.
+    # Other warpgroups have finished reading the key columns that receive dQ.
     queries.write_columns(dQ, m, dq, at, 9)
 
 
@@ -162,7 +162,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
             call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product reads the dS of all warps.
+        # The dQ product reads the dS of all warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(0)
@@ -208,7 +208,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Barriers count copies and threads.
+            # Barriers count arriving copies and threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

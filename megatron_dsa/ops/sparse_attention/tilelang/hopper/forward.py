@@ -39,7 +39,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
     write_lse,
 )
 
-#: Registers per thread of EVEN, ODD and GATHER.
+#: Registers per thread of the warpgroups EVEN, ODD and GATHER.
 REGISTERS = (216, 216, 72)
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
@@ -82,7 +82,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     lists = Lists(KV, Ids, Members, shape.group, ahead, members)
     list_ahead(lists, at, 0, PAIR, thread)
     for i in T.serial(at.blocks(PAIR)):
-        # Pair i - 2, whose ids are overwritten here, has freed its buffers.
+        # The buffers of pair i - 2 are free, so overwrite the pair's ids.
         ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
         m.ids[i % 2, thread] = ahead[0]
         note_members(lists, m, i, word, thread)
@@ -126,7 +126,7 @@ def select(s, m, i, buffer, shape, tx):
 
 @T.macro
 def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
-    """Divide by the sum of P and write half of O; ODD also writes lse."""
+    """Normalise and write half of O; warpgroup ODD also writes lse."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
     # O reuses the key buffers, which both warpgroups must have read.
@@ -273,7 +273,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     Ids outside of KV select nothing; Lse excludes Sink; scale is positive.
     """
     shape = Shape(heads, dim, v_dim, group)
-    # P0 overwrites K0's columns past the values, which only S0 needs.
+    # P0 overwrites K0's rope columns, which only S0 needs.
     slots = 1 if shape.tail else 2
     needed = 2 * TILE * (3 * dim + slots * TILE) + 4 * (4 * TILE + 2 * TILE + 8 * group) + 1024
     if needed > SHARED:
@@ -305,7 +305,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Barriers count copies and threads.
+            # Barriers count arriving copies and threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

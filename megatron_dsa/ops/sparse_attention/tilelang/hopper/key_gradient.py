@@ -24,7 +24,7 @@ from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, BlockWork, S
 REGISTERS = (216, 216, 72)
 #: Value columns per accumulator; a consumer has two accumulators.
 COLUMNS = 128
-#: Number of head tiles -> blocks of P and dS in shared memory.
+#: Blocks of P and dS in shared memory per number of head tiles.
 STAGES = {1: 4, 2: 2}
 TILE_BYTES = 2 * TILE * TILE * 2
 TRANSPOSED = {"transpose_A": True, "transpose_B": True}
@@ -245,14 +245,14 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
         with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
-                # One buffer per tile: wgmma_gemm misplaces columns past 64 in a slice.
+                # Allocate one buffer per head tile: wgmma_gemm misplaces a slice's columns past 64.
                 q=[T.alloc_shared([TILE, owned + shape.tail], bf16) for _ in range(tiles)],
                 do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
                 pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),
                 ids=T.alloc_shared([stages, TILE], int32),
             )
             done = SimpleNamespace(
-                # The barrier counts threads that write ids and the thread that starts the copy.
+                # The barrier counts the thread that starts the copy and all threads that write ids.
                 full=T.alloc_barrier(arrive_count=[TILE + 1] * stages),
                 free=T.alloc_barrier(arrive_count=[GROUP * (3 - tiles)] * stages),
                 turn=T.alloc_barrier(arrive_count=[GROUP, GROUP]),

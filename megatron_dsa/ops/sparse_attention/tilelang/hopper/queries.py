@@ -88,7 +88,7 @@ def fetch_part(lists, m, done, part, columns, thread):
 
 @T.macro
 def left_columns():
-    """Return zeroed accumulators for the left half of dQ, with their columns.
+    """Return zeroed accumulators of dQ's left half, and their column ranges.
 
     Each holds a quarter: an instruction must not need more registers than a thread starts with.
     """

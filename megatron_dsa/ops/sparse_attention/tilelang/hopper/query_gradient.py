@@ -28,7 +28,7 @@ from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNI
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE as REDUCTION
 
-#: Registers per thread of S, DP and GATHER.
+#: Registers per thread of the warpgroups S, DP and GATHER.
 REGISTERS = {576: (208, 232, 64), 512: (208, 224, 72)}
 BYTES = TILE * TILE * 2
 
@@ -106,7 +106,7 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
             )
         T.barrier_arrive(done.s_issued)
         T.wait_wgmma(0)
-        # Wait until the copy has read the old P; DP has read the old dS.
+        # Wait until the copy to global memory has read the old P.
         if thread == 0:
             call("dsa_tile_is_read")
         T.sync_threads(9, GROUP)
@@ -122,14 +122,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
         T.barrier_wait(done.ds, i & 1)
-        # DP's first product runs undisturbed and frees its keys early.
+        # Waiting lets warpgroup DP's first product free its keys early.
         T.barrier_wait(done.keys_free[0], i & 1)
         queries.add_keys(m, dq)
         T.wait_wgmma(1)
         T.barrier_arrive(done.keys_free[1])
         T.wait_wgmma(0)
         T.barrier_arrive(done.keys_free[3])
-    # No other warpgroup still reads these key columns.
+    # Other warpgroups have finished reading the key columns that receive dQ.
     T.sync_threads(9, GROUP)
     queries.write_columns(dQ, m, dq, at, 9)
     call("dsa_tiles_are_stored")
@@ -162,7 +162,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
-        # The product reads the dS of all warps.
+        # The dQ product reads the dS of all warps.
         T.barrier_wait(done.ds, i & 1)
         queries.add_keys(m, dq)
         store(i, done.ds, target[0], here[0], thread)
@@ -170,7 +170,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         T.wait_wgmma(len(dq) - 1)
         T.barrier_arrive(done.keys_free[0])
         T.wait_wgmma(0)
-        # S overwrites dS once the next keys arrive: the copy must have read dS.
+        # Warpgroup S overwrites dS, so the copy to global memory must have read dS.
         if thread == 0:
             call("dsa_tile_is_read")
         T.barrier_arrive(done.keys_free[2])

@@ -108,7 +108,6 @@ def build(
             peak = T.alloc_fragment([tile], fp32)
             top = T.alloc_fragment([tile], fp32)
             factor = T.alloc_fragment([tile], fp32)
-            # Partial sums per thread, reduced once at the end.
             sums = T.alloc_fragment([tile, block_keys], fp32)
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
@@ -122,7 +121,7 @@ def build(
             T.clear(sums)
             T.fill(top, LOWEST)
             for i in T.serial(at.blocks(block_keys)):
-                # Block i has arrived, and all threads have read block i - 1.
+                # Key block i has arrived, and all threads have read key block i - 1.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
                 gather_next(source, m, at, i + stages - 1, tiling, thread)

@@ -9,7 +9,7 @@ from megatron_dsa.ops.hopper.tiles import COPIERS, fetch
 
 @dataclass(frozen=True)
 class Tiling:
-    """Work of a thread block.
+    """Query heads and key buffers of a thread block.
 
     Attributes:
         rows: query heads, of one or several queries.
