@@ -31,7 +31,7 @@ def random_index_inputs(
 def integer_index_inputs(
     shape: Shape, tokens: int, device: torch.device, *, seed: int = 6, span: int = 1, relu=True
 ) -> IndexerInputs:
-    """Draw integers up to ``span``, whose scores are exact and often tie."""
+    """Draw integers up to ``span``, so that scores are exact and often tie."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size):
@@ -76,7 +76,7 @@ class SelectionCase:
         return expected_scores(self.inputs, self.tokens)
 
     def selected(self, found: Comparison, indices, length) -> torch.Tensor:
-        """Check that lists are valid; return them as bool ``[len(tokens), Skv]``."""
+        """Check that lists are valid; return a mask of listed keys, ``[len(tokens), Skv]``."""
         indices, length = indices[self.tokens].long(), length[self.tokens].long()
         listed = torch.arange(self.topk, device=indices.device) < length[:, None]
         wanted = self.visible.sum(-1).clamp_max(self.topk)

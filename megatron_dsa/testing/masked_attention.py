@@ -61,7 +61,7 @@ def masked_case(
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     dim = dims.nope + dims.rope
     q = draw(tokens, dims.heads, dim)
-    # Without these means, results would cancel to rounding error.
+    # Nonzero means keep results from cancelling to rounding error.
     kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
     k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
     dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()

@@ -33,7 +33,7 @@ class Factor:
         return cls(float(factor))
 
     def on_device(self) -> Factor:
-        """Return the same factor without host tensors, which would stall the device."""
+        """Return the factor without host tensors, which would stall the device."""
         number, tensors = self.number, [self.times, self.over]
         if self.times is not None and self.times.device.type == "cpu":
             number, tensors[0] = number * self.times.item(), None

@@ -9,7 +9,7 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: Arguments ``first``, ``neighbours`` and ``transform`` of ``rotate_index``.
+#: Type of the arguments ``first``, ``neighbours`` and ``transform`` of ``rotate_index``.
 Kind = tuple[bool, bool, bool]
 _ROPE: Kind = (False, True, False)
 

@@ -207,7 +207,7 @@ def _index_backward(
     NEIGHBOURS: tl.constexpr, JOINED: tl.constexpr, TRANSFORM: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the transform, which is its own inverse, and rotate back."""
+    """Apply the Hadamard transform, which is its own inverse, and rotate pairs back."""
     row, token, head, inside = _heads_of(heads, count, BLOCK)
     at, to = token * token_stride + head * head_stride, row * D
     if TRANSFORM:

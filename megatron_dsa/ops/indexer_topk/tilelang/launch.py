@@ -36,7 +36,7 @@ class Selection:
     def __call__(
         self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Select without changing ``scores``, which are fp32 with any stride between queries."""
+        """Select the best keys; ``scores`` are read-only fp32, with any stride between queries."""
         from megatron_dsa.ops.indexer_topk.tilelang.selection import (
             TOPK,
             aim,

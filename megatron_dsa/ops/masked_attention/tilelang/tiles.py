@@ -1,4 +1,4 @@
-"""Tiles, dims and scheduling of the kernels.
+"""Tiles, dims and scheduling of the masked attention kernels.
 
 In macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers and
 ``tx`` the thread index.
@@ -16,7 +16,7 @@ from megatron_dsa.ops.hopper.tiles import GROUP
 
 KEYS = 128
 STAGES = 2
-#: Registers per thread of consumers and producer.
+#: Registers per consumer thread and per producer thread.
 REGISTERS = (240, 24)
 THREADS = 3 * GROUP
 #: Compiler options; TileLang's guards against out-of-range accesses would cost registers.
@@ -40,7 +40,7 @@ __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes for some dims, limited by registers.
+    """Tile sizes for one model's dims, limited by registers.
 
     Attributes:
         forward_keys: keys per forward tile, either a group of key bits or half a group.

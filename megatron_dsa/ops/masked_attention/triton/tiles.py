@@ -15,7 +15,7 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lists of non-empty tiles, undefined past their counts; backwards need the last three.
+    """Lists of non-empty tiles, undefined past their counts.
 
     ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
 
