@@ -30,13 +30,13 @@ class PairDims:
     sparse: int
 
 
-#: DeepSeek-V3.2's dims.
+#: Key and value dims of DeepSeek-V3.2.
 MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Costs in picoseconds per head.
+    """Attention costs in picoseconds per head.
 
     Attributes:
         masked: cost of a visible pair of query and key.
@@ -53,7 +53,7 @@ class AttentionCosts:
         return masked < self.sparse * _pairs(length, topk)
 
     def crossover(self, topk: int) -> int:
-        """Return the longest sequence for which masked dense attention is cheaper, or 0."""
+        """Return the longest sequence for which masked is cheaper than sparse attention, or 0."""
         # From `topk` tokens on, sparse attention has a constant cost per token, masked attention a
         # rising cost: `lead` is the last token at which masked attention is cheaper.
         lead = math.ceil((self.sparse * topk - self.expansion) / self.masked) - 1

@@ -107,7 +107,7 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
     kv = torch.cat([norm(kv_latent, w, "kv_layernorm"), rotate(k_pe, rope)], -1)
 
     q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, N + P]
-    softmax_scale = q.shape[2] ** -0.5  # not (R + P)^-0.5
+    softmax_scale = q.shape[2] ** -0.5  # dims before absorption, not R + P
     q_nope, q_pe = q.split([q.shape[2] - rope_dim, rope_dim], -1)
     # Absorption: q_nope . (W_uk c) = (q_nope W_uk) . c; W_uv is applied to the output.
     up = w["linear_kv_up_proj.weight"].view(heads, -1, rank)  # [H, N + V, R]
@@ -257,5 +257,5 @@ def kda_attention(q, k, v, g, beta, A_log, dt_bias, lower_bound) -> torch.Tensor
 
 
 def kda_norm(x, gate, weight, eps) -> torch.Tensor:
-    """Normalise each head of ``x [..., H, D]``, multiply by ``weight [D]`` and sigmoid(gate)."""
+    """Normalise heads of ``x [..., H, D]``, then multiply by ``weight [D]`` and sigmoid(gate)."""
     return rms_norm(x, x.shape[-1:], weight, eps) * gate.sigmoid()

@@ -14,7 +14,7 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_ent
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
-#: Enough queries to fill a GPU, few enough to run within seconds.
+#: Number of queries that fill a GPU but run within seconds.
 MAX_TIMED_ROWS = 4096
 BUDGET_BYTES = 2**30
 #: Every eleventh key and the last key are never selected.

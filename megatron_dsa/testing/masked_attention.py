@@ -20,7 +20,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Heads per rank and head dims without rope, with rope and of values; V3.2 by default."""
+    """Heads per rank and dims per head (without rope, with rope, of values), by default V3.2's."""
 
     heads: int = 128
     nope: int = 128

@@ -84,7 +84,7 @@ def valid_entries(
 def lengths(
     indices: torch.Tensor, topk_length: torch.Tensor | None, in_range: bool = False
 ) -> torch.Tensor:
-    """Return the list lengths, int32 ``[Sq]``; ``topk_length`` is clamped unless ``in_range``."""
+    """Return the lengths of lists, int32 ``[Sq]``; clamp ``topk_length`` unless ``in_range``."""
     width = indices.shape[1]
     if topk_length is None:
         return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)

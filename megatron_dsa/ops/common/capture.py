@@ -50,7 +50,7 @@ class CachedFunction[**Arguments, Result]:
 
     def __call__(self, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         def make() -> Result:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # training reuses tensors cached in evaluation
                 return self._function(*arguments, **named)
 
         key = (*arguments, *sorted(named.items())) if named else arguments

@@ -94,7 +94,7 @@ def scaled_together(
         return results
     value = factor.value(gradients[0].device)
     for gradient, result in zip(gradients, results, strict=True):
-        # A factor with one dim promotes the product to its dtype, so only the write rounds.
+        # A one-dim factor promotes the product to the factor's dtype, so only the write rounds.
         torch.mul(gradient, value.to(accumulation_dtype(gradient.dtype)).view(1), out=result)
     return results
 

@@ -192,7 +192,7 @@ class _DeltaRule(torch.autograd.Function):
 
 def _segment_of(ctx, part: slice) -> Callable:
     chunks, document = slice(part.start // CHUNK, ceil_div(part.stop, CHUNK)), ctx.document
-    if document is None:  # one mask serves all chunks
+    if document is None:
         chunks, document = slice(1), torch.zeros(1, CHUNK, device=ctx.device)
     masks = _Masks.of(document, chunks)
     return partial(_segment, masks=masks, lower_bound=ctx.lower_bound)

@@ -173,7 +173,7 @@ class _Settings:
         return ListedProbabilities(*exchange_parts(found, len(tokens), parts, group))
 
     def part_size(self, tokens: int) -> int:
-        """Return the tokens of a part of the teacher.
+        """Return the number of tokens per teacher part.
 
         A part fits an eighth of the workspace, or a quarter if half of the tokens then fit.
         """

@@ -52,7 +52,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Calling apply allows second derivatives.
+        # Calling `_Rotate.apply` allows second derivatives.
         return _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
 
 

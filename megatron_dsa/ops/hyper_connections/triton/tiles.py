@@ -58,7 +58,7 @@ class _Tile:
 
 
 _READ, _HEAD = _Tile(64, 3, 2, 0.05), _Tile(32, 4, 4, 0.16)
-#: Maximum parts of the tokens, since each part writes partial sums.
+#: Maximum number of token parts, each of which writes partial sums.
 MOST_PARTS = 8
 
 

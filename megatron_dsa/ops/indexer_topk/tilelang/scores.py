@@ -55,9 +55,9 @@ class Kind:
         return self.heads, COLUMNS, self.is_fp8
 
 
-# Arguments of the macros: `at` holds Start and End; `m` shared memory; `done` its barriers; `share`
-# tile, key blocks of the tile to skip, blocks left, blocks done, tiles done; `span` the first block
-# and the number of blocks.
+# Macro arguments: `at` holds Start and End; `m` holds shared memory; `done` holds barriers; `share`
+# holds tile, key blocks of the tile to skip, blocks left, blocks done, tiles done; `span` holds the
+# first block and the number of blocks.
 
 
 def walk():

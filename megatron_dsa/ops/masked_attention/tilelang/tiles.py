@@ -23,8 +23,8 @@ THREADS = 3 * GROUP
 PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Maps a thread block to a block of queries or keys, a head, and the number of tiles. ``together``
-#: heads run at a time, so that their keys stay in L2.
+#: CUDA function that maps a thread block to a block of queries or keys, a head, and the number of
+#: tiles. ``together`` heads run at a time, so that their keys stay in L2.
 PLACE = r"""
 __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {

@@ -104,7 +104,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program, which writes only values in dKV."""
+    """Return the TileLang program, which writes only the value gradients to dKV."""
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:
         raise ValueError(
