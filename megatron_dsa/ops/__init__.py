@@ -1,4 +1,4 @@
-"""Operations and their implementations, one folder each.
+"""Operations, one folder each, with their implementations.
 
 ``api.py`` has the public function; ``spec.py`` the inputs, candidates in dispatch order, fake
 kernels for memory plans, and reference; ``torch.py`` runs everywhere. Files and folders named after

@@ -1,4 +1,4 @@
-"""Costs of sparse attention and masked dense attention to selected keys.
+"""Cost estimates of sparse attention and masked dense attention.
 
 Sparse attention computes only selected pairs; masked dense attention computes all visible pairs,
 each at a lower cost, and under context parallelism expands gathered latents on every rank.
@@ -9,12 +9,11 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Picoseconds per pair and head for attention, and for the teacher of all queries, on one H200 in
-#: bf16 with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``). Layers of 8k to 12k tokens
-#: take within 6 % of the sum.
+#: Picoseconds per query-key pair and head of attention, and of the teacher of all queries, on one
+#: H200 in bf16 with DeepSeek-V3.2's dims (``docs/kernels/masked_attention.md``).
 MASKED_PS, TEACHER_PS = 4.6, 0.7
-#: Picoseconds per pair and head, by number of heads: fewer than 64 do not fill a tile. The teacher
-#: is a by-product of the backward, so teaching fewer queries saves little.
+#: Picoseconds per query-key pair and head, by number of heads: fewer than 64 heads do not fill a
+#: tile. The backward also yields the teacher, so teaching fewer queries saves little.
 SPARSE_PS = {16: 46.0, 32: 30.0, 64: 17.9}
 #: Floating-point operations per picosecond of large bf16 products (an estimate).
 PRODUCT_RATE = 600
@@ -22,7 +21,7 @@ PRODUCT_RATE = 600
 
 @dataclass(frozen=True)
 class PairDims:
-    """Key dims plus value dims; the cost of a pair is proportional to this sum.
+    """Key dims plus value dims, to which the cost of a query-key pair is proportional.
 
     ``masked``: dims of a head in plain MLA. ``sparse``: dims of a latent.
     """
@@ -31,13 +30,13 @@ class PairDims:
     sparse: int
 
 
-#: DeepSeek-V3.2's dims.
+#: Key and value dims of DeepSeek-V3.2.
 MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 
 @dataclass(frozen=True)
 class AttentionCosts:
-    """Costs in picoseconds per head.
+    """Attention costs in picoseconds per head.
 
     Attributes:
         masked: cost of a visible pair of query and key.
@@ -54,9 +53,9 @@ class AttentionCosts:
         return masked < self.sparse * _pairs(length, topk)
 
     def crossover(self, topk: int) -> int:
-        """Return the longest sequence for which masked dense attention is cheaper, 0 if none."""
-        # From `topk` tokens on, sparse attention costs the same per token and masked attention
-        # ever more: `lead` is the last token at which masked attention is cheaper.
+        """Return the longest sequence for which masked is cheaper than sparse attention, or 0."""
+        # From `topk` tokens on, sparse attention has a constant cost per token, masked attention a
+        # rising cost: `lead` is the last token at which masked attention is cheaper.
         lead = math.ceil((self.sparse * topk - self.expansion) / self.masked) - 1
         best = max(topk, lead)
         if not self.masked_is_cheaper(best, topk):
@@ -75,7 +74,7 @@ def attention_costs(
     expansion: float = 0.0,
     taught: float = 1.0,
 ) -> AttentionCosts:
-    """Return the costs on an H200.
+    """Return the attention costs on an H200.
 
     Args:
         heads: local query heads, interpolated in :data:`SPARSE_PS`.

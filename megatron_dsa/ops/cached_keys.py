@@ -39,7 +39,7 @@ def as_cached(
 ) -> torch.Tensor:
     """Quantize and dequantize bf16 keys ``[..., D]``, with straight-through gradient.
 
-    The last ``rope_dims`` are unchanged; the number of others is a multiple of ``form.block``.
+    The last ``rope_dims`` are unchanged; the number of other dims is a multiple of ``form.block``.
     """
     return _AsCached.apply(x, form, workspace_bytes, rope_dims)
 

@@ -12,7 +12,7 @@ query dims without rope and ``V`` value dims of V3.2; ``D`` head dims of V4.
 import torch
 from torch.nn.functional import layer_norm, pad, rms_norm, silu
 
-EPS = 1e-6  # for all norms
+EPS = 1e-6
 
 
 def linear(x, w, name) -> torch.Tensor:
@@ -100,14 +100,14 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, to
     attend to all past keys; ``dense`` has no indexer, so its loss is None. Hy4 also has a sink per
     head and an output gate.
     """
-    rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])  # P, R
+    rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])
     q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
     kv_latent, k_pe = linear(x, w, "linear_kv_down_proj").split([rank, rope_dim], -1)
     # One key [R + P] for all heads; the first R dims are the value.
     kv = torch.cat([norm(kv_latent, w, "kv_layernorm"), rotate(k_pe, rope)], -1)
 
     q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, N + P]
-    softmax_scale = q.shape[2] ** -0.5  # not (R + P)^-0.5
+    softmax_scale = q.shape[2] ** -0.5  # dims before absorption, not R + P
     q_nope, q_pe = q.split([q.shape[2] - rope_dim, rope_dim], -1)
     # Absorption: q_nope . (W_uk c) = (q_nope W_uk) . c; W_uv is applied to the output.
     up = w["linear_kv_up_proj.weight"].view(heads, -1, rank)  # [H, N + V, R]
@@ -173,7 +173,7 @@ def csa_layer(
     out = rotate(out, (rope[0], -rope[1])).reshape(len(x), o_groups, -1)
     o_weight = w["linear_o_group_proj.weight"].view(o_groups, -1, out.shape[2])
     out = torch.einsum("tgi,goi->tgo", out, o_weight).flatten(1)
-    # The teacher's softmax includes window and sink; the loss only compressed keys.
+    # The teacher's softmax includes window and sink; the loss includes only compressed keys.
     loss = None if scores is None else indexer_loss(scores, p_sum[:, :groups], seen[:, :groups])
     return linear(out, w, "linear_proj"), loss
 
@@ -192,7 +192,8 @@ def compress(x, w, rope, ratio, name) -> torch.Tensor:
     positions use the last ``d``.
     """
     groups = len(x) // ratio
-    x = x[: groups * ratio].unflatten(0, (groups, ratio))  # the tail is not compressed
+    # An incomplete last group is not compressed.
+    x = x[: groups * ratio].unflatten(0, (groups, ratio))
     values = linear(x, w, name + "linear_wkv")
     scores = linear(x, w, name + "linear_wgate") + w[name + "ape"]
     if ratio == 4:
@@ -203,7 +204,7 @@ def compress(x, w, rope, ratio, name) -> torch.Tensor:
 
 
 def join_previous(x, nothing) -> torch.Tensor:
-    """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` pads before group 0."""
+    """Join each group of ``x [groups, 4, 2d]`` with the previous group: ``[groups, 8, d]``."""
     previous, current = x.chunk(2, -1)
     first = torch.full_like(previous[:1], nothing)
     return torch.cat([torch.cat([first, previous[:-1]]), current], 1)
@@ -256,5 +257,5 @@ def kda_attention(q, k, v, g, beta, A_log, dt_bias, lower_bound) -> torch.Tensor
 
 
 def kda_norm(x, gate, weight, eps) -> torch.Tensor:
-    """Normalise each head of ``x [..., H, D]``, multiply by ``weight [D]`` and sigmoid(gate)."""
+    """Normalise heads of ``x [..., H, D]``, then multiply by ``weight [D]`` and sigmoid(gate)."""
     return rms_norm(x, x.shape[-1:], weight, eps) * gate.sigmoid()

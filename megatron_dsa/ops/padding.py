@@ -27,7 +27,7 @@ def widened(lists: torch.Tensor, value) -> torch.Tensor:
 
 def with_heads(x: torch.Tensor, heads: int, dim: int, value: float = 0.0) -> torch.Tensor:
     missing = heads - x.shape[dim]
-    if missing:  # pad copies even without padding
+    if missing:  # `pad` copies even without padding
         x = pad(x, (0, 0) * (-1 - dim) + (0, missing), value=value)
     return x.contiguous()
 

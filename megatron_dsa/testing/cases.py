@@ -14,7 +14,7 @@ from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, valid_ent
 from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.ops.layout.layout import Layout, QueryRange, bshd_layout, packed_layout
 
-#: Enough queries to fill a GPU, few enough to run within seconds.
+#: Number of queries that fill a GPU but run within seconds.
 MAX_TIMED_ROWS = 4096
 BUDGET_BYTES = 2**30
 #: Every eleventh key and the last key are never selected.
@@ -81,7 +81,7 @@ def chunks(tokens: int, bytes_per_token: int) -> Iterator[slice]:
 
 
 def sampled_tokens(tokens: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return evenly spread, ascending query tokens, including first and last."""
+    """Return evenly spread, ascending query tokens, including the first and last token."""
     return torch.linspace(0, tokens - 1, count, device=device).long().unique()
 
 
@@ -186,7 +186,7 @@ def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
     # Spoil every second list, so that valid lists remain between.
     longest = length.argsort(descending=True, stable=True)[::2].tolist()
     no_length, only_invalid, hole, past_the_end, stale = longest[:5]
-    length[no_length] = 0  # the ids stay in the list
+    length[no_length] = 0
     indices[only_invalid] = -1
     middle = int(length[hole]) // 2
     indices[hole, middle] = -1

@@ -21,12 +21,13 @@ INDEXER_LOSS = {
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
 #: Measured: with 131072 keys, fp8 inverts scores by up to 6.4e-3 of the largest.
 SCORE_INVERSION = 1e-2
-#: Minimum share of the float64 selection that is found.
+#: Minimum recall of the float64 selection.
 LEAST_RECALL = 0.99
-#: Minimum recall and score error with engine numerics, since tensor cores keep fewer bits.
+#: Minimum recall with engine numerics, lower than 1 because tensor cores keep fewer bits.
 LEAST_ENGINE_SHARE = 0.998
+#: Tolerance of scores with engine numerics.
 ENGINE_SCORES = 5e-3
-#: Float64 results below this are rounding errors.
+#: Float64 results with a lower root mean square are rounding errors.
 ROUNDING = 1e-14
 
 
@@ -71,7 +72,7 @@ class Comparison:
         return holds
 
     def compare(self, figure: str, got, expected: torch.Tensor) -> None:
-        """Add the relative error of ``got``; its shape must match."""
+        """Record the relative error of ``got``, or a complaint if its shape differs."""
         if not self.require(got is not None, f"{figure} is missing"):
             return
         shape, wanted = tuple(got.shape), tuple(expected.shape)
@@ -90,7 +91,7 @@ class Comparison:
         return max((e if math.isfinite(e) else math.inf for e in self.errors.values()), default=0.0)
 
     def compare_forward(self, out, lse, expected_out, expected_lse, empty, dtype) -> None:
-        """Compare attention; tokens marked ``empty`` have no keys."""
+        """Compare attention with float64; tokens marked ``empty`` have no keys."""
         self.compare("out", out, expected_out)
         self.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
         self.require((out[empty] == 0).all(), "out of a query without keys is not 0")

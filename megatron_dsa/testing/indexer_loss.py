@@ -71,7 +71,7 @@ def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tens
     for head in range(q.shape[1]):
         one = slice(head, head + 1)
         if not isinstance(inputs.k, torch.Tensor):
-            k = inputs.k.expanded(one)  # rounded like keys of the projection
+            k = inputs.k.expanded(one)  # rounded as keys from the projection are
         else:
             k = inputs.k if inputs.k.shape[1] == 1 else inputs.k[:, one]
         k = k.detach().double()

@@ -31,7 +31,7 @@ def random_index_inputs(
 def integer_index_inputs(
     shape: Shape, tokens: int, device: torch.device, *, seed: int = 6, span: int = 1, relu=True
 ) -> IndexerInputs:
-    """Draw integers up to ``span``, whose scores are exact and often tie."""
+    """Draw integers up to ``span``, so that scores are exact and often tie."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size):
@@ -76,7 +76,7 @@ class SelectionCase:
         return expected_scores(self.inputs, self.tokens)
 
     def selected(self, found: Comparison, indices, length) -> torch.Tensor:
-        """Check that lists are valid; return them as bool ``[len(tokens), Skv]``."""
+        """Check that lists are valid; return a mask of listed keys, ``[len(tokens), Skv]``."""
         indices, length = indices[self.tokens].long(), length[self.tokens].long()
         listed = torch.arange(self.topk, device=indices.device) < length[:, None]
         wanted = self.visible.sum(-1).clamp_max(self.topk)
@@ -89,7 +89,6 @@ class SelectionCase:
         found.require(rising.all(), "keys are not distinct and ascending")
         in_range = (indices >= 0) & (indices < self.layout.num_keys)
         found.require(in_range[listed].all(), "a selected key does not exist")
-        # Invalid entries go to a spare column.
         spare = self.layout.num_keys
         chosen = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
         chosen.scatter_(1, torch.where(listed & in_range, indices, spare), True)

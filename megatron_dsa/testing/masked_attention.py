@@ -20,7 +20,7 @@ from megatron_dsa.testing.comparison import Comparison
 
 @dataclass(frozen=True)
 class MaskedDims:
-    """Heads per rank and head dims without rope, with rope and of values; V3.2 by default."""
+    """Heads per rank and dims per head (without rope, with rope, of values), by default V3.2's."""
 
     heads: int = 128
     nope: int = 128
@@ -61,7 +61,7 @@ def masked_case(
     draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
     dim = dims.nope + dims.rope
     q = draw(tokens, dims.heads, dim)
-    # Without these means, results would cancel to rounding error.
+    # Nonzero means keep results from cancelling to rounding error.
     kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
     k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
     dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()

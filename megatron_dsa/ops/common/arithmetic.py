@@ -11,7 +11,7 @@ _BMM_WIDENS = parse_version(torch.__version__) >= (2, 8)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Round ``a / b`` up; Triton's own function takes a microsecond on the host."""
+    """Round ``a / b`` up; ``triton.cdiv`` takes a microsecond on the host."""
     return -(-a // b)
 
 
@@ -26,7 +26,7 @@ _ACCUMULATION = {
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32 for 16-bit types, else the type itself."""
+    """Return fp32 for 16-bit dtypes, else ``dtype`` itself."""
     return _ACCUMULATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
@@ -60,7 +60,7 @@ def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if total is not None:
         add_bmm(total[None], a[None], b[None])
-    elif a.is_meta:  # avoid copies, as in add_bmm
+    elif a.is_meta:
         total = a.new_empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype))
     else:
         total = mm(a, b)
@@ -84,7 +84,7 @@ def valid_entries(
 def lengths(
     indices: torch.Tensor, topk_length: torch.Tensor | None, in_range: bool = False
 ) -> torch.Tensor:
-    """Return the list lengths, int32 ``[Sq]``; ``topk_length`` is clamped unless ``in_range``."""
+    """Return the lengths of lists, int32 ``[Sq]``; clamp ``topk_length`` unless ``in_range``."""
     width = indices.shape[1]
     if topk_length is None:
         return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)
@@ -92,7 +92,7 @@ def lengths(
 
 
 def part_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Return ``x[tokens]``, or ``x`` itself if that is all tokens: a view costs host time."""
+    """Return ``x[tokens]``, or ``x`` itself for all tokens, since a view costs host time."""
     start, stop, step = tokens.start, tokens.stop, tokens.step
     whole = not start and step in (None, 1) and (stop is None or stop == x.shape[0])
     return x if whole else x[tokens]

@@ -22,7 +22,7 @@ def require_tensor(
     like: torch.Tensor | None = None,
     fix: str = "check the batch that it was made from",
 ) -> None:
-    """Raise a :class:`ConfigError` unless ``x`` is such a tensor on the device of ``like``.
+    """Raise a :class:`ConfigError` unless ``x`` fits ``shape``, ``dtypes`` and ``like.device``.
 
     Args:
         shape: a number per dim, or a name for a dim of any size.
@@ -34,7 +34,7 @@ def require_tensor(
         and (like is None or x.device == like.device)
         and _has_shape(x, shape)
     ):
-        return  # avoid formatting messages
+        return  # formatting the message costs host time
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     require(
         isinstance(x, torch.Tensor),

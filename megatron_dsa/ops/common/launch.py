@@ -11,7 +11,7 @@ import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-#: Versions whose compiled kernels take these arguments; others launch through Triton.
+#: True for Triton versions whose compiled kernels take the arguments that :func:`launch` passes.
 _KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 _REST = (), (1, 1), (1,), ()
 _Tensor = torch.Tensor
@@ -32,7 +32,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if found is None:
         one = kernel[grid](*args, **options)
         names = kernel.arg_names[len(args) :]
-        # Skip kernels with defaults, which `run` also needs, and those a hook did not compile.
+        # Do not cache kernels with default arguments, which `run` also needs, or kernels that a
+        # hook did not compile.
         if one is not None and all(name in options for name in names):
             constants = tuple(options[name] for name in names)
             compiled[device, key] = one.run, one.function, one.packed_metadata, constants

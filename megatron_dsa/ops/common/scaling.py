@@ -33,7 +33,7 @@ class Factor:
         return cls(float(factor))
 
     def on_device(self) -> Factor:
-        """Return the same factor without host tensors, which would stall the device."""
+        """Return the factor without host tensors, which would stall the device."""
         number, tensors = self.number, [self.times, self.over]
         if self.times is not None and self.times.device.type == "cpu":
             number, tensors[0] = number * self.times.item(), None
@@ -94,7 +94,7 @@ def scaled_together(
         return results
     value = factor.value(gradients[0].device)
     for gradient, result in zip(gradients, results, strict=True):
-        # A factor with one dim promotes the product to its dtype, so only the write rounds.
+        # A one-dim factor promotes the product to the factor's dtype, so only the write rounds.
         torch.mul(gradient, value.to(accumulation_dtype(gradient.dtype)).view(1), out=result)
     return results
 

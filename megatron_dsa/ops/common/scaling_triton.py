@@ -28,7 +28,7 @@ def _factor(number, times, over):
 @triton.jit
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     index = block * BLOCK + tl.arange(0, BLOCK)
-    if (block + 1) * BLOCK <= count:  # unmasked: masks prevent vectorised accesses
+    if (block + 1) * BLOCK <= count:  # masks would prevent vectorised accesses
         values = tl.load(x + index).to(tl.float32) * factor
         tl.store(out + index, values.to(out.dtype.element_ty))
     else:

@@ -20,7 +20,7 @@ def _copy(x, out, source, target, size, block, BLOCK: tl.constexpr):
     tl.store(out + target * size + column, values, mask=inside)
 
 
-# Other sizes and alignments must not compile the kernel again.
+# New sizes and alignments must not recompile the kernel.
 @triton.jit(
     do_not_specialize=["size", "size_b", "size_c", "size_d"],
     do_not_specialize_on_alignment=["tokens", "x", "x_b", "x_c", "x_d"],

@@ -22,7 +22,7 @@ BLOCK_KERNELS = {
 
 
 def choose(call: OpCall, name: str | None = None) -> BlockAttention:
-    """Return the kernel called ``name``, or by default the one that dispatch chooses."""
+    """Return the kernel ``name``, by default the kernel that dispatch chooses."""
     policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
     return BLOCK_KERNELS[DENSE_ATTENTION.choose(call, policy).candidate.name]
 

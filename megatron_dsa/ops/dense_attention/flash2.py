@@ -8,7 +8,7 @@ from megatron_dsa.ops.dense_attention.flash_shapes import Lengths, common_reason
 from megatron_dsa.ops.dispatch import OpCall, Reason, deterministic_mode
 from megatron_dsa.versions import installed_version, parse_version
 
-#: Version 2.7 split ``window_size`` into two arguments.
+#: flash-attn 2.7 split ``window_size`` into two arguments.
 _MINIMUM = "2.7"
 
 

@@ -1,6 +1,6 @@
 """Adapter of FlashAttention 4 (package flash-attn-4), whose values may be narrower than keys.
 
-It calls private functions because the backward needs ``out`` and ``lse`` of all blocks.
+The adapter calls private functions because the backward needs ``out`` and ``lse`` of all blocks.
 """
 
 import importlib

@@ -59,7 +59,7 @@ def covering(
     longest: int,
     reach: int | None = None,
 ) -> Packed:
-    """Return segments with these ends, and segments without keys for the remaining tokens.
+    """Return segments that end at ``ends``, and segments without keys for other tokens.
 
     ``ends`` has a pair of int ``[sequences]`` per segment, in order: the segment's end among query
     tokens and among keys. The last pair ends the sequence.

@@ -51,7 +51,7 @@ def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[
     lse = lse_to_kernel(lse, sequences)
     if _lse_dims(q.device) == 4:
         lse = lse.unsqueeze(-1)
-    # Required even without dropout.
+    # The kernel requires a seed even without dropout.
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,

@@ -23,7 +23,7 @@ def forward(q, k, v, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, tor
 
 
 def backward(dout, q, k, v, out, lse, lengths: Lengths, causal, scale) -> tuple[torch.Tensor, ...]:
-    # Required even without dropout.
+    # The kernel requires a seed even without dropout.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed[:0], scale=scale

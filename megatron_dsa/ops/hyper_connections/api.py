@@ -30,7 +30,7 @@ __all__ = ["Connection", "StreamsRead", "read_head", "read_streams", "write_stre
 
 
 class StreamsRead(NamedTuple):
-    """Input of a layer, and the tensors for its write.
+    """Result of :func:`read_streams`.
 
     Attributes:
         normed: ``[tokens, C]``, input of attention or MLP.
@@ -52,7 +52,7 @@ def read_streams(
     *,
     policy: Policy = Policy(),
 ) -> StreamsRead:
-    """Compute the layer's input and the weights for the write.
+    """Compute a layer's input and the weights of :func:`write_streams`.
 
     Args:
         streams: ``[tokens, n, C]``.
@@ -101,7 +101,7 @@ def read_head(
     *,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Read the streams at the end of the model.
+    """Reduce the streams to the model's normalised output.
 
     Arguments and errors are as in :func:`read_streams`, but ``fn`` has ``n`` outputs.
 

@@ -110,7 +110,7 @@ class ReadInputs:
 
 @dataclass(frozen=True)
 class WriteInputs:
-    """Inputs of a write: ``comb[i, j]`` is the share of stream ``i`` in the new stream ``j``."""
+    """Inputs of ``write_streams``: ``comb[i, j]`` is stream ``i``'s share of new stream ``j``."""
 
     output: torch.Tensor
     streams: torch.Tensor

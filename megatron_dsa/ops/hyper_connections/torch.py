@@ -26,7 +26,8 @@ def write(inputs: WriteInputs) -> torch.Tensor:
 
 def _chunks(streams: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
     size = streams.shape[1] * streams.shape[2] * accumulation_dtype(streams.dtype).itemsize
-    return slices(len(streams), rows_in_budget(workspace_bytes, 8 * size))  # up to eight copies
+    # A chunk needs up to eight copies.
+    return slices(len(streams), rows_in_budget(workspace_bytes, 8 * size))
 
 
 def _weights(x, fn, base, scale, settings):

@@ -1,1 +1,1 @@
-"""Lightning indexer: scores of all visible keys, and selection of the best."""
+"""Lightning indexer: scores of all visible keys, and selection of the best keys."""

@@ -74,7 +74,7 @@ class _Exact:
         self.call = self.scoring_call = describe_index_call(self.inputs, layout, topk)
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ascending columns, then -1: int32 ``[tokens, topk]``, in ``out`` if supported."""
+        """Return ascending selected columns, then -1, int32 ``[tokens, topk]``; may use ``out``."""
         more = (out,) if out is not None and getattr(self._selection, "takes_out", False) else ()
         return TOPK.run(self.call, self.policy, self._scores(block, seen), seen, self.topk, *more)
 
@@ -153,7 +153,7 @@ def _select_blocks(select: _Exact) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _takes_columns(out: torch.Tensor, layout: Layout, block: Block) -> bool:
     columns_are_rows = block.lo == 0 and layout.key_rows is None
-    # Kernels store vectors of 16 bytes.
+    # Kernels store aligned vectors of 16 bytes.
     return columns_are_rows and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 

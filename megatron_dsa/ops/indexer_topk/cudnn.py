@@ -22,7 +22,7 @@ class Scores:
 
         q, weights = inputs.q[block.tokens], inputs.weights[block.tokens]
         heads = padded_heads(q.shape[1], (16, 32, 64))
-        # The last query attends to the block's last slot, earlier ones to one fewer each;
+        # The last query attends to all slots of the block, each earlier query to one slot fewer;
         # compressed slots need no mask.
         offset = block.width - (q.shape[0] if block.ratio == 1 else 0)
         scores = DSA.indexer_forward_wrapper(
@@ -39,10 +39,10 @@ class Scores:
 
 class Selection:
     def bytes_per_score(self) -> int:
-        return 10  # measured
+        return 10  # measured temporary bytes
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Select from unpacked batches, whose visible keys are the first columns."""
+        """Select keys of unpacked batches, whose visible keys are the first columns."""
         from cudnn import DSA
 
         scores = scores.add_(0.0)  # -0 + 0 = +0

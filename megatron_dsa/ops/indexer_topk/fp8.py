@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
-#: Lower bound of a vector's maximum in power-of-two scales.
+#: Lower bound of the vector maximum from which a power-of-two scale is computed.
 LEAST = 1e-4
 _LARGEST = torch.finfo(DTYPE).max
 _MANTISSA = 0x7FFFFF
@@ -25,7 +25,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)
-    # Divide by scales, since the smallest have no finite inverse.
+    # Divide by scales, since the smallest scales have no finite inverse.
     return (x / scales[..., None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE), scales
 
 

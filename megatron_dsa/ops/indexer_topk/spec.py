@@ -265,5 +265,5 @@ def _engine_quantized(x) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.where(mantissa == 0.5, ratio, ratio / mantissa)
     x = x / scale[..., None]
     power = torch.where(x == 0, 0, x / torch.frexp(x).mantissa)
-    unit = (power / 16).clamp_min(2.0**-9)  # three mantissa bits, subnormal below 2^-6
+    unit = (power / 16).clamp_min(2.0**-9)  # e4m3: three mantissa bits, subnormal below 2^-6
     return (x / unit).round() * unit, scale

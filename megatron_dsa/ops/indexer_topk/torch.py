@@ -122,7 +122,7 @@ def sums_fit(
         return fused(tensors, unseen, limit)
     q, k, weights = map(largest, tensors, unseen)
     products = q * k
-    # Sums must not overflow before or after the weight.
+    # Sums must not overflow before or after multiplication by the weight.
     return torch.addcmul(products, products, weights) < limit
 
 

@@ -33,7 +33,7 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, L
         scale = tl.div_rn(largest, _LARGEST)
         scale = tl.where(scale > 0, scale, 1.0)
     values = tl.div_rn(values, scale[:, None])
-    # Conversion saturates above 448 and keeps NaN.
+    # Conversion to e4m3 saturates above 448 and keeps NaN.
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
     tl.store(scales + vector, scale, mask=inside)
 

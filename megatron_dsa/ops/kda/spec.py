@@ -20,7 +20,7 @@ _HERE = __package__
 LOWEST_GATE = -5.0
 #: Largest head dim of fla's kernels.
 _WIDEST = 256
-#: Tokens per chunk in torch, which stores decays ``[chunk, chunk, D]`` per head, and in fla.
+#: Tokens per chunk in torch and in fla.
 CHUNK, _FLA_CHUNK = 32, 64
 
 
@@ -30,7 +30,7 @@ def _operation(name: str, title: str, covers: str, probe=None) -> Operation:
         package=FLA,
         **PORTABLE,
         dtypes=HALF,
-        deterministic=False,  # each process tunes its tiles
+        deterministic=False,  # each process autotunes the kernel's tiles
         probe=probe,
     )
     return Operation(
@@ -95,7 +95,7 @@ class KDAInputs:
     def segment(self) -> int:
         """Tokens per segment: torch saves one state per segment for the backward."""
         batch, _, heads, dim = self.q.shape
-        # Six tensors as large as the decays, three of them saved for the backward.
+        # Torch needs six tensors as large as the decays, and saves three for the backward.
         size = 6 * batch * heads * CHUNK * CHUNK * dim * self.A_log.element_size()
         return rows_in_budget(self.workspace_bytes, size) * CHUNK
 
@@ -178,7 +178,7 @@ def fake_kda_attention(candidate: Candidate, inputs: KDAInputs) -> torch.Tensor:
 
     workspace_bytes = inputs.workspace_bytes
     if candidate.fused:
-        # All chunks' states, five tensors as large as q, and fp32 sums of decays.
+        # fla allocates all chunks' states, five tensors as large as q, and fp32 sums of decays.
         states = batch * ceil_div(tokens, _FLA_CHUNK) * heads * dim * dim * q.element_size()
         workspace_bytes = states + 5 * q.nbytes + 4 * q.numel()
     return differentiable(inputs.tensors, forward, backward, workspace_bytes)

@@ -39,7 +39,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx, x, weight, inputs):
         ctx.save_for_backward(x, weight)
         ctx.masks = _masks_of_taps(inputs)
-        # Temporaries: input, product, sum, result, and their gradients.
+        # Temporaries are input, product, sum, result, and the gradients of all four.
         size = 8 * x.shape[0] * x.shape[1] * weight.element_size()
         ctx.channels = rows_in_budget(inputs.workspace_bytes, size)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -63,7 +63,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _masks_of_taps(inputs: ConvolutionInputs) -> list[torch.Tensor | None]:
-    """Return bool ``[tokens, 1]`` per tap: the tap reads another document's token."""
+    """Return per tap a bool ``[tokens, 1]``, true if the tap reads another document's token."""
     tokens = inputs.x.shape[1]
     if inputs.cu_seqlens is None:
         return [None] * inputs.weight.shape[2]
@@ -139,7 +139,7 @@ class _Masks(NamedTuple):
 
     @classmethod
     def of(cls, document: torch.Tensor, chunks: slice) -> "_Masks":
-        """Return the masks of ``chunks``; ``document [all chunks, CHUNK]`` is each token's."""
+        """Return the masks of ``chunks`` from each token's ``document [all chunks, CHUNK]``."""
         last = document[:, -1:]
         before = torch.cat([document[:1, :1], last[:-1]])[chunks]
         document, last = document[chunks], last[chunks]
@@ -192,7 +192,7 @@ class _DeltaRule(torch.autograd.Function):
 
 def _segment_of(ctx, part: slice) -> Callable:
     chunks, document = slice(part.start // CHUNK, ceil_div(part.stop, CHUNK)), ctx.document
-    if document is None:  # one mask serves all chunks
+    if document is None:
         chunks, document = slice(1), torch.zeros(1, CHUNK, device=ctx.device)
     masks = _Masks.of(document, chunks)
     return partial(_segment, masks=masks, lower_bound=ctx.lower_bound)

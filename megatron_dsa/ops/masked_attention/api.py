@@ -103,12 +103,12 @@ def describe_visible_call(device: torch.device | str, topk: int | None = None) -
 
 
 class MaskedAttentionOutput(NamedTuple):
-    #: ``[Sq, H, Dv]`` in q's dtype; 0 for queries without keys.
+    #: Output ``[Sq, H, Dv]`` in q's dtype; 0 for queries without keys.
     out: torch.Tensor
-    #: ``[Sq, H]`` fp32 (fp64), natural log, excluding the sink; ``-inf`` without keys.
+    #: Natural log-sum-exp ``[Sq, H]``, fp32 (fp64), without the sink; ``-inf`` without keys.
     lse: torch.Tensor
-    #: ``[tokens of bits, topk]`` in the dtype of ``lse``, or ``None``: probabilities summed over
-    #: all ranks' heads, ascending by key, then 0.
+    #: Probabilities ``[tokens of bits, topk]`` in the dtype of ``lse``, summed over all ranks'
+    #: heads, ascending by key, then 0; or ``None``.
     p_sum: torch.Tensor | None
 
 
@@ -131,7 +131,7 @@ class _Settings:
         assert width is not None
         if self.group is None:
             of_all = slice(0, tokens.stop - tokens.start)
-            if tokens != slice(0, len(inputs.q)):  # all tokens can reuse the backward's buffers
+            if tokens != slice(0, len(inputs.q)):  # a copy could not reuse the backward's buffers
                 inputs, lse = inputs.of_queries(tokens), lse[tokens]
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
@@ -160,7 +160,7 @@ class _Settings:
         group, width = self.group or head_group, self.call.topk
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         parts = sample.parts // ranks
-        # Dims: rank of the tokens, rank of the heads, parts of that rank, tokens of a part.
+        # Dims are token rank, head rank, part, and token of the part.
         tokens = tokens.view(-1, ranks, parts, len(sample.tokens) // sample.parts)
         own = tokens[:, rank].transpose(0, 1).flatten()
         heads = torch.arange(parts, device=own.device).repeat_interleave(len(own) // parts)
@@ -173,7 +173,7 @@ class _Settings:
         return ListedProbabilities(*exchange_parts(found, len(tokens), parts, group))
 
     def part_size(self, tokens: int) -> int:
-        """Return the tokens of a part of the teacher.
+        """Return the number of tokens per teacher part.
 
         A part fits an eighth of the workspace, or a quarter if half of the tokens then fit.
         """

@@ -82,7 +82,7 @@ class VisibleBitsInputs:
 
 @dataclass(frozen=True)
 class MaskedAttentionInputs:
-    """Inputs of the operations, with bits for all queries.
+    """Inputs of masked attention, with key bits for all queries.
 
     Attributes:
         part: queries per part; part ``i`` has the ``i``-th ``q.shape[1]`` heads of ``kv``, or all
@@ -122,7 +122,7 @@ class MaskedAttentionInputs:
 
 
 _HERE = __package__
-#: Support of the TileLang kernels: plain MLA of V3.2, GLM-5 and, without rope, GLM-5.3.
+#: The TileLang kernels support plain MLA of V3.2, GLM-5 and, without rope, GLM-5.3.
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
     "capabilities": (HOPPER,),

@@ -163,7 +163,7 @@ def backward(
 def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
     heads, dim = inputs.q.shape[1:]
     sums = accumulation_dtype(inputs.q.dtype).itemsize
-    # Inputs and, in the accumulation dtype, a copy, gradients and an addend.
+    # A key needs its inputs, and in the accumulation dtype a copy, gradients and an addend.
     per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
     fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
     return GROUP * max(1, min(fitting, groups(len(inputs.kv))))

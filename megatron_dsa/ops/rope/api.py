@@ -51,7 +51,7 @@ def rotate(
     inverse: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
-    """Rotate the last dims of every head, or rotate them back.
+    """Rotate the last dims of every head forward or back.
 
     V4's outputs are rotated back because its values have rope. Arguments, result and errors are as
     in :func:`norm_rope`; without columns in the tables the result may be ``x``.

@@ -9,7 +9,7 @@ from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.rope.spec import hadamard_signs
 
-#: Arguments ``first``, ``neighbours`` and ``transform`` of ``rotate_index``.
+#: Type of the arguments ``first``, ``neighbours`` and ``transform`` of ``rotate_index``.
 Kind = tuple[bool, bool, bool]
 _ROPE: Kind = (False, True, False)
 
@@ -52,7 +52,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Calling apply allows second derivatives.
+        # Calling `_Rotate.apply` allows second derivatives.
         return _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
 
 

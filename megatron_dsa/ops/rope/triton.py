@@ -15,7 +15,7 @@ from megatron_dsa.ops.rope.spec import hadamard_signs
 
 #: Heads per program.
 _HEADS = 64
-#: Tables may be slices, whose alignment must not cause compilations.
+#: Rope tables may be slices, whose alignment must not cause compilations.
 _ANY_ALIGNMENT = ["cos", "sin"]
 #: Varying sizes must not cause compilations.
 _ANY_SIZES = {
@@ -207,7 +207,7 @@ def _index_backward(
     NEIGHBOURS: tl.constexpr, JOINED: tl.constexpr, TRANSFORM: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the transform, which is its own inverse, and rotate back."""
+    """Apply the Hadamard transform, which is its own inverse, and rotate pairs back."""
     row, token, head, inside = _heads_of(heads, count, BLOCK)
     at, to = token * token_stride + head * head_stride, row * D
     if TRANSFORM:
@@ -291,7 +291,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         arguments = _dense(dy), *ctx.saved_tensors, not ctx.inverse
-        # Calling apply allows second derivatives.
+        # Calling `_Rotate.apply` allows second derivatives.
         dx = _Rotate.apply(*arguments) if torch.is_grad_enabled() else _rotated(*arguments)
         return dx, None, None, None
 

@@ -27,7 +27,7 @@ class RingExchange:
         self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
-        # Batched, since sending before receiving would deadlock.
+        # Batch both messages: sending before receiving would deadlock.
         requests = distributed.batch_isend_irecv(
             [
                 distributed.P2POp(distributed.isend, send, self._next, self._group),
@@ -92,7 +92,7 @@ class RingGradients:
         self._coming = True
 
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
-        """Return the current block's gradient, and ``Tensor.copy_`` or ``Tensor.add_``.
+        """Return the current block's gradient and the function that writes a part to it.
 
         The first part is copied, so it must have all tokens.
         """

@@ -39,7 +39,7 @@ class TokenShard(Protocol):
     def packed(self) -> bool: ...
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """Return the work on rank ``source``'s block; the first local part has all tokens."""
+        """Return parts for the keys of rank ``source``; the first local part has all tokens."""
 
 
 def local_part(sequences: Dense | Packed) -> tuple[Part, ...]:
@@ -81,7 +81,7 @@ class ContiguousShard(UnpackedShard):
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """Tokens of packed sequences; nothing here synchronises with the device.
+    """Tokens of packed sequences; no method synchronises with the device.
 
     Padding tokens neither attend nor are attended to.
 
@@ -127,7 +127,7 @@ class PackedZigzagShard(PackedShard):
             require_values({rule: (self.offsets.diff() % chunks == 0).all()}, rule)
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        # Without padding, parts depend only on whether the source is earlier or later.
+        # Without padding, parts depend only on whether the source rank is earlier or later.
         key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
         return self._once(key, lambda: self._parts(source))
 

@@ -37,7 +37,7 @@ def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
     C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of ``u`` and ``pre``, and partial gradients of the weight."""
+    """Write the gradients of ``u`` and ``pre``, and partial gradients of the norm's weight."""
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
@@ -54,7 +54,6 @@ def mix_backward(
         u = _round(tl.sum(wide * factors[:, None], 0), x.dtype.element_ty)
         dgain += gradient * u * scale
         gradient = gradient * gain
-        # Sums over the tile come first to free its registers.
         from_norm, from_mean = tl.sum(wide * gradient[None, :], 1), tl.sum(wide * u[None, :], 1)
         slope = tl.sum(gradient * u, 0) * (scale * scale * scale) / C
         tl.store(dpre + row * N + stream, from_norm * scale - from_mean * slope)
@@ -170,7 +169,6 @@ def write_backward(
         tl.store(doutput + place, own.to(doutput.dtype.element_ty), mask=inside)
         back = tl.sum(matrix * gradient, 1, keep_dims=True)
         tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
-        # Sum within threads, which then exchange only the final sums.
         added += tl.sum(tl.reshape(gradient * value, [1, N, BLOCK_C // VEC, VEC]), 3)
         products += tl.sum(tl.reshape(tile * gradient, [N, N, BLOCK_C // VEC, VEC]), 3)
     tl.store(dpost + token * N + stream[None, :], tl.sum(added, 2))

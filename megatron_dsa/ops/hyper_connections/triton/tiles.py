@@ -24,7 +24,7 @@ def row_warps(channels: int) -> int:
 
 
 def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
-    """Return 2 if shared memory can also hold the next token's streams and gradient, else 1."""
+    """Return 2 stages if shared memory also holds the next token's streams and gradient, else 1."""
     return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
 
 
@@ -44,7 +44,7 @@ def project_tiles(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Launch parameters of ``read_backward``, the fastest of those tried on an H100.
+    """Launch parameters with which ``read_backward`` is fastest on an H100.
 
     Attributes:
         at_once: concurrent programs per SM.
@@ -58,14 +58,14 @@ class _Tile:
 
 
 _READ, _HEAD = _Tile(64, 3, 2, 0.05), _Tile(32, 4, 4, 0.16)
-#: Maximum parts, since each part writes partial sums.
+#: Maximum number of token parts, each of which writes partial sums.
 MOST_PARTS = 8
 
 
 def read_backward_tiles(
     tokens: int, channels: int, streams: int, outputs: int, processors: int
 ) -> tuple[dict, int, int]:
-    """Return kernel constants, parts and blocks per part for few parts and few idle SMs."""
+    """Return kernel constants, number of parts, and blocks per part."""
     kind = _HEAD if outputs == streams else _READ
     block_c = min(64, max(16, _power_of_2(channels)))
     blocks = ceil_div(tokens, kind.tokens)

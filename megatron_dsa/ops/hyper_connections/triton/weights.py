@@ -137,7 +137,7 @@ def _sinkhorn_gradient(
         total = tl.sum(matrix, 1) + eps
         matrix = matrix / total[:, None, :]
         tl.store(at + (2 * k + 2) * SIZE, total)
-    tl.debug_barrier()  # threads read divisors that others wrote
+    tl.debug_barrier()  # threads read divisors that other threads wrote
     for back in range(ITERATIONS - 1):
         k = ITERATIONS - 2 - back
         total = tl.load(at + (2 * k + 2) * SIZE)

@@ -36,7 +36,7 @@ class Selection:
     def __call__(
         self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Select without changing ``scores``, which are fp32 with any stride between queries."""
+        """Select the best keys; fp32 ``scores`` with any stride between queries stay unchanged."""
         from megatron_dsa.ops.indexer_topk.tilelang.selection import (
             TOPK,
             aim,
@@ -65,7 +65,7 @@ def scores(
     key_scales: torch.Tensor | None = None,
     relu: bool = True,
 ) -> torch.Tensor:
-    """Return fp32 ``[Sq, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where visible.
+    """Return fp32 ``[Sq, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` for visible keys.
 
     Sums are fp32 in a fixed order, which for fp8 is the engines' order. Entries of invisible keys
     are uninitialised.

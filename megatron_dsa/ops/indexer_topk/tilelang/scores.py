@@ -18,12 +18,12 @@ from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
-#: Keys per block; query heads per accumulator and per tile; dims.
+#: Keys per block, query heads per accumulator, query heads per tile, index dims.
 KEYS, COLUMNS, TILE, DIM = 64, 128, 512, 128
 STAGES = 4
 CHUNKS = TILE // COLUMNS
 PARTS = CHUNKS // 2
-#: Registers per thread of consumers and producer.
+#: Registers per consumer thread and per producer thread.
 REGISTERS = (240, 24)
 HEADS = (16, 32, 64)
 #: Dtype -> tiles of q in shared memory, relu variant. fp8 halves the time of products, so RELU_MAX
@@ -55,9 +55,9 @@ class Kind:
         return self.heads, COLUMNS, self.is_fp8
 
 
-# Arguments of the macros: `at` holds Start and End; `m` shared memory; `done` its barriers; `share`
-# tile, key blocks of the tile to skip, blocks left, blocks done, tiles done; `span` the first block
-# and the number of blocks.
+# Macro arguments: `at` holds Start and End; `m` holds shared memory; `done` holds barriers; `share`
+# holds tile, key blocks of the tile to skip, blocks left, blocks done, tiles done; `span` holds the
+# first block and the number of blocks.
 
 
 def walk():

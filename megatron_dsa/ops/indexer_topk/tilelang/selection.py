@@ -19,7 +19,7 @@ SOURCE = prefix_sums.SOURCE + selection_refine.SOURCE + selection_stream.SOURCE
 
 @dataclass(frozen=True)
 class Tiling:
-    """Work of a thread block.
+    """Limits of a thread block that selects keys.
 
     Attributes:
         candidates: capacity of shared memory in candidates.
@@ -38,7 +38,7 @@ class Tiling:
 
     @property
     def topk(self) -> int:
-        """Maximum selected keys: the candidates that fit next to a chunk of scores."""
+        """Maximum selected keys, which share the candidates' memory with a chunk of scores."""
         return self.candidates - 4 * VECTORS * self.threads
 
 
@@ -96,7 +96,7 @@ def tiling_for(width: int, topk: int) -> str:
 
 
 def aim(name: str, topk: int) -> int:
-    """Return the number of candidates that the sampled floor aims for.
+    """Return the number of candidates to expect above the sampled floor.
 
     The geometric mean of ``topk`` and the capacity balances the risks of too few candidates, which
     require a second read, and of more than fit.

@@ -1,4 +1,4 @@
-"""CUDA search for the best candidates of a thread block by repeated histograms.
+"""CUDA code that finds a thread block's best candidates by repeated histograms.
 
 Scores are mapped to unsigned integers of the same order and counted in equal intervals between the
 smallest and the largest. The interval of the k-th largest is split again, usually once, at most

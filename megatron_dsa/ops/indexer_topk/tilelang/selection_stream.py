@@ -1,4 +1,4 @@
-"""CUDA selection that usually reads a query's scores once.
+"""CUDA code that selects keys and usually reads a query's scores once.
 
 Scores at or above a floor, estimated from a sample, become candidates in column order. If the next
 chunk does not fit, only the best K remain and the floor rises above the worst of them, since ties

@@ -1,4 +1,4 @@
-"""CUDA division of the index scores' work among thread blocks."""
+"""CUDA code that divides the index scores' work among thread blocks."""
 
 SOURCE = r"""
 // Blocks of keys {first, past the last} that rows of a tile see; {0, 0} if they see none.

@@ -32,7 +32,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     thread_row,
 )
 
-#: Queries per tile; more would exceed the registers.
+#: Queries per tile; more queries would exceed the registers.
 QUERIES = 64
 NUMBERS = 4 * QUERIES
 
@@ -195,7 +195,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         T.fence_proxy_async()
         T.barrier_arrive(done.ds[ds_slot])
         T.wgmma_gemm(ds, m.q[slot, :, :], dk, policy=BY_ROWS)
-        # Overlapping this product with dQ's would exceed the registers.
+        # Overlapping the products for dK and dQ would exceed the registers.
         T.wait_wgmma(0)
         T.barrier_arrive(done.q_free[slot])
         if i > 0:

@@ -163,7 +163,7 @@ def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program.
+    """Return the TileLang program of the forward.
 
     Arguments are contiguous. Kpe: unused without rope. Tiles: groups of keys per block of queries.
     Lse: natural, ``-inf`` without keys. scale: positive. together: heads that share L2.
@@ -205,7 +205,6 @@ def build(nope: int, rope: int, v: int):
                 computed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
-            # Start with the last queries, which usually have the most tiles.
             at = block_work(Count, number, heads, together, QUERIES, True, KEYS // tile)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

@@ -1,4 +1,4 @@
-"""CUDA of the backward on a thread's registers.
+"""CUDA functions of the backward, which work on a thread's registers.
 
 A thread holds two lines of an accumulator as ``[columns / 8][2 lines][2 neighbours]``. Lines are
 keys and columns queries, except in dQ. Bit ``2 n + e`` of a line's word masks column ``(n, e)``.

@@ -95,7 +95,7 @@ def probabilities(
         part = inputs.part or queries
         if part % GROUP == 0 or part == queries:
             _add_probabilities(inputs, lse, before, p_sum, 0, part)
-        else:  # tiles must not span parts
+        else:  # a tile must not span two parts
             for i, some in enumerate(slices(queries, part)):
                 of_part = inputs.of_queries(some)
                 _add_probabilities(of_part, lse[some], before[some], p_sum[some], i * heads, part)

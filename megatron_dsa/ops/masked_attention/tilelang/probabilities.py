@@ -71,7 +71,7 @@ def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program.
+    """Return the TileLang program that sums probabilities over heads.
 
     Arguments as in :func:`.forward.build`. Numbers: result of ``numbers``. Before: number of
     selected keys in earlier groups. The first ``part`` queries have KV's heads from ``key_head``

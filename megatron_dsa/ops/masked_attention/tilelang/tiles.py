@@ -1,4 +1,4 @@
-"""Tiles, dims and scheduling of the kernels.
+"""Tiles, dims and scheduling of the masked attention kernels.
 
 In macros, ``at`` is the thread block's work, ``m`` its shared memory, ``done`` its barriers and
 ``tx`` the thread index.
@@ -16,15 +16,15 @@ from megatron_dsa.ops.hopper.tiles import GROUP
 
 KEYS = 128
 STAGES = 2
-#: Registers per thread of consumers and producer.
+#: Registers per consumer thread and per producer thread.
 REGISTERS = (240, 24)
 THREADS = 3 * GROUP
 #: Compiler options; TileLang's guards against out-of-range accesses would cost registers.
 PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-#: Maps a thread block to a block of queries or keys, a head, and the number of tiles. ``together``
-#: heads run at a time, so that their keys stay in L2.
+#: CUDA function that maps a thread block to a block of queries or keys, a head, and the number of
+#: tiles. ``together`` heads run at a time, so that their keys stay in L2.
 PLACE = r"""
 __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int number, int blocks,
                                           int heads, int together, bool last_first) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void dsa_block_work(int* place, const int* count, int
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes for some dims, limited by registers.
+    """Tile sizes for one model's dims, limited by registers.
 
     Attributes:
         forward_keys: keys per forward tile, either a group of key bits or half a group.

@@ -104,7 +104,7 @@ def consume(BitsT, Tiles, dKV, m, done, at, dims, scale, tx):
 
 
 def build(nope: int, rope: int, v: int):
-    """Return the TileLang program, which writes only values in dKV."""
+    """Return the TileLang program, which writes only the value gradients to dKV."""
     dims = Dims(nope, rope, v)
     if not dims.tiling.split or dims.qk != v:
         raise ValueError(
@@ -145,7 +145,6 @@ def build(nope: int, rope: int, v: int):
                 computed=T.alloc_barrier(arrive_count=[2 * GROUP]),
             )
             tx = T.get_thread_binding()
-            # Start with the first keys, which usually have the most tiles.
             at = block_work(Count, number, heads, together, KEYS, False)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

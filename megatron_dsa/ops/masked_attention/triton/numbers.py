@@ -53,7 +53,7 @@ def _numbers(
 
 
 def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count selected keys before each group, int32 ``[Sq, G]``, and in all, int32 ``[Sq]``."""
+    """Count selected keys before each group, int32 ``[Sq, G]``, and in total, int32 ``[Sq]``."""
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
     if queries > 0:
@@ -114,7 +114,7 @@ def _list_keys(
     end = total
     if first + GROUPS < key_groups:
         end = tl.load(at + GROUPS)
-    if found < end:  # false for groups above the diagonal
+    if found < end:
         key = tl.arange(0, GROUPS * 128)
         word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2
         x = tl.load(bits + word, mask=first + key // 128 < key_groups, other=0)

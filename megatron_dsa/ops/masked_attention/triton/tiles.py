@@ -15,7 +15,7 @@ from megatron_dsa.ops.masked_attention.spec import GROUP, WORDS, groups
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lists of non-empty tiles, undefined past their counts; backwards need the last three.
+    """Lists of non-empty tiles, undefined past their counts.
 
     ``Gq = ceil(Sq / 128)``, ``G = ceil(Skv / 128)``.
 
@@ -88,7 +88,7 @@ def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
     """Transpose a tile of 128 queries and 128 keys; adjacent programs share queries."""
     query_group, key_group = tl.program_id(0) // key_groups, tl.program_id(0) % key_groups
-    # A tile is 16 matrices of 32 x 32 bits, each of one word of queries and one of keys.
+    # A tile is 16 matrices of 32 x 32 bits, one per query word and key word.
     row, column = tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
     key_word, query_word = column % 4, column // 4
     query = query_group * 128 + row // 2 * 8 + query_word * 2 + row % 2
