@@ -148,7 +148,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
     build = entry.build_fn
 
     def build_stacked(_key, *args):
-        # The factory's parts share the stacked key.
+        # All parts of a ShardedTensorFactory share the stacked key.
         return dict_list_map_inplace(
             lambda part: _in_stack(part, key, layer, layers), build(key, *args)
         )

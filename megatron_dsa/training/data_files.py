@@ -69,7 +69,7 @@ def check_data_set(prefix: str) -> int:
 
 
 def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
-    if count == 0:  # cannot be mapped
+    if count == 0:  # mmap rejects empty arrays
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", offset, (count,))
 

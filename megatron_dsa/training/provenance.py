@@ -36,7 +36,7 @@ def software() -> str:
 def _commit() -> str:
     root = Path(megatron_dsa.__file__).parents[1]
     if not (root / ".git").exists():
-        return ""  # may be another project's checkout
+        return ""  # a parent's .git may be another project's
     try:
         done = subprocess.run(
             ["git", "-C", root, "rev-parse", "--short", "HEAD"],

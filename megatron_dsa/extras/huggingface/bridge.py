@@ -139,7 +139,7 @@ def sparse_provider(
     provider = SparseModelProvider()
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
     provider.__dict__.update(hf.fields)
-    provider.experimental_attention_variant = None
+    provider.experimental_attention_variant = None  # a variant would select Megatron's DSA
     if not hf.mtp_layers:  # transformers' default may add MTP
         provider.mtp_num_layers = None
     provider.transformer_layer_spec = dsa_block_spec

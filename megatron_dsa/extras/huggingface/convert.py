@@ -251,7 +251,7 @@ def _piece(
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
     padding = words.new_zeros(shape[0] - len(words), *full[1:])
-    if found.is_table:
+    if found.is_table:  # padded entries need valid, distinct experts
         padding += torch.arange(full[1], dtype=words.dtype)
     return torch.cat([words, padding])
 
@@ -313,7 +313,7 @@ def export_model(
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
-        nonfinite.check()
+        nonfinite.check()  # reject NaN before the index completes the checkpoint
         said = {k: v for k, v in config.items() if k != "quantization_config"}
         text = said
         if TEXT in said:

@@ -134,10 +134,8 @@ def _for_planning(config) -> Iterator[list[str]]:
 def _as_local_layers(config) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "transformer_impl": "local",
-        # Only transformer-engine's linears fuse these.
         "gradient_accumulation_fusion": False,
         "defer_embedding_wgrad_compute": False,
-        # Local layers lack both; neither changes a size.
         "layernorm_zero_centered_gamma": False,
         "quant_recipe": None,
     }

@@ -34,7 +34,7 @@ def _look_of(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart over steps; ``draw`` returns whether it drew anything."""
+    """One chart over steps; ``draw`` returns False if the runs lack data."""
 
     title: str
     text: str

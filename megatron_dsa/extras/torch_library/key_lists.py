@@ -62,7 +62,7 @@ def _fake_lists(a):
     if a.selected is not None:
         width = a.selected.shape[1] + width
     else:
-        # KeyLists is at least 1 wide.
+        # KeyLists needs a width of at least 1.
         width = max(width + (longest // a.ratio if a.ratio else 0), 1)
     return tuple(a.tokens.new_empty(s, dtype=torch.int32) for s in ((count, width), (count,)))
 

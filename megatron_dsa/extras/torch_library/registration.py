@@ -81,7 +81,7 @@ def registered[**Arguments, Result](
 
         operation: Any = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
         operation.register_fake(as_fake)
-        operation.__signature__ = signature  # read by register_backward
+        operation.__signature__ = signature
         return operation
 
     return register
