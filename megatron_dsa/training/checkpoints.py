@@ -218,7 +218,7 @@ def _stage_of(args) -> str:
     if stage is None:  # plain Megatron saves no dsa_stage
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
-    if getattr(args, "csa_dense_mode", False):  # earlier versions saved this argument
+    if getattr(args, "csa_dense_mode", False):  # earlier versions saved csa_dense_mode
         stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"

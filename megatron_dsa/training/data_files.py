@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
 from megatron_dsa.errors import require
 
-#: Fields after the header: version, dtype code, counts of sequences and documents.
+#: Index fields after the magic header: version, dtype code, counts of sequences and documents.
 _COUNTS = struct.Struct("<QBQQ")
 _BLOCK = 2**20
 

@@ -231,7 +231,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Without ``through``, the error is about other ranks.
+        # Known errors without ``through`` concern other ranks.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")

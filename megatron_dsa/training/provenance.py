@@ -15,7 +15,7 @@ MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
 
 
 def record_provenance(args: argparse.Namespace) -> None:
-    """Set the arguments on all ranks, since Megatron compares them."""
+    """Set the provenance arguments on all ranks, since Megatron compares arguments."""
     if args.tensorboard_dir or args.wandb_project:
         setattr(args, MACHINE, machine())
         setattr(args, SOFTWARE, software())

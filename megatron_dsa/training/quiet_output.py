@@ -41,7 +41,7 @@ RECORDS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     # Documents may be longer than a sample.
     ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
-    # Megatron logs this also for synchronous saves.
+    # Megatron logs this message for synchronous saves also.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),

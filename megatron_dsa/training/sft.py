@@ -83,7 +83,7 @@ def tokenise(
                 beat()
                 last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
-        builder.data_file.flush()  # raise write errors that name this file
+        builder.data_file.flush()  # flush here, so that errors name this file
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
     print(
@@ -253,7 +253,7 @@ def sft_datasets(
             folder = args.data_cache_path or os.path.join(os.path.dirname(path), "cache")
             prefixes[path] = tokenise(path, chat, os.path.join(folder, "sft"), _broadcast)
     prefixes = _broadcast(prefixes)
-    while prefixes is None:  # rank 0 is tokenising
+    while prefixes is None:  # wait while rank 0 tokenises
         prefixes = _broadcast()
     config = SFTConfig(
         **shared,

@@ -166,7 +166,7 @@ def model_features(config: Any) -> set[str]:
 
 def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
     """Return each differing field -> (value in ``config``, value from config.json)."""
-    # features.py checks whether omissions are intended.
+    # features.py checks omitted features.
     left_out = {
         name
         for feature, names in FEATURE_FIELDS.items()

@@ -79,7 +79,7 @@ def _mscales(rope: dict, where: str) -> Fields:
     if of_all is None:
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        # transformers scales rope by 0.1 ln(factor) + 1; Megatron divides by mscale_all_dim's scale.
+        # transformers scales by 0.1 ln(factor) + 1; Megatron divides by mscale_all_dim's scale.
         scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
     return {"mscale": scale, "mscale_all_dim": of_all}
 

@@ -162,7 +162,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
     if not config.mtp_num_layers or len(chunk.decoder.layers):
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
-        # Inputs are the head's output and the streams.
+        # MTP's inputs are the head's output and the streams.
         tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers

@@ -120,7 +120,7 @@ def _for_planning(config) -> Iterator[list[str]]:
                 f"token dispatcher {config.moe_token_dispatcher_type} planned as alltoall"
             )
         if not config.moe_pad_expert_input_to_capacity:
-            # Static shapes: equal tokens per expert.
+            # Assume equal tokens per expert for static shapes.
             changes |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
             remarks.append("experts are taken to get equally many tokens")
     with (

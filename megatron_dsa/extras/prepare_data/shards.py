@@ -182,7 +182,7 @@ class _Builder:
         self.lengths.append(len(ids))
 
     def finish(self) -> None:
-        self._builder.data_file.flush()  # raise write errors that name this file
+        self._builder.data_file.flush()  # flush here, so that errors name this file
         self._builder.finalize(str(self._files.path(f"{self._name}.idx")))
 
 

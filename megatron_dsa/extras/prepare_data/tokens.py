@@ -60,7 +60,7 @@ def byte_tokens() -> Tokens:
 
 
 def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
-    """Load a tokenizer like ``--tokenizer-type HuggingFaceTokenizer``.
+    """Load the tokenizer of ``--tokenizer-type HuggingFaceTokenizer``.
 
     Raises:
         ConfigError: there is no such folder, or no token for ``append_eod``.

@@ -78,7 +78,7 @@ def _key_lists(
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
     if selected is not None and selected.numel() > 0:
-        # A larger index would address a token's key.
+        # A larger compressed index would address a token's key.
         rule = f"selected must be compressed slots below {lists.offset}, or -1"
         fine = selected.amax() < lists.offset
         require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)

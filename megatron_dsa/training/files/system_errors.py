@@ -22,8 +22,8 @@ _FIXES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors raises this text
-_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy raises this text without an errno
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors gives errno in this form
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy's text gives no errno
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
