@@ -1,1 +1,1 @@
-"""Commands of ``python -m megatron_dsa``: doctor, planner, report, tables."""
+"""Optional features, which the core never imports."""

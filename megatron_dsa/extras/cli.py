@@ -1,4 +1,4 @@
-"""Command line tools: ``info`` shows what would run here, ``doctor`` proves it, ``prepare-data``
+"""Command line tools: ``info`` lists implementations, ``doctor`` tests them, ``prepare-data``
 makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs, and
 ``generate`` and ``evaluate`` run trained models."""
 
@@ -89,7 +89,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Each subparser sets ``run``, a function of the arguments."""
+    """Return the parser; subparsers set ``run``, a function of the arguments."""
     script = Path(sys.argv[0]).name == SCRIPT
     prog = SCRIPT if script else "python -m megatron_dsa"
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)

@@ -45,7 +45,7 @@ from megatron_dsa.versions import (
 
 
 def collect_info() -> dict:
-    optional_extra("muon")  # registers its patches
+    optional_extra("muon")
     info = {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
@@ -130,7 +130,7 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-#: Megatron defaults that the operations' calls depend on.
+#: Megatron defaults that determine the operations' calls.
 _MEGATRON = {
     "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
     "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
@@ -198,7 +198,7 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-#: Package -> key of the reason why it is unused.
+#: Package -> key of the reason against its use.
 _UNUSED = {
     "transformer-engine": "transformer_engine_unused",
     "flash-attn-4": "flash_attention_4_unused",

@@ -168,7 +168,7 @@ class ChatTokenizer:
         return text if len(text) <= limit else f"{text[:limit]} ..."
 
     def _render_whole(self, chat: Conversation) -> tuple[str, list[tuple[int, int]], bool]:
-        """Return the text, the assistant's spans ``[begin, end)``, and True if tags mark them."""
+        """Return the text, the assistant's spans ``[begin, end)``, and True for tagged spans."""
         template = self._tokenizer.get_chat_template(self._template, chat.tools)
         if _GENERATION.search(template):
             marks = {"return_assistant_tokens_mask": True}
@@ -220,7 +220,7 @@ class ChatTokenizer:
     def _mark(self, where: str, rendered: tuple, ids: list[int], offsets: list) -> np.ndarray:
         text, spans, tagged = rendered
         begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
-        in_loss = np.zeros(len(ids) + 1, bool)  # the last is for eos_token
+        in_loss = np.zeros(len(ids) + 1, bool)  # the last entry is for eos_token
         for first, last in spans:
             # A token that overlaps the span is in the loss.
             inside = np.flatnonzero((begin < last) & (end > first))

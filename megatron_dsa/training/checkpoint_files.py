@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files before Megatron reads them, and of the tracker file."""
+"""Checks of the tracker file and checkpoint files before Megatron reads them."""
 
 import contextlib
 import functools

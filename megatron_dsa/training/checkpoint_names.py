@@ -24,14 +24,14 @@ _NORM_NAMES = (
 _STACKED = re.compile(r"(.*decoder\.layers)\.(?!\d+\.)(.*)")
 #: Parameters in the second of the two hybrid layers that equal a GPT layer.
 _OF_MLP = r"(?=pre_mlp_layernorm\.|mlp\.)"
-#: Pairs of a name in a GPT and in a hybrid model.
+#: Pairs of tensor names in GPT and hybrid models.
 _PREDICTION = "transformer_layer.", "mtp_model_layer.layers."
 _FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherKind:
-    """Names of a GPT's checkpoint for an equivalent hybrid model, or vice versa.
+    """Tensor names of a GPT's checkpoint in an equivalent hybrid model, or vice versa.
 
     ``rename`` maps a name in this run to the checkpoint's; ``num_layers`` is this run's.
     """
@@ -148,7 +148,7 @@ def _in_stack(entry, key: str, layer: int, layers: int):
     build = entry.build_fn
 
     def build_stacked(_key, *args):
-        # The factory's parts share the stacked key.
+        # All parts of a ShardedTensorFactory share the stacked key.
         return dict_list_map_inplace(
             lambda part: _in_stack(part, key, layer, layers), build(key, *args)
         )

@@ -215,10 +215,10 @@ def _what_is_trained(args) -> str:
 
 def _stage_of(args) -> str:
     stage = getattr(args, "dsa_stage", None)
-    if stage is None:  # saved by Megatron without this package
+    if stage is None:  # plain Megatron saves no dsa_stage
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
-    if getattr(args, "csa_dense_mode", False):  # checkpoints of earlier versions
+    if getattr(args, "csa_dense_mode", False):  # earlier versions saved csa_dense_mode
         stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"

@@ -49,7 +49,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def _build_document_sample_shuffle_indices(self):
-        # Add content to the name of cached indices, which Megatron derives from the path.
+        # Megatron names cached indices by path only; add a digest of the content.
         index = Path(f"{self.dataset.path_prefix}.idx")
         if index.is_file():
             text = f"{self.unique_description_hash} {_digest(index)}"
@@ -179,7 +179,7 @@ def _has_mtp_layers(args) -> bool:
     if not args.mtp_num_layers:
         return False
     layout = args.pipeline_model_parallel_layout
-    if isinstance(layout, str):  # parsed only in the configuration
+    if isinstance(layout, str):
         layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
     return mtp_on_this_rank(layout, args.mtp_num_layers)
 
@@ -331,7 +331,7 @@ def _pack(
         whole: this rank holds whole samples.
         padded: sequences may end in padding.
     """
-    batch["attention_mask"] = None  # lengths replace the mask
+    batch["attention_mask"] = None
     for key in _TOKEN_KEYS:
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)

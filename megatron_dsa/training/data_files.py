@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
 from megatron_dsa.errors import require
 
-#: Fields after the header: version, dtype code, counts of sequences and documents.
+#: Index fields after the magic header: version, dtype code, counts of sequences and documents.
 _COUNTS = struct.Struct("<QBQQ")
 _BLOCK = 2**20
 
@@ -69,7 +69,7 @@ def check_data_set(prefix: str) -> int:
 
 
 def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
-    if count == 0:  # cannot be mapped
+    if count == 0:  # mmap rejects empty arrays
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", offset, (count,))
 

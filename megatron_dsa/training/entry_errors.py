@@ -54,7 +54,7 @@ class Known(NamedTuple):
 _FLAGS = "validate_args core_transformer_config_from_args gpt_config_from_args"
 _TOKENIZER = "build_tokenizer hugging_face_tokens"
 _LOAD = "load_checkpoint prepare_loading export_hf"
-#: The first match applies.
+#: Known errors; the first match applies.
 KNOWN = (
     Known(
         _FLAGS,
@@ -213,7 +213,7 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     machine = _rerun_machine()
     rejected = machine is not None and machine.state.name == "WILL_RERUN_FROM_CHECKPOINT"
-    if rejected and _training_arguments().save is None:  # saving failed
+    if rejected and _training_arguments().save is None:
         return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
     cause = first_failure(error)
     kinds = {kind.__name__ for each in (error, cause) for kind in type(each).__mro__}
@@ -231,10 +231,9 @@ def explain(error: BaseException, *functions: str) -> Ending | None:
         said = f"{code} ({file}, line {frames[-1].lineno})"
     for known in KNOWN:
         found = re.search(known.text, said)
-        # Without ``through``, the error is about other ranks.
+        # Known errors without ``through`` concern other ranks.
         fits = passed & set(known.through.split()) if known.through else world_size() > 1
         if found and fits and kinds & set(known.kinds.split()):
-            # Only these errors have useful lines after the first.
             whole = known.through in (_FLAGS, "_check_and_set", "save_checkpoint")
             lines = said.splitlines() or [""]
             fields = {"error": " ".join(lines) if whole else lines[0], "launch": _launch()}
@@ -307,7 +306,7 @@ def _is_first_to_say(message: str) -> bool:
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
         return _store().add(f"megatron_dsa/said/{restart}/{digest}", 1) == 1
-    except Exception:  # without a store, every rank prints
+    except Exception:  # without a store, every rank prints the message
         return True
 
 

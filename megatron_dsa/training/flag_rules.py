@@ -68,7 +68,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     )
     yield from _needed_flags(args)
     yield from _fp8_parameter_rules(args)
-    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # a string before validation
+    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)
     yield (
         fp32_gradients
         or not args.use_precision_aware_optimizer
@@ -219,7 +219,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         given = [
             flag_of(name) if value is True else f"{flag_of(name)} {said(value)}"
             for name, value in values.items()
-            # 0 is a given value, so compare by identity.
+            # Compare by identity: 0 is a value, but 0 == False.
             if not (value is None or value is False or value == [] or value == defaults.get(name))
         ]
         yield (
@@ -230,7 +230,7 @@ def _needed_flags(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
 
 def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     if args.seq_length is None:
-        return  # not validated yet
+        return
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
     length, unit = args.seq_length, math.lcm(halves * context, context * tensor)

@@ -123,6 +123,6 @@ def remove_stale_build_lock() -> None:
                 lock.unlink()
                 print(f"> removed {lock}: left {minutes:.0f} minutes ago by a killed process")
         except FileNotFoundError:
-            pass  # another rank removed it
+            pass
         except OSError as error:
             print(f"> warning: processes will wait for {lock} for ever: remove it ({error})")

@@ -142,7 +142,7 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
 def start_table(choices: Iterable[Choice]) -> list[str]:
     remarks: dict[tuple[str, str], str] = {}
     for choice in choices:
-        # Reasons may differ by shape; keep the first.
+        # Keep the first reason: reasons may differ by shape.
         remark = "" if choice.no_gpu else choice.remark()
         remarks.setdefault((choice.operation, choice.candidate.name), remark)
     table = [("operation", "implementation", "reason")]

@@ -36,20 +36,19 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         reasons.append(reason)
         flags += WITHOUT_TRANSFORMER_ENGINE
         local = True
-    # transformer-engine has a fused kernel.
     if local and (no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None):
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")
     fp8 = _last_value(argv, "--fp8-format") is not None
-    delayed = _last_value(argv, "--fp8-recipe") in (None, "delayed")  # Megatron's default
-    if fp8 and delayed and "--fp16" not in argv:  # fp16 scales its loss
+    delayed = _last_value(argv, "--fp8-recipe") in (None, "delayed")
+    if fp8 and delayed and "--fp16" not in argv:  # fp16 training already scales the loss
         reasons.append("delayed scaling")
         flags += LOSS_SCALE
     if "--sft" in argv:
         reasons.append("--sft")
         flags += SFT
     if importlib.util.find_spec("one_logger") is None:
-        flags.append("--no-one-logger")  # else Megatron prints a notice
+        flags.append("--no-one-logger")
     if no_gpu and not planning:
         reasons.append("no GPU (running on the CPU over gloo)")
         flags += cpu_host.FLAGS

@@ -15,7 +15,7 @@ MACHINE, SOFTWARE = "dsa_machine", "dsa_software"
 
 
 def record_provenance(args: argparse.Namespace) -> None:
-    """Set the arguments on all ranks, since Megatron compares them."""
+    """Set the provenance arguments on all ranks, since Megatron compares arguments."""
     if args.tensorboard_dir or args.wandb_project:
         setattr(args, MACHINE, machine())
         setattr(args, SOFTWARE, software())
@@ -36,7 +36,7 @@ def software() -> str:
 def _commit() -> str:
     root = Path(megatron_dsa.__file__).parents[1]
     if not (root / ".git").exists():
-        return ""  # may be another project's checkout
+        return ""  # a parent's .git may be another project's
     try:
         done = subprocess.run(
             ["git", "-C", root, "rev-parse", "--short", "HEAD"],

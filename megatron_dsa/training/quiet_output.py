@@ -22,9 +22,9 @@ WARNINGS = (
         "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0",
         r"megatron\.",
     ),
-    # Megatron imports this model, but nothing uses it.
+    # Megatron imports the MIMO model, but this package does not use MIMO.
     ("MimoModelConfig is experimental", r"megatron\."),
-    # Commands have no ranks.
+    # One-process commands have no ranks.
     ("Could not determine rank from torch.distributed, RANK", r"megatron\."),
     ("full scope is deprecated. Use empty cuda_graph_modules", r"megatron\."),
     # The module of this warning is a path.
@@ -41,13 +41,13 @@ RECORDS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     # Documents may be longer than a sample.
     ("transformers.tokenization_utils_base", "Token indices sequence length is longer than"),
-    # Megatron logs this also for synchronous saves.
+    # Megatron logs this message for synchronous saves also.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
     ("megatron.core.rerun_state_machine", "Setting RerunStateMachine mode"),
 )
-#: Records with names of all parameters or steps of reading data.
+#: Log records that list all parameters or data-loading steps.
 LONG_RECORDS = (
     ("megatron.core.distributed.param_and_grad_buffer", "Number of buckets for gradient"),
     ("megatron.core.datasets.indexed_dataset", "\tExtract the "),

@@ -117,7 +117,7 @@ def model_config_from_args(args) -> DSAModelConfig | DSAHybridModelConfig:
 
 
 def _without_bundled_attention(args) -> argparse.Namespace:
-    """Replace letters D, which would select Megatron's bundled attention."""
+    """Replace letters D of a layer pattern, which would select Megatron's bundled attention."""
     pattern = args.hybrid_layer_pattern
     pattern = None if pattern is None else pattern.replace("D", "+")
     return argparse.Namespace(**vars(args) | {"hybrid_layer_pattern": pattern})

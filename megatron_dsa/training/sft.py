@@ -63,7 +63,7 @@ def tokenise(
     name = hashlib.sha256((content + chat.fingerprint).encode()).hexdigest()[:16]
     name = f"{Path(path).stem}-{name}"
     prefix = os.path.join(folder, name)
-    with contextlib.suppress(ConfigError, OSError):  # missing or damaged
+    with contextlib.suppress(ConfigError, OSError):
         check_data_set(prefix)
         print(f"> {path}: tokens of an earlier run, {prefix}.bin", flush=True)
         return prefix
@@ -83,7 +83,7 @@ def tokenise(
                 beat()
                 last_beat = time.monotonic()
         require(lengths, f"--data-path {path} holds no conversation: give a file with some")
-        builder.data_file.flush()  # so that errors name this file
+        builder.data_file.flush()  # flush here, so that errors name this file
         builder.finalize(str(files.path(f"{name}.idx")))
     tokens = sum(lengths)
     print(
@@ -113,8 +113,8 @@ def pack(lengths: Iterable[int], room: int, most: int | None = None) -> list[lis
     ``most`` limits the indices per list.
     """
     packed: list[list[int]] = []
-    open_lists: dict[int, list[int]] = {}  # tokens left -> lists
-    left: list[int] = []  # ascending
+    open_lists: dict[int, list[int]] = {}  # free tokens -> indices of open lists
+    left: list[int] = []  # free tokens, ascending
     for index, length in enumerate(lengths):
         at = bisect_left(left, length)
         if at == len(left):
@@ -253,7 +253,7 @@ def sft_datasets(
             folder = args.data_cache_path or os.path.join(os.path.dirname(path), "cache")
             prefixes[path] = tokenise(path, chat, os.path.join(folder, "sft"), _broadcast)
     prefixes = _broadcast(prefixes)
-    while prefixes is None:  # rank 0 is tokenising
+    while prefixes is None:  # wait while rank 0 tokenises
         prefixes = _broadcast()
     config = SFTConfig(
         **shared,

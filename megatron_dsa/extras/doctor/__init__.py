@@ -19,12 +19,12 @@ from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SWITCH = {"off": (False,), "on": (True,), "both": (False, True)}
-#: Minimum values: smaller ones leave too few valid tokens and keys.
+#: Minimum sizes that leave enough valid tokens and keys.
 _LEAST = {"seq": 64, "rows": 16}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; see ``--help`` for exit codes.
+    """Run ``doctor``; see ``--help`` for exit codes.
 
     Raises:
         ConfigError: an argument is out of range, or the device does not exist.

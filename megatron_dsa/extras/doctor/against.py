@@ -36,16 +36,16 @@ from megatron_dsa.specs import dsa_layer_spec
 from megatron_dsa.testing.comparison import MODEL_SHAPES, Comparison
 from megatron_dsa.training.one_process import one_process
 
-#: Version without the commit that a checkout appends.
+#: Megatron-core's version without a checkout's commit suffix.
 MEGATRON = megatron.core.__version__.split("+")[0]
 _UNUSED = ("dims", "index_heads", "index_dim", "dtype", "sink", "packed", "rows", "allow_unfused")
-#: With other settings, the bundled spec requires transformer-engine.
+#: Settings that let Megatron's DSA spec run without transformer-engine.
 _LOCAL: dict[str, Any] = {
     "num_layers": 1, "hidden_dropout": 0.0, "transformer_impl": "local",
     "normalization": "RMSNorm", "persist_layer_norm": False, "bias_dropout_fusion": False,
     "gradient_accumulation_fusion": False,
 }  # fmt: skip
-#: With fewer index heads more scores are 0, and the layers break ties differently.
+#: With fewer index heads more scores tie at 0, and the layers break ties differently.
 _SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 32,
     "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "dsa_indexer_n_heads": 16,
@@ -80,7 +80,7 @@ class Against:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and print; return 1 if a difference exceeds the bound, else 0.
+    """Compare the layers; return 1 if a difference exceeds the bound, else 0.
 
     Raises:
         ConfigError: an argument has no effect here, or Megatron cannot run on the device.
@@ -133,7 +133,7 @@ def _compare(loss: str, batch: str, rope: str, device: torch.device, bound: floa
     options = DSAOptions(indexer_loss_queries=1.0)
     config = preset("v3.2", dsa=options, **_LOCAL | _SMALL | _ROPES[rope] | {
         "dsa_indexer_use_sparse_loss": _LOSSES[loss], "dsa_indexer_loss_coeff": 0.7,
-        # Megatron rotates only in bf16; the rotation cancels in dot products.
+        # Megatron's Hadamard rotation needs bf16, and cancels in dot products.
         "dsa_indexer_rotate_activation": False,
         "use_cpu_initialization": cpu_host.needed(), "params_dtype": torch.float32,
     })  # fmt: skip
@@ -218,7 +218,7 @@ def _time(found: Against, heads: int, topk: int, tokens: int, device: torch.devi
             theirs, remark = _layers(config(), kernels, device)[1:]
             with declined_hooks() as declined:
                 other = _milliseconds(theirs, tokens)
-        except Exception as error:  # missing package or failing kernel
+        except Exception as error:
             torch.cuda.empty_cache()
             found.remarks.append(f"{label}, kernels={kernels}: {str(error).splitlines()[0]}")
             continue

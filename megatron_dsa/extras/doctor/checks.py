@@ -56,7 +56,7 @@ type Steps = Callable[[Policy, Comparison], list[Step]]
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of all implementations of some operations.
+    """Comparison of all implementations of several operations.
 
     Attributes:
         calls: operation -> call; every combination of their implementations runs.

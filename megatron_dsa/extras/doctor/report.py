@@ -157,7 +157,7 @@ def _row(result: Verdict) -> dict[str, str]:
 
 def print_table(rows: list[dict[str, str]]) -> None:
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    columns.sort(key=lambda column: column == "verdict")  # last: its width varies
+    columns.sort(key=lambda column: column == "verdict")
     widths = {c: max(len(c), *(len(row.get(c, "-")) for row in rows)) for c in columns}
     for row in [{c: c for c in columns}, *rows]:
         line = "  ".join(row.get(c, "-").ljust(widths[c]) for c in columns)
@@ -182,7 +182,7 @@ def _verdict(report: Report, code: int) -> str:
 
 
 def as_json(report: Report, code: int) -> dict:
-    """Convert to JSON types; non-finite numbers become strings."""
+    """Convert a report to JSON types; non-finite numbers become strings."""
     results = [
         _plain(x) | {"ok": x.ok, "verdict": x.verdict, "wrong": x.wrong()} for x in report.results
     ]

@@ -55,7 +55,7 @@ class Session:
                         f"{checks.__name__} of {label}: out of memory in the float64 reference; "
                         "try --rows 64"
                     )
-                except RuntimeError:  # a lost GPU cannot hold inputs
+                except RuntimeError:
                     if self.lost is None:
                         raise
                     self.skip(checks.__name__, "(all)", label, self._lost())
@@ -86,7 +86,6 @@ class Session:
                 deterministic=all(c.support.deterministic for c in candidates),
                 chosen=list(names.values()) == picked,
             )
-            # Progress on stderr, results on stdout.
             print(f"  ... {verdict.name}: {', '.join(names)}", file=sys.stderr, flush=True)
             self._judge(verdict, check, Policy(named=tuple(names.items())))
             self.report.results.append(verdict)
@@ -132,11 +131,11 @@ class Session:
                 verdict.same_bits = verdict.same_bits is not False and same_bits(result, again)
             for step in others:
                 self._run(verdict, step)
-            del result, again  # frees memory for the full-size call
+            del result, again
             where = "at full size: "
             if self.timed:
                 self._time(verdict, check, policy, call)
-        except Exception as error:  # failed comparisons also raise
+        except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             verdict.crashed = f"{where}{type(error).__name__}: {lines[0][:200]}"
             if not self._alive():

@@ -14,12 +14,12 @@ from megatron_dsa.extras.generate.trained_model import trained_model
 from megatron_dsa.ops.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
-#: Pad to multiples of this length: tables and kernels are built for each length.
+#: Pad inputs to multiples of 64 tokens: kernels are built for each length.
 LENGTHS = 64
 
 
 class Bytes:
-    """UTF-8 bytes as tokens, see ``prepare-data``."""
+    """Tokenizer of UTF-8 bytes, see ``prepare-data``."""
 
     vocabulary, end = BYTE_VOCAB, BYTE_EOD
 
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for prompt in arguments.prompt:
             generator = torch.Generator().manual_seed(arguments.seed)
-            # An empty prompt starts a document.
+            # For an empty prompt, start a new document.
             ids = codec.encode(prompt) or [codec.end]
             most, vocabulary = max(ids), vocabulary_of(trained.args)
             require(

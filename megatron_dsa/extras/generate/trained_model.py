@@ -48,7 +48,7 @@ _OF_THE_RUN = (
 )
 _KINDS_OF_THE_RUN = (
     *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
-    # These need transformer-engine.
+    # These fields need transformer-engine.
     *("moe_router_padding_", "fine_grained_", "offload_"),
 )
 #: Model arguments that are not configuration fields.
@@ -83,7 +83,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A loaded model of one chunk, its validated arguments, checkpoint and iteration."""
+    """A loaded model with its validated arguments, checkpoint and iteration."""
 
     args: argparse.Namespace
     chunks: list[torch.nn.Module]
@@ -102,7 +102,7 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
 
 
 def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
-    """Select the arguments of the model and of reading data; with ``data`` also the data sets."""
+    """Select the arguments of the model and data reader; with ``data`` also of the data sets."""
     saved = arguments_of_gpt(saved)
     parallel = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     names = [
@@ -118,7 +118,7 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
     if found.get("hybrid_layer_pattern") is not None:
         found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     if found.get("train_samples") is not None:
-        found.pop("train_iters", None)  # derived from train_samples
+        found.pop("train_iters", None)
     return found
 
 
@@ -136,7 +136,7 @@ def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]
 def trained_model(
     load: str, step: int | None = None, flags: list[str] | None = None
 ) -> Iterator[TrainedModel]:
-    """Load a model for the duration of the context, silently.
+    """Yield a loaded model; suppress Megatron's output.
 
     Args:
         load: value of ``--save`` in the training.
@@ -175,7 +175,7 @@ def trained_model(
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:
     model = model_config_from_args(args)
-    training.initialize_megatron(  # CPU hosts patch this function
+    training.initialize_megatron(
         get_embedding_ranks=embedding_ranks(model), store=torch.distributed.HashStore()
     )
     with prepare_loading(args):

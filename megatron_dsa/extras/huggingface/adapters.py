@@ -51,14 +51,14 @@ _PLAIN: dict[str, Any] = {
 }
 #: Values of ``init_lora_weights`` that leave the base weights unchanged.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-#: Settings that other checks cover, or that affect only training with PEFT.
+#: PEFT settings that other checks cover, or that affect only training.
 _NO_MATTER = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "runtime_config", "velora_config", "qalora_group_size"),
     "ensure_weight_tying",
-    # Ignored unless init_lora_weights names their method.
+    # PEFT ignores these settings unless init_lora_weights names their method.
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 
@@ -91,10 +91,10 @@ def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
 def merged(
     model: torch.nn.Module, values: Callable[[str], torch.Tensor], name: str, like: torch.Tensor
 ) -> torch.Tensor:
-    """Add a linear's adapters in fp32 or wider, then round to ``like``'s dtype."""
+    """Merge a linear's adapters in fp32 or wider, then round to ``like``'s dtype."""
     module_name, _, own = name.rpartition(".")
     linear: Any = model.get_submodule(module_name)
-    adapted: tuple[str, ...] = getattr(linear, "adapted", ())  # set by extras/lora
+    adapted: tuple[str, ...] = getattr(linear, "adapted", ())
     if own != "weight" or not adapted:
         return values(name).to(like.dtype)
     wide = torch.promote_types(like.dtype, torch.float32)
@@ -268,7 +268,7 @@ def _check_initial_values(method: Any, where: str) -> None:
         "convert it with PEFT: model.save_pretrained(directory, "
         "path_initial_model_for_weight_conversion=the adapter before training)"
     )
-    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT converts these methods
+    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):
         convert = "merge it with PEFT into the base that it was trained on, and import that"
     raise ConfigError(
         f"{where} init_lora_weights = {method!r}: adapters of this method go with a base whose "

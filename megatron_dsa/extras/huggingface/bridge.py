@@ -64,7 +64,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
     def stream_weights_megatron_to_hf(
         self, megatron_model, *args, **kwargs
     ) -> Iterator[HFWeightTuple]:
-        """Also yield MTP's copies of embedding and head, which Bridge's strict saving requires."""
+        """Yield all tensors and MTP's copies of embedding and head; strict saving needs both."""
         config = get_model_config(megatron_model[0])
         prefixes = V3.mtp_prefixes(config.mtp_num_layers or 0, config.num_layers)
         for found in super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs):
@@ -77,7 +77,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
 
 @_registered("deepseek_v3")
 class DeepSeekV3WithIndexersBridge(DeepSeekV32Bridge):
-    """DeepSeek-V3 with or without fresh indexers; Bridge's class fails on unknown parameters."""
+    """DeepSeek-V3's conversion, also with fresh indexers, which Bridge's class rejects."""
 
 
 @dataclass
@@ -112,7 +112,6 @@ class IndexerMetrics(Callback):
             state.train_state.step + 1, means, bool(context.skipped_iter),
             state.tensorboard_logger, state.wandb_logger,
         )  # fmt: skip
-        # Bridge logs this dictionary.
         context.loss_dict.update(means)
 
 
@@ -140,7 +139,7 @@ def sparse_provider(
     provider = SparseModelProvider()
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
     provider.__dict__.update(hf.fields)
-    provider.experimental_attention_variant = None  # would select Megatron's DSA
+    provider.experimental_attention_variant = None  # a variant would select Megatron's DSA
     if not hf.mtp_layers:  # transformers' default may add MTP
         provider.mtp_num_layers = None
     provider.transformer_layer_spec = dsa_block_spec
@@ -152,7 +151,7 @@ def _described(bridge: AutoBridge) -> HFModel:
     source: Any = bridge.hf_pretrained
     if isinstance(source, PretrainedConfig):
         return parse_config(source.to_dict())
-    # Read the file: transformers' config classes change keys.
+    # Read config.json itself: transformers' config classes change keys.
     found, _ = PretrainedConfig.get_config_dict(
         source.model_name_or_path, revision=bridge.hf_model_revision
     )

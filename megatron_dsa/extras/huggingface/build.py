@@ -37,7 +37,7 @@ def transformer_config(
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": True,
-        "dsa_indexer_loss_coeff": 0.0,  # no training
+        "dsa_indexer_loss_coeff": 0.0,
         "dsa": DSAOptions(
             stage=stage,
             latent_norm_epsilon=hf.latent_norm_epsilon,

@@ -1,4 +1,4 @@
-"""``import-hf`` and ``export-hf``: one process without GPU, memory for one or two files."""
+"""Commands ``import-hf`` and ``export-hf``: one process without GPU converts file by file."""
 
 import argparse
 import os

@@ -131,7 +131,7 @@ def _text_of(config: dict) -> dict:
 
 def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
     said = config.get("quantization_config")
-    # Releases set ``expert_dtype`` at either level.
+    # Releases set ``expert_dtype`` in config.json or in quantization_config.
     fp4 = "fp4" in (config.get("expert_dtype"), (said or {}).get("expert_dtype"))
     if said is None:
         return Quantisation(None, fp4, dtype)
@@ -166,7 +166,7 @@ def model_features(config: Any) -> set[str]:
 
 def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
     """Return each differing field -> (value in ``config``, value from config.json)."""
-    # features.py checks whether omissions are intended.
+    # features.py checks omitted features.
     left_out = {
         name
         for feature, names in FEATURE_FIELDS.items()
@@ -193,7 +193,7 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
             # Multi-token prediction is optional.
             expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
         if name in ("moe_router_num_groups", "moe_router_group_topk"):
-            # A single group is equal to no groups.
+            # A single expert group is equal to ungrouped routing.
             actual = actual if (config.moe_router_num_groups or 1) > 1 else None
         if name == "moe_router_topk_scaling_factor" and actual is None:
             actual = 1.0

@@ -160,7 +160,7 @@ class Import:
             splits_latents=parallel_rank.splits_latents, num_experts=parallel_rank.num_experts
         )
         ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
-        if not (whole and all(ends)):  # other ranks read the rest
+        if not (whole and all(ends)):
             used = [self._locations[name] for match in self._matches.values() for name in match.hf]
             unused = left_by_rank(unused, used)
         # The dense stage has no indexers; multi-token prediction is optional.
@@ -195,7 +195,7 @@ class Import:
 
 
 def open_checkpoint(directory: str | Path, hf: HFModel) -> CheckpointReader:
-    """Open a checkpoint; its tensors get released names."""
+    """Open a checkpoint under released tensor names."""
     return CheckpointReader(directory, hf.quantisation, hf.names.rename)
 
 
@@ -251,7 +251,7 @@ def _piece(
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
     padding = words.new_zeros(shape[0] - len(words), *full[1:])
-    if found.is_table:  # padding needs valid, distinct experts
+    if found.is_table:  # padded entries need valid, distinct experts
         padding += torch.arange(full[1], dtype=words.dtype)
     return torch.cat([words, padding])
 
@@ -313,7 +313,7 @@ def export_model(
                         writer.add(stored, content)
             if tensor.is_floating_point():
                 dtypes.add(tensor.dtype)
-        nonfinite.check()  # raise before the index exists
+        nonfinite.check()  # reject NaN before the index completes the checkpoint
         said = {k: v for k, v in config.items() if k != "quantization_config"}
         text = said
         if TEXT in said:

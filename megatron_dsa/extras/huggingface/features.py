@@ -128,7 +128,7 @@ def _refuse(directory: Path, lost: dict[str, list[str]]) -> NoReturn:
 # V4 weights are f(scale * (fn @ streams) + base): f is a sigmoid for reading, twice a sigmoid for
 # adding, doubly stochastic for mixing. With scale 0, these bases use stream 0 without mixing.
 
-#: Saturates the sigmoid in fp32.
+#: Argument that saturates the sigmoid in fp32.
 _LARGE = 200.0
 
 

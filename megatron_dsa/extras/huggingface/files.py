@@ -91,7 +91,7 @@ class Scales:
 
 
 class CheckpointReader:
-    """Reader of a checkpoint's memory-mapped tensors; ``rename`` returns released names.
+    """Reader of memory-mapped tensors; ``rename`` maps stored names to released names.
 
     Raises:
         ConfigError: no safetensors checkpoint, a broken index, missing or damaged shards, or scales
@@ -109,7 +109,7 @@ class CheckpointReader:
         package = _safetensors()
         self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
         self._shards: dict[str, Any] = {}
-        # Name -> (shard, name in the shard).
+        # Released tensor name -> (shard, stored name).
         self._where: dict[str, tuple[str, str]] = {}
         for there, shard in self._read_index().items():
             name = rename(there)
@@ -190,7 +190,7 @@ class CheckpointReader:
         if form is Format.PLAIN:
             return _Stored(tensor, form, shape, AS_STORED[dtype])
         assert scale is not None
-        if form is Format.FP4 and shape:  # a byte holds two columns
+        if form is Format.FP4 and shape:
             shape = (*shape[:-1], 2 * shape[-1])
         scales = self._slice(scale)
         block = self.quantisation.scale_block(
@@ -205,7 +205,7 @@ class CheckpointReader:
         return self._stored(name).dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read and dequantise a tensor, or its ``part``: one bounded slice per dim."""
+        """Read and dequantise a tensor; ``part``: one bounded slice per dim."""
         stored = self._stored(name)
         if part is None:
             part = tuple(slice(0, extent) for extent in stored.shape)
@@ -269,7 +269,7 @@ class CheckpointWriter(WholeFiles):
             raise ConfigError(f"shard_bytes must be positive, got {shard_bytes}")
         if any(os.path.lexists(self.folder / name) for name in (INDEX, SINGLE)):
             raise ConfigError(f"{self.folder} holds a checkpoint already: choose another place")
-        require_own_name(self.folder / "config.json")  # fail before computing
+        require_own_name(self.folder / "config.json")
         self.shard_bytes = shard_bytes
         _safetensors()
         self._held: dict[str, torch.Tensor] = {}

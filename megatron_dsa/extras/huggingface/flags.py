@@ -1,4 +1,4 @@
-"""Megatron flags for a config.json; the slow import of Megatron is not needed."""
+"""Megatron flags for a config.json, without the slow import of Megatron."""
 
 import argparse
 import sys
@@ -41,7 +41,7 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
         "dsa_latent_norm_epsilon": hf.latent_norm_epsilon,
         "dsa_stage": None if hf.has_indexer else "dense",
         "mtp_num_layers": mtp or None,
-        # A tokenizer may have fewer tokens.
+        # The model's vocabulary may exceed the tokenizer's.
         "padded_vocab_size": hf.vocab_size,
         "max_position_embeddings": hf.text.get("max_position_embeddings"),
     }

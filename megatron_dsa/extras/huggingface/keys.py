@@ -83,7 +83,7 @@ def required(config: dict, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number ``>= least``, ``> above``, ``<= most``, integral if ``whole``."""
+    """Range of a number: finite, ``>= least``, ``> above``, ``<= most``, integral if ``whole``."""
 
     least: float = -_LARGEST
     above: float = -math.inf
@@ -104,7 +104,7 @@ class Number:
 
 SIZE, COUNT = Number(least=1, whole=True), Number(least=0, whole=True)
 _POSITIVE = Number(above=0)
-#: Keys at any depth -> their ranges.
+#: Keys of config.json at any depth -> ranges.
 _NUMBERS = {
     **dict.fromkeys(
         (
@@ -132,13 +132,13 @@ _NUMBERS = {
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE),
     **dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE),
     "hc_eps": Number(least=0, most=0.01),
-    # Releases use 1e-6 and 1e-5; larger values than 1e-2 would outweigh activations.
+    # An epsilon above 1e-2 would outweigh activations.
     "rms_norm_eps": Number(above=0, most=0.01),
     "factor": Number(least=1),
     "partial_rotary_factor": Number(above=0, most=1),
     "swiglu_limit": Number(least=0),
 }
-#: Other keys -> (Python type, its name in JSON).
+#: Keys without a range -> (Python type, JSON type).
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
@@ -180,7 +180,7 @@ _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_s
 
 
 def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
-    """Return whether ``rope`` is YaRN; ``yarn``: its further keys, ``None`` to forbid YaRN."""
+    """Return whether ``rope`` is YaRN; ``yarn``: extra YaRN keys, ``None`` to forbid YaRN."""
     keys = {"default": _PLAIN_KEYS}
     if yarn is not None:
         keys["yarn"] = _PLAIN_KEYS | _YARN_KEYS | yarn

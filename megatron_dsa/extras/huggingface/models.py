@@ -42,7 +42,7 @@ _ALIASES = {
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
 
-#: Epsilon of latents and index keys, absent in config.json.
+#: Norm epsilon of latents and index keys, absent in config.json.
 _LATENT_NORM_EPSILON = 1e-6
 _MSCALES = ("mscale", "mscale_all_dim")
 
@@ -76,10 +76,10 @@ def _mla(config: dict) -> Fields:
 
 def _mscales(rope: dict, where: str) -> Fields:
     scale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    if of_all is None:  # transformers then ignores mscale
+    if of_all is None:
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        # transformers scales rope by 0.1 * ln(factor) + 1; Megatron divides by of_all's factor.
+        # transformers scales by 0.1 ln(factor) + 1; Megatron divides by mscale_all_dim's scale.
         scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
     return {"mscale": scale, "mscale_all_dim": of_all}
 
@@ -200,7 +200,7 @@ def _with_indexer(architecture: str, interleaved: bool) -> Model:
 # ----------------------------------------------------------------------------------- DeepSeek-V4
 
 HASH_LAYERS = "moe_hash_layers"
-#: Optional feature -> its fields.
+#: Optional feature -> configuration fields.
 FEATURE_FIELDS = {
     HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters", "hc_collapse"),
     HASH_ROUTING: (HASH_LAYERS,),
@@ -244,7 +244,7 @@ def _v4_rope(config: dict) -> Fields:
     rope: Any = config.get(where) or {}
     nested, plain = bool({"main", "compress"} & rope.keys()), {}
     if nested:
-        for name in ("compress", "main"):  # transformers reads one object as plain rope
+        for name in ("compress", "main"):
             if not isinstance(rope.get(name), dict):
                 refuse(f"{where}.{name}", rope.get(name), "must be a JSON object, as its neighbour")
         plain, rope = rope["main"], rope["compress"]
@@ -298,7 +298,7 @@ def _csa(config: dict) -> Fields:
 
 def _streams(config: dict) -> Fields:
     streams = config.get("hc_mult") or 1
-    if streams == 1:  # one stream is a plain residual
+    if streams == 1:
         return {"hc_mult": 1}
     return {key: required(config, key) for key in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
 
@@ -363,7 +363,7 @@ _KDA_KEYS = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
     "gate_lower_bound": "linear_lower_bound",
 }
-#: transformers' defaults.
+#: Defaults in transformers for absent keys.
 _GLM_5_3_DEFAULTS = {"first_k_dense_replace": 3, "swiglu_limit": 10.0}
 
 
@@ -388,7 +388,7 @@ def _kda(config: dict) -> Fields:
     if bound is None:
         if given.get("safe_gate") is False or not (given or "linear_lower_bound" not in config):
             refuse("linear_lower_bound", None, "only gates with a lower bound are supported")
-        bound = -5.0  # transformers' default
+        bound = -5.0
     heads, dim = required(said, "linear_num_heads"), required(said, "linear_head_dim")
     return {
         "linear_attention_freq": pattern,
@@ -406,7 +406,7 @@ def _pooled_indexer(config: dict) -> Fields:
     kinds, has_kda = config.get("indexer_types"), any(_IS_KDA.get(kind) for kind in layers)
     if has_kda and not kinds:
         for key in ("index_topk_pattern", "index_topk_freq"):
-            # These count all layers, but only DSA layers have selections.
+            # Both keys count all layers, but only DSA layers select keys.
             if config.get(key) not in (None, 1):
                 refuse(key, config[key], "give indexer_types, with KDA layers")
     if has_kda and kinds and len(kinds) == len(layers):
@@ -417,7 +417,7 @@ def _pooled_indexer(config: dict) -> Fields:
     return _dsa_indexer(config, interleaved=True) | {
         POOL_SIZE: size,
         "dsa_indexer_rotate_activation": False,
-        "rope_type": "rope",  # unused: MLA has no rope dims
+        "rope_type": "rope",
         "rotary_scaling_factor": 1.0,
     }
 

@@ -68,7 +68,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Names:
-    """The table of a model family.
+    """Tensor names of a model family.
 
     Attributes:
         models: family name in messages.
@@ -167,7 +167,7 @@ def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) ->
     return Entry(hf, megatron, *rest)
 
 
-#: Names of gated MLPs' linears; experts have a second name in grouped linears.
+#: Megatron names of gated MLPs' linears; the second name is for grouped experts.
 _DENSE = ("mlp.linear_{fc}.weight",)
 _SHARED = ("mlp.shared_experts.linear_{fc}.weight",)
 _EXPERT = (
@@ -192,7 +192,8 @@ _CORE = f"{_ATTN}core_attention."
 INDEXER = f"{_CORE}indexer."
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
-# Second names are for layers with a fused norm.
+
+# In a pair of Megatron names, the second is for layers with a fused norm.
 
 _V3_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -256,7 +257,6 @@ V3 = Names(
 )
 
 # ------------------------------------------------------------------------------- GLM-5.3-Flash
-# transformers saves released names.
 
 
 def _kda(hf: str, ours: str, split: Split = Split.ROWS) -> Entry:
@@ -304,6 +304,7 @@ GLM_5_3 = dataclasses.replace(
 )
 
 # ----------------------------------------------------------------------------------- DeepSeek-V4
+
 # See transformers' deepseek_v4 conversion and Megatron-Bridge's deepseek_v4_bridge.py.
 
 HYPER_CONNECTIONS, HASH_ROUTING = "hyper-connections", "hash-routing"
@@ -368,7 +369,7 @@ V4 = Names(
     mtp=(
         _entry("enorm.weight", "enorm.weight"),
         _entry("hnorm.weight", "hnorm.weight"),
-        # One projection of [embedding, hidden state].
+        # Without streams, one linear projects [embedding, hidden state].
         _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
         # With streams, the embedding and every stream are projected separately.
         _entry("e_proj.weight", "e_proj.weight"),

@@ -8,7 +8,7 @@ from megatron_dsa.config.model import computes_topk
 from megatron_dsa.extras.huggingface.keys import Model, refuse, shown
 from megatron_dsa.extras.huggingface.models import layer_ratios
 
-#: transformers' default base.
+#: Rope base that transformers uses by default.
 _DEFAULT_THETA = 10_000.0
 _DEFAULT_NOTE = f"rope_theta = {_DEFAULT_THETA:g} is used, as by transformers: none is given"
 #: transformers' default index_skip_topk_offset.
@@ -63,7 +63,6 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
             _check_rotated(config, part, name, v4)
     flat_theta = None if nested else rope.get("rope_theta")
     if v4:
-        # transformers overwrites this key.
         if flat_theta not in (None, config.get("rope_theta"), config.get("compress_rope_theta")):
             notes.append(
                 f"{where}.rope_theta = {flat_theta!r} is not used, as by transformers: rope_theta "
@@ -91,7 +90,7 @@ def _one_rope(config: dict, v4: bool) -> list[str]:
 
 
 def _v4_bases(config: dict, nested: dict, where: str) -> list[str]:
-    # transformers has one default for both bases.
+    # transformers has one default for both rope bases.
     notes = []
     if config.get("rope_theta") is None and (nested.get("main") or {}).get("rope_theta") is None:
         config["rope_theta"] = _DEFAULT_THETA
@@ -157,7 +156,7 @@ def _lists(config: dict) -> list[str]:
         if not kinds or not layers or count is None:
             continue
         if [each == kind for each in kinds] != [layer < count for layer in range(layers)]:
-            if config.get("model_type") == "deepseek_v3":  # transformers reads only the count
+            if config.get("model_type") == "deepseek_v3":
                 refuse("mlp_layer_types", kinds, f"contradicts {key} = {count}: drop one of them")
             notes.append(f"mlp_layer_types is used, and not {key} = {count}")
     listed = list(config.get("compress_ratios") or ())

@@ -64,7 +64,7 @@ class ReleasedPrecision:
         self._plain = tuple(said.get("modules_to_not_convert") or ())
         self.config: dict[str, Any] = {"quantization_config": said}
         if hf.names.features and "expert_dtype" not in said:
-            # Without this key, readers assume fp4 in DeepSeek-V4.
+            # Without expert_dtype, readers assume fp4 in DeepSeek-V4.
             self.config["expert_dtype"] = "fp4" if fp4 else "fp8"
         self.uses_release = release is not None and release.is_quantised
         self._release = release if self.uses_release else None

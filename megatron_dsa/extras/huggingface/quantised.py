@@ -35,7 +35,7 @@ PLAIN = {
 #: Name suffix of hash-routing tables.
 _TABLE = ".tid2eid"
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32}
-#: Dtypes read unchanged.
+#: Dtypes that are read without conversion.
 AS_STORED = PLAIN | _INTEGERS
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED = ("I8", "U8")
@@ -148,7 +148,7 @@ def dequantise(
 
 _LARGEST = {Format.FP8: 448.0, Format.FP4: E2M1[-1]}
 
-#: Elements quantised at a time.
+#: Number of elements quantised at a time.
 _ELEMENTS = 1 << 22
 
 
@@ -230,7 +230,7 @@ def _scales(blocks: torch.Tensor, form: Format, powers_of_two: bool) -> torch.Te
     largest = blocks.abs().amax(dim=(1, 3))
     scale = (largest / _LARGEST[form]).clamp(min=tiny)
     if powers_of_two:
-        mantissa, exponent = torch.frexp(scale)  # mantissa in [1/2, 1)
+        mantissa, exponent = torch.frexp(scale)
         exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
         scale = torch.ldexp(torch.ones_like(scale), exponent)
     return torch.where(largest == 0, 1.0, scale)

@@ -50,7 +50,7 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def global_name(name: str, parallel_rank: ParallelRank) -> str:
-    """Return the name with global layer and expert numbers."""
+    """Return a parameter's name with global layer and expert numbers."""
     rank, size = parallel_rank.expert
     if layer := _LAYER.fullmatch(name):
         name = f"{layer[1]}{int(layer[2]) + parallel_rank.first_layer}{layer[3]}"

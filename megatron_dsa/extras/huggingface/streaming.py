@@ -60,7 +60,7 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class StoredParameters:
-    """Reader of a distributed checkpoint; ``base`` supplies tensors that it lacks."""
+    """Reader of a distributed checkpoint; ``base`` supplies missing tensors."""
 
     def __init__(self, directory: str | Path, base: str | Path | None = None):
         self._reader = FileSystemReader(directory)
@@ -124,14 +124,14 @@ def write_checkpoint(
         others: the rest of the state dict, small.
         file_bytes: approximate size of a file, and memory used.
     """
-    dist_checkpointing.save(others, str(directory))  # also writes the metadata files
+    dist_checkpointing.save(others, str(directory))
     saved = FileSystemReader(directory).read_metadata()
     made: dict[str, list[ShardedTensor]] = {}
     plans, where = _plans(entries, file_bytes)
 
     def make(item: WriteItem) -> torch.Tensor:
         name, number = where[item.index]
-        if name not in made:  # a parameter's pieces are consecutive
+        if name not in made:
             made.clear()
             entry = entries[name]
             made[name] = _parts(dataclasses.replace(entry, data=values(name).to(entry.data.dtype)))
@@ -152,7 +152,7 @@ def write_checkpoint(
 def _plans(
     entries: dict[str, Entry], file_bytes: int
 ) -> tuple[list[SavePlan], dict[MetadataIndex, tuple[str, int]]]:
-    """Return a plan per file, and item index -> (parameter, piece number)."""
+    """Return one save plan per file, and item index -> (parameter, piece number)."""
     plans, where, size = [SavePlan([])], {}, 0
     for name, entry in entries.items():
         for number, part in enumerate(_parts(entry)):

@@ -24,7 +24,7 @@ from megatron_dsa.training.checkpoint_names import same_under_another_name
 from megatron_dsa.training.checkpoints import stored_entries
 from megatron_dsa.training.launching import this_rank
 
-#: Sampled blocks per file: a terabyte is checked in a second.
+#: Number of blocks sampled per file; a terabyte takes a second.
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _FILES = re.compile(r"\.metadata|metadata\.json|common\.pt|.*\.distcp")
 _MOVED: dict[str, Path] = {}

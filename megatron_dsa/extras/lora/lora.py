@@ -52,7 +52,7 @@ class AdaptedLinear:
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the linear
+        out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         down, up = self._factors()
         inner = self._shared(torch.nn.functional.linear(x, down))
         rows = out.reshape(-1, out.shape[-1])

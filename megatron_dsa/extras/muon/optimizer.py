@@ -34,7 +34,7 @@ class _ByBlock:
         if pattern is not None:
             return self._by_block(p, grad, pattern)
         if not is_sharded(p) and getattr(p, "partition_dim", -1) in (0, 1):
-            # A replicated weight: Megatron would gather equal copies.
+            # Megatron would gather equal copies of a replicated weight.
             return self.scaled_orthogonalize_fn(grad, None, None)
         return super().orthogonalize(p, grad, **kwargs)  # type: ignore[misc]
 
@@ -64,11 +64,11 @@ class _ByBlock:
 
 
 class BlockMuon(_ByBlock, TensorParallelMuon):
-    """``--optimizer muon``."""
+    """Optimizer of ``--optimizer muon``."""
 
 
 class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
-    """``--optimizer adaptive_muon``, with updates scaled by block shape after the second moment.
+    """Optimizer of ``--optimizer adaptive_muon``; scales by block shape after the second moment.
 
     megatron-core 0.19 scales before the second moment, emerging-optimizers 0.3 by local shape.
     """

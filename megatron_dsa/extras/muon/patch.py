@@ -51,7 +51,7 @@ _LISTS = ("dp_cp_params_list", "expt_dp_params_list")
 
 @functools.cache
 def repair_gather_of_layer_wise_optimizer() -> None:
-    """Gather parameters of the narrower dtype; broadcast the others.
+    """Gather parameters of the narrower dtype; broadcast all other parameters.
 
     megatron-core 0.19 receives all parameters in the dtype of the first one. gloo also rejects
     tensors of different sizes.

@@ -65,7 +65,7 @@ def measure_rank(args, model, pg_collection) -> list[Chunk]:
     builder = model.get_builder_cls()(model)
     size = args.virtual_pipeline_model_parallel_size
     device: Any = torch.cuda.current_device()
-    with device:  # routers are otherwise created on the CPU
+    with device:
         chunks = build_virtual_pipeline_stages(builder.build_model, pg_collection, size)
     for hook in model.pre_wrap_hooks:
         chunks = hook(chunks) or chunks
@@ -110,7 +110,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     if not chunk.pre_process:
         received["pipeline"] += chunk.decoder.input_tensor.nbytes
     if not chunk.post_process:
-        received["pipeline"] += output.nbytes  # size of the received gradient
+        received["pipeline"] += output.nbytes
     outside = ["embedding"] if chunk.pre_process else []
     outside += ["output layer and loss"] if chunk.post_process else []
     return Chunk(
@@ -120,7 +120,7 @@ def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    # Like Megatron's custom_backward; torch's backward misses recomputation under host().
+    # torch's backward ignores recomputation under host(); Megatron's does not.
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -162,7 +162,7 @@ def _input_shape(chunk, tokens: int, batch_size: int) -> tuple[int, int, int]:
     if not config.mtp_num_layers or len(chunk.decoder.layers):
         return tokens, batch_size, config.hc_mult * config.hidden_size
     if chunk.mtp_process:
-        # Inputs are the head's output and the streams.
+        # MTP's inputs are the head's output and the streams.
         tensors = 1 + (config.hc_mult if has_learned_head(config) else 0)
     else:
         tensors = 1 + config.mtp_num_layers

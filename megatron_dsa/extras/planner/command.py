@@ -105,7 +105,7 @@ def parsed(
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
-    argv, quiet = list(argv), io.StringIO()  # Megatron prints arguments
+    argv, quiet = list(argv), io.StringIO()
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):
         preset_flags(argv, planning)
         args = arguments.parse_args(add_arguments)
@@ -147,7 +147,7 @@ def _check_batch(args) -> None:
     )
     total, micro = args.global_batch_size, args.micro_batch_size
     if None in (total, micro) or args.world_size % model_ranks:
-        return  # Megatron has defaults, and reports an indivisible world size
+        return  # Megatron rejects an indivisible world size
     data_ranks = args.world_size // model_ranks
     require(
         total % (micro * data_ranks) == 0 or args.decrease_batch_size_if_needed,

@@ -37,7 +37,7 @@ def _cuda(capability: tuple[int, int] | None, device: torch.device) -> dict[str,
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
         multi_processor_count=0 if capability is None else planned_processors(capability),
-        L2_cache_size=50 * 2**20,  # arbitrary: no effect on memory
+        L2_cache_size=50 * 2**20,  # memory does not depend on the cache size
     )
     streams = dict.fromkeys(("Stream", "Event"), NoStream)
     ignored = dict.fromkeys(("synchronize", "set_device", "manual_seed", "set_rng_state"), _nothing)
@@ -80,7 +80,7 @@ def _state_of_the_process() -> Iterator[Any]:
     scale = "main_loss_backward_scale"
     for owner, name, value in (
         (moe_utils, "te_general_gemm", None),  # transformer-engine's router needs a GPU
-        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),  # created once per process
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
         (IndexerLog._state, "sums", None),
         (moe_logging, "_MOE_METRICS_TRACKER", None),
         (MTPLossLoggingHelper, "tracker", {}),

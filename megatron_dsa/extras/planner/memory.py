@@ -90,17 +90,17 @@ def _state_bytes(args, weights: Weights) -> int:
     if args.use_precision_aware_optimizer:
         main = args.main_params_dtype.itemsize
         if _keeps_main_parameters(args) and main == 4 and args.bf16 and weights.itemsize == 2:
-            main = 2  # the low 16 bits, which bf16 lacks
+            main = 2  # bf16 weights hold the upper 16 bits
         return main + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     moments = 8 if args.optimizer == "adam" else 4 if args.sgd_momentum else 0
     return moments + (4 if weights.itemsize < 4 else 0)
 
 
 def _keeps_main_parameters(args) -> bool:
-    # If not, transformer-engine's precision-aware Adam holds the main parameters.
+    # Either Megatron or transformer-engine's precision-aware Adam holds main parameters.
     if args.main_params_dtype != torch.float32:
         return True
-    return args.fp8_recipe in (None, "delayed")  # Megatron tests only the recipe
+    return args.fp8_recipe in (None, "delayed")
 
 
 def _step_bytes(args, weights: Weights) -> int:

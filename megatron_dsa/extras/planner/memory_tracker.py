@@ -152,8 +152,8 @@ class MemoryTracker(TorchDispatchMode):
 
 def _autograd_calls() -> bool:
     """Return whether autograd itself called this operation."""
-    frame = sys._getframe(2)  # caller of __torch_dispatch__
-    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # torch's wrappers
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):
         frame = frame.f_back
     return "run_backward" in frame.f_code.co_names
 

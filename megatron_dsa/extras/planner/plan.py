@@ -120,7 +120,7 @@ def _for_planning(config) -> Iterator[list[str]]:
                 f"token dispatcher {config.moe_token_dispatcher_type} planned as alltoall"
             )
         if not config.moe_pad_expert_input_to_capacity:
-            # Static shapes: equal tokens per expert.
+            # Assume equal tokens per expert for static shapes.
             changes |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
             remarks.append("experts are taken to get equally many tokens")
     with (
@@ -134,10 +134,8 @@ def _for_planning(config) -> Iterator[list[str]]:
 def _as_local_layers(config) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "transformer_impl": "local",
-        # Only transformer-engine's linears fuse these.
         "gradient_accumulation_fusion": False,
         "defer_embedding_wgrad_compute": False,
-        # Local layers lack both; neither changes a size.
         "layernorm_zero_centered_gamma": False,
         "quant_recipe": None,
     }

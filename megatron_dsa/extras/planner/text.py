@@ -199,7 +199,7 @@ def _by_kind(layers: Iterable[Layer]) -> Iterator[tuple[str, list[Layer]]]:
 
 
 def _numbers(layers: Iterable[Layer]) -> str:
-    """Format as ``layers 1-3, 5; MTP 1``."""
+    """Format layer numbers as ``layers 1-3, 5; MTP 1``."""
     texts = []
     layers = list(layers)
     for name, is_mtp in (("layer", False), ("MTP layer", True)):

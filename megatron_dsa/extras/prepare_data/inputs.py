@@ -1,4 +1,4 @@
-"""Reader of JSON lines, parquet and plain text files, by independent pieces."""
+"""Reader of JSON lines, parquet and plain text files, in independent pieces."""
 
 import contextlib
 import functools
@@ -84,7 +84,7 @@ def _cut_parquet(path: str, most: int, key: str) -> list[Piece]:
         column = file.schema_arrow.get_field_index(key)
         sizes = [
             file.metadata.row_group(i).column(column).total_uncompressed_size
-            if file.metadata.num_columns == len(names)  # nested columns shift indices
+            if file.metadata.num_columns == len(names)
             else file.metadata.row_group(i).total_byte_size
             for i in range(groups)
         ]

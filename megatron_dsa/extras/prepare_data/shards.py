@@ -152,7 +152,7 @@ class Workspace:
                 builder = IndexedDatasetBuilder(
                     str(files.path(f"{_JOINED}.bin")), dtype=self.tokens.dtype
                 )
-                gc.freeze()  # each add_index collects garbage
+                gc.freeze()  # every add_index call runs the garbage collector
                 try:
                     for part in parts:
                         builder.add_index(str(part))
@@ -182,7 +182,7 @@ class _Builder:
         self.lengths.append(len(ids))
 
     def finish(self) -> None:
-        self._builder.data_file.flush()  # so that errors name this file
+        self._builder.data_file.flush()  # flush here, so that errors name this file
         self._builder.finalize(str(self._files.path(f"{self._name}.idx")))
 
 

@@ -14,13 +14,13 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_dsa.errors import require
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB
 
-#: Suffixes of files that may change ids.
+#: Suffixes of tokenizer files, whose content determines ids.
 _FILES = {".json", ".txt", ".model", ".tiktoken"}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer.
+    """Tokenizer of ``prepare-data``.
 
     Attributes:
         end: ids appended to every document.
@@ -60,7 +60,7 @@ def byte_tokens() -> Tokens:
 
 
 def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
-    """Load a tokenizer like ``--tokenizer-type HuggingFaceTokenizer``.
+    """Load the tokenizer of ``--tokenizer-type HuggingFaceTokenizer``.
 
     Raises:
         ConfigError: there is no such folder, or no token for ``append_eod``.
@@ -74,7 +74,7 @@ def hugging_face_tokens(folder: str, append_eod: bool) -> Tokens:
     )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"})
-    own = tokenizer.tokenize("")  # special tokens added to every text
+    own = tokenizer.tokenize("")  # every text gets these special tokens
     end, note = tokenizer.eod, ""
     if append_eod:
         require(

@@ -43,7 +43,7 @@ class RunLog:
         return found
 
     def layers(self, tag: str) -> dict[int, Series]:
-        """Return ``<tag>/layer-N`` by ``N``."""
+        """Return the series ``<tag>/layer-N`` by ``N``."""
         found = self.under(f"{tag}/layer-")
         return dict(sorted((int(layer), series) for layer, series in found.items()))
 

@@ -39,7 +39,7 @@ def last(log: RunLog, tag: str) -> float | None:
 
 
 def compiled(log: RunLog, series: Series) -> Series:
-    """Drop the points whose time includes compilation, unless none would remain.
+    """Drop the points whose time includes compilation, unless no point would remain.
 
     Megatron's first ``iteration-time`` after a start includes the first iteration.
     """

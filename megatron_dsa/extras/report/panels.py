@@ -34,7 +34,7 @@ def _look_of(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart over steps; ``draw`` returns whether it drew anything."""
+    """One chart over steps; ``draw`` returns False if the runs lack data."""
 
     title: str
     text: str
@@ -126,7 +126,7 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
             look = {"color": color_of(number), "ls": "none", "marker": "o", "ms": 4}
             drawn.append(_line(axis, series, **look, label=label))
     later = [value for run in runs for value in _later(run.scalars.get("lm loss", []))]
-    if later:  # the first losses would flatten the rest
+    if later:  # high first losses would flatten the curve
         room = 0.05 * (max(later) - min(later)) or 0.1
         axis.set_ylim(top=max(later) + room)
     return any(drawn)
@@ -137,7 +137,7 @@ def _later(series: Series) -> list[float]:
 
 
 def _draw_layers(axis, runs: list[RunLog], tag: str, yscale: str = "linear") -> bool:
-    """Draw the layers of one run, or mean and range for several; break lines between stages."""
+    """Draw the layers of one run, or mean and range of several runs; break lines between stages."""
     drawn = []
     for number, run in enumerate(runs):
         layers = run.layers(tag)

@@ -47,7 +47,7 @@ class IndexReplay:
     """
 
     def __init__(self, microbatches: Iterable[Mapping[int, torch.Tensor]] = ()):
-        self._layers: dict[int, CoreAttention] | None = None  # layers of this rank, while in use
+        self._layers: dict[int, CoreAttention] | None = None
         self._given: list[Mapping[int, torch.Tensor]] = []
         self._next: dict[int, deque[torch.Tensor]] = {}
         self._again: dict[int, deque[torch.Tensor]] = {}

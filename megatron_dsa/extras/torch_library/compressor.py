@@ -74,7 +74,7 @@ def _keys(values, ape, overlap, *lengths):
 def _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen) -> int:
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
     ratio = ape.shape[0] if ape.dim() else 0
-    # Check everything but the groups, which do not exist yet.
+    # Check all arguments except the groups, which do not exist yet.
     none = values.new_empty(0, dtype=torch.int32)
     CompressorInputs(values, scores, ape, Groups(none, none, 1), ratio, overlap, 0).check()
     return values.shape[0] // ratio

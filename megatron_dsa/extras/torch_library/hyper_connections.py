@@ -34,7 +34,7 @@ def read_streams(
 def read_head(
     streams: Tensor, connection: Connection, weight: Tensor, *, policy: Policy = Policy()
 ) -> Tensor:
-    """Read the head, see :func:`megatron_dsa.ops.hyper_connections.api.read_head`."""
+    """Read streams for the head; see :func:`megatron_dsa.ops.hyper_connections.api.read_head`."""
     c = connection
     return _head(
         streams, c.fn, c.base, c.scale, weight, c.eps, c.norm_eps, c.iterations,

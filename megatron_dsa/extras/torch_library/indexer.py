@@ -86,7 +86,7 @@ def _topk(
         IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
         policy=policy_of(policy),
     )  # fmt: skip
-    return indices, length.clone()  # the layout keeps ``length``
+    return indices, length.clone()  # the layout caches ``length``
 
 
 def _check(inputs: IndexerInputs, lengths: tuple[Any, ...], ratio: int, **queries: Tensor) -> None:
@@ -143,7 +143,7 @@ def _sparse_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
     teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
-    layout = bshd_layout(q.shape[0], 1, q.device)  # the lists define visibility
+    layout = bshd_layout(q.shape[0], 1, q.device)
     value, gradients = losses.selected_keys_loss(
         IndexerInputs(q, k, weights, relu), layout, indices, topk_length, teacher,
         policy_of(policy), want_gradients=with_gradients,

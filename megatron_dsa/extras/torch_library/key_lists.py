@@ -62,7 +62,7 @@ def _fake_lists(a):
     if a.selected is not None:
         width = a.selected.shape[1] + width
     else:
-        # KeyLists is at least 1 wide.
+        # KeyLists needs a width of at least 1.
         width = max(width + (longest // a.ratio if a.ratio else 0), 1)
     return tuple(a.tokens.new_empty(s, dtype=torch.int32) for s in ((count, width), (count,)))
 
@@ -78,7 +78,7 @@ def _key_lists(
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
     if selected is not None and selected.numel() > 0:
-        # A larger index would address a token's key.
+        # A larger compressed index would address a token's key.
         rule = f"selected must be compressed slots below {lists.offset}, or -1"
         fine = selected.amax() < lists.offset
         require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)

@@ -81,7 +81,7 @@ def registered[**Arguments, Result](
 
         operation: Any = torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
         operation.register_fake(as_fake)
-        operation.__signature__ = signature  # read by register_backward
+        operation.__signature__ = signature
         return operation
 
     return register
@@ -126,7 +126,7 @@ def register_backward(
     def differentiate(ctx, *given):
         if given[0] is None:
             return (None,) * len(arguments)
-        given = (*given, *(None,) * gradients)[:gradients]  # read_head has one result
+        given = (*given, *(None,) * gradients)[:gradients]  # read_head returns one tensor
         # Non-reentrant checkpointing unpacks saved tensors only once.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         found = backward(*given, *(other if x is None else x for x, other in pairs))

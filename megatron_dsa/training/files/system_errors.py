@@ -22,12 +22,12 @@ _FIXES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # Rust libraries such as safetensors
-_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy's error without errno
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors gives errno in this form
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy's text gives no errno
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
-    """Describe path, reason and fix of a file-system error; return ``None`` for others."""
+    """Describe path, reason and fix of a file-system error; return ``None`` for other errors."""
     found = _system_error(error)
     if found is None or found.errno not in _FIXES:
         return None
