@@ -1,13 +1,13 @@
-"""Kinds of layers per pipeline stage and prediction depth; imports no Megatron."""
+"""Layer kinds of hybrid models, without importing Megatron."""
 
 from typing import Any
 
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
-#: Letters of Megatron's patterns; Megatron builds layers with other letters.
+#: Letters in Megatron's hybrid layer patterns.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
-#: Letter for KDA in GPT layers; Megatron has none.
+#: Letter for KDA layers, which Megatron's patterns lack.
 KDA = "K"
 
 

@@ -30,7 +30,7 @@ class Mean(NamedTuple):
     """Sum and count, which add up over ranks and microbatches."""
 
     total: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of that name
+    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method ``count``
 
     @property
     def value(self) -> torch.Tensor:
@@ -147,7 +147,7 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    # The matrix product copies keys.
+    # The matrix product copies masked attention's keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]
