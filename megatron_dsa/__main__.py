@@ -21,7 +21,7 @@ def main() -> int:
 
         with report_errors():
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # paths may not be valid text
+                sys.stdout.reconfigure(errors="backslashreplace")  # not all paths are valid text
             status = cli.main()
             with naming("standard output"):
                 sys.stdout.flush()

@@ -101,13 +101,13 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's flags; for Megatron's ``extra_args_provider``.
+    """Add this package's flags, as Megatron's ``extra_args_provider``.
 
     Megatron defines ``--dsa-indexer-*``. Parsing raises :class:`ConfigError` for numbers out of
     range.
     """
     _repair_help(parser)
-    # Errors print the usage, by default with all of Megatron's flags.
+    # The usage that errors print would list all of Megatron's flags.
     parser.usage = USAGE
     group = parser.add_argument_group("megatron_dsa")
     parser._action_groups.insert(0, parser._action_groups.pop())

@@ -165,8 +165,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
-            # Column-parallel: gather the columns. Scattering the rope key sums its gradient over
-            # ranks.
+            # The scatter sums the rope key's gradient over ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
                 kv = scatter_to_sequence_parallel_region(kv)
@@ -221,8 +220,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Return ``W_uk`` and ``W_uv`` of local heads, stacked ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
         return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
-
-    # Methods that return a method of the core attention and its tensor arguments.
 
     def _sparse(self, latents: _Latents, rope: TokenRope):
         weights = self._up_weights()

@@ -75,7 +75,7 @@ def prepare_host(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """Train or plan; print one sentence for an error."""
+    """Train a model or plan a run; print one sentence for an error."""
     silence_host_warnings()
     with report_errors():
         _main()

@@ -90,7 +90,7 @@ require_supported_megatron()
 
 
 def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = False) -> ModuleSpec:
-    """Return the spec of V4's self-attention; a layer builds only parts that its ratio needs."""
+    """Return the spec of V4's self-attention; layers build only required parts."""
     norm = backend.layer_norm(rms_norm=True, for_qk=True)
     compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
     linear = backend.indexer_linear(fp8=True) if fp8_indexer else ReplicatedLinear

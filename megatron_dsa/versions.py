@@ -137,14 +137,14 @@ def why_not_transformer_engine(has_gpu: bool) -> str | None:
         return None
     if installed_version("transformer-engine") is None:
         return "no transformer-engine"
-    if not has_gpu:  # this package hides the extension without a GPU
+    if not has_gpu:  # this package hides transformer-engine without a GPU
         return "transformer-engine needs a GPU"
     return _failed_import_of_transformer_engine()
 
 
 @functools.cache
 def _failed_import_of_transformer_engine() -> str | None:
-    """Import transformer-engine once, since its extension may be hidden later."""
+    """Import transformer-engine before this package may hide the extension."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # incompatible versions may raise any error

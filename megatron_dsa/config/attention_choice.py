@@ -95,7 +95,7 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
 
 
 class LayerCalls:
-    """Operations that all layers call on a device."""
+    """Operations that a model's layers call on a device."""
 
     def __init__(self, config: Any, device: str | None = None):
         self.config = config
@@ -176,13 +176,13 @@ def _mask_of_visible(calls: LayerCalls) -> Iterator[_Rule]:
     name = options.policy.named_for("dense_attention")
     yield _Rule(name is not None, False, f"dense_attention={name} was asked for")
     yield from _rules_of_fusion(calls.visible_attention(), options.policy)
-    # A kernel tile would mix tokens of all sequences.
+    # A kernel tile would mix tokens of all sequences in the batch.
     alternate = options.interleaved_sequences > 1
     yield _Rule(alternate, False, "sequences of a microbatch alternate", MOST_KEPT)
     length = options.sequence_length
     yield _Rule(length is None, False, "no sequence length is given", MOST_KEPT)
     assert length is not None
-    tokens = length * options.packed_sequences  # the backward needs the mask
+    tokens = length * options.packed_sequences  # the backward reads the mask's bits
     yield _Rule(True, tokens <= MOST_KEPT, f"{tokens} tokens of a microbatch", MOST_KEPT)
 
 

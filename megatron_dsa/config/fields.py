@@ -54,7 +54,7 @@ def given_values(words: list[str], flag: str) -> list[str]:
     return values
 
 
-#: Configuration field -> Megatron's flag with another name.
+#: Configuration field -> Megatron's flag, if the names differ.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
     "fp8": "--fp8-format",
@@ -99,7 +99,7 @@ def flag_words(name: str, value: Any) -> list[str]:
         return [flag]
     if value is False:
         return [_NEGATIVE[name]] if name in _NEGATIVE else []
-    if name in _PATTERNS and isinstance(value, list):  # e.g. ([0]*3+[1]*58)
+    if name in _PATTERNS and isinstance(value, list):  # format ([0]*3+[1]*58)
         runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
         return [flag, f"({'+'.join(runs)})"]
     if isinstance(value, list):

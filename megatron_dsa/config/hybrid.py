@@ -28,7 +28,7 @@ def predictions_of(pattern: str) -> list[str]:
 
 
 def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
-    """Return the letters of a decoder layer or prediction depth (both from 1)."""
+    """Return the letters of a decoder layer or prediction depth (both numbered from 1)."""
     if has_pattern(config):
         pattern = config.layer_pattern
         return predictions_of(pattern)[number - 1] if is_mtp else decoder_of(pattern)[number - 1]

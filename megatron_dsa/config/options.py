@@ -104,7 +104,7 @@ class DSAOptions:
     sequence_length: int | None = None
     #: Number of sequences in an unpacked microbatch.
     interleaved_sequences: int = 1
-    #: Number of sequences of maximum length in a packed microbatch.
+    #: Number of maximum-length sequences in a packed microbatch.
     packed_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",

@@ -62,7 +62,7 @@ def _yarn(factor: float, original: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Model -> configuration arguments of its attention.
+#: Model -> configuration arguments of the model's attention.
 PRESETS: dict[str, dict[str, Any]] = {
     "v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
@@ -111,7 +111,7 @@ def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Model -> configuration arguments of its MLPs, residuals and norms.
+#: Model -> configuration arguments of the model's MLPs, residuals and norms.
 AROUND: dict[str, dict[str, Any]] = {
     "v3.2": _after_dense_layers(layers=61, dense_size=18432)
     | {
@@ -133,7 +133,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "v4-flash": _around_v4(number=256, size=2048, scale=1.5),
     "v4-pro": _around_v4(number=384, size=3072, scale=2.5),
 }  # fmt: skip
-#: Vocabulary sizes, which no configuration field holds.
+#: Vocabulary sizes of released models, which no configuration field holds.
 VOCABULARY = {
     "v3.2": 129280,
     "glm-5": 154880,
@@ -185,7 +185,7 @@ def _configuration(
     if fields.get("gated_linear_unit"):
         fields["activation_func"] = silu
     fields |= changes
-    # The model's options apply unless ``dsa`` overrides them.
+    # The released model's options apply unless ``dsa`` sets other values.
     options, default = fields.get("dsa", DSAOptions()), DSAOptions()
     unsaid = {x: y for x, y in of_model.items() if getattr(options, x) == getattr(default, x)}
     options = dataclasses.replace(options, **unsaid)
@@ -205,7 +205,7 @@ _POSITIONS = {
     "v4-flash": 1048576,
     "v4-pro": 1048576,
 }
-#: Indexer loss, over selected keys in stage sparse.
+#: Settings of the indexer loss, over selected keys in stage sparse.
 _INDEXER_LOSS = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
 #: DeepSeek's expert balancing: a router bias and a small per-sequence loss.
 _BALANCE = {

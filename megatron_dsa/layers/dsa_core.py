@@ -55,8 +55,8 @@ class DSACoreAttentionSubmodules:
 class TopKIndices(NamedTuple):
     """Selected keys per query token."""
 
-    indices: torch.Tensor  # int32 [tokens, K], padded with -1
-    length: torch.Tensor  # int32 [tokens]
+    indices: torch.Tensor  # key indices, int32 [tokens, K], padded with -1
+    length: torch.Tensor  # number of selected keys, int32 [tokens]
     packed: torch.Tensor | None = None
 
     def pack(self) -> torch.Tensor:

@@ -53,7 +53,7 @@ class SelfAttentionFrame:
         if ranks.group is not None:
             ranks.count()
         tokens, batch = hidden_states.shape[:2]
-        # During CUDA graph capture Megatron passes empty buffers or wrong masks.
+        # During CUDA graph capture Megatron passes empty buffers or wrong attention masks.
         if not (is_graph_warmup() or is_graph_capturing()):
             require_causal_mask(attention_mask, tokens * sharding.ranks, sharding, packed)
         layout = layout_from_megatron(

@@ -45,7 +45,7 @@ def _freeze_parameters(chunk: Any) -> None:
         parameter.requires_grad_(is_trained(chunk.config, name))
     for module in chunk.modules():
         if hasattr(module, "frozen_expert_bias"):
-            # Routers update their bias even without gradients.
+            # Routers update their expert bias even without gradients.
             module.frozen_expert_bias = True
     chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
 
@@ -84,7 +84,7 @@ def _let_gradients_pass(_decoder, args, kwargs):
 
 
 class _Follow(torch.autograd.Function):
-    """Identity on a frozen layer's output; the backward starts the indexer loss.
+    """Identity on a frozen layer's output that also starts the indexer loss's backward.
 
     The input gets the output's gradient, truncated where hyper-connections widen the output. This
     gradient is wrong, but reaches no parameter.

@@ -49,7 +49,7 @@ def layout_from_megatron(
         return _unpacked(total, batch, device, keys, queries)
     # All layers of a microbatch share one layout.
     cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
-    # Each replay of a CUDA graph recomputes its layout.
+    # CUDA graphs share no cached layout: each replay recomputes its layout.
     key = (total, keys, queries, capturing())
     if key not in cached:
         _check_packed(packed_seq_params, total, batch, keys)

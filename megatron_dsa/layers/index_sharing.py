@@ -32,7 +32,7 @@ class IndexSharingLayer(GraphedLayer):
         if dropped and not selects:
             context = IndexSharingLayer._waiting
         if context is not None and is_graph_warmup():
-            context = torch.zeros_like(context)  # the graph that outputs the selection has not run
+            context = torch.zeros_like(context)  # the selection's CUDA graph has not run
         attention.shared_selection = None if context is None else TopKIndices.unpack(context)
         try:
             hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)

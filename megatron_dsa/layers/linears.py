@@ -42,7 +42,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw the initial weights that transformer-engine would draw."""
+    """Draw initial weights from the random state that transformer-engine uses."""
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()

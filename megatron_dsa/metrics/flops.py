@@ -252,5 +252,5 @@ def _merged(work: Iterable[Work]) -> list[Work]:
     return [Work(*kind, *total) for kind, total in sums.items()]
 
 
-#: Products that run once per token.
+#: Matrix products that run once per token.
 TOKEN = Keys(limit=1)

@@ -72,7 +72,7 @@ class Attended:
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
-        """``w_uk`` of all heads, gathered on first use."""
+        """Key up projection of all heads, gathered on first use."""
         return None if self.w_uk is None else gather_detached(self.w_uk, self.group)
 
     def keys(self) -> TeacherKeys:

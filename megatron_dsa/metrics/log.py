@@ -119,7 +119,7 @@ class IndexerLog:
 
     @classmethod
     def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Scaled | Mean]) -> None:
-        """Add a microbatch's metrics of a layer (index from 0).
+        """Add one microbatch's metrics of a layer; layer indices start at 0.
 
         A scalar has weight 1, a :class:`Mean` its count, which excludes padding.
         """

@@ -27,14 +27,14 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Mean(NamedTuple):
-    """Sum and count, which add up over ranks and microbatches."""
+    """Mean, stored as a sum and a count."""
 
     total: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # tuples have a method ``count``
 
     @property
     def value(self) -> torch.Tensor:
-        """The mean, NaN if the count is 0."""
+        """Mean, or NaN if the count is 0."""
         return self.total / self.count
 
     @classmethod
@@ -94,7 +94,7 @@ def adjacent_overlap(
     )
     if queries is None:
         queries = torch.arange(layout.num_queries, device=indices.device)
-    # Tokens of a batch's sequences alternate.
+    # Sequences of an unpacked batch alternate token by token.
     before = queries - layout.query_ranges[0].tokens.step
     exists = before >= 0
     before = before.clamp_min(0)

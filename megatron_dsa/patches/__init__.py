@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_dsa.versions import host_version, parse_version
 
 UNREPORTED = "unreported"
-#: ``upstream`` of patches that adapt Megatron to this package or host.
+#: Value of ``upstream`` in patches that adapt Megatron to this package or host.
 OURS = "none: of this package"
 
 
@@ -206,7 +206,7 @@ def _state(patch: Patch) -> str:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorate the replacement of a function; its first argument is the original."""
+    """Decorate a replacement, whose first argument is the original function."""
     original = getattr(owner, name)
 
     def decorate(function: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Fixes of multi-token prediction.
+"""Fixes of Megatron's multi-token prediction.
 
 * megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``, across padded documents.
 * It divides losses by local token counts, which is wrong if context-parallel ranks' masks differ.
@@ -39,7 +39,7 @@ def shift_within_padded_documents() -> None:
         rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))
         if tensor.dtype == torch.bool:
             rolled = torch.where(behind < 0, tensor, rolled)
-        return rolled, rolled.sum() if return_sum else None  # ``return_sum`` exists since 0.20
+        return rolled, rolled.sum() if return_sum else None  # Megatron 0.20 added ``return_sum``
 
 
 def _tokens_behind(
@@ -142,7 +142,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
                 call.tp_group,
             )
             mtp.MTPLossLoggingHelper.save_metrics_to_tracker(
-                losses.sum() * group.size() / tokens,  # Megatron's log averages over ranks
+                losses.sum() * group.size() / tokens,  # Megatron's log averages losses over ranks
                 correct,
                 total,
                 depth,

@@ -24,7 +24,7 @@ def hand_token_ids_to_layers() -> None:
         def give(_decoder, args, kwargs):
             return args, kwargs | {"context": ids}
 
-        # Activation recompute saves the ids, so remove the hook after the forward.
+        # Activation recompute saves token ids, so remove the hook after the forward.
         handle = self.decoder.register_forward_pre_hook(give, with_kwargs=True)
         try:
             return original(self, input_ids, *args, **kwargs)

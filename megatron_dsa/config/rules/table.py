@@ -7,7 +7,7 @@ from megatron_dsa.config.fields import flag_of
 
 
 class Not(tuple):
-    """Values that a field must not have."""
+    """Values that a configuration field must not have."""
 
 
 class Must(NamedTuple):

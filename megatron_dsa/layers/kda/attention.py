@@ -43,7 +43,7 @@ class _OfHeads(Fp32Parameters, MegatronModule):
     pg_collection: Any
 
     def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Draw a parameter equally on all ranks and return the local fp32 shard."""
+        """Draw a parameter identically on all ranks and return the local fp32 shard."""
         group = self.pg_collection.tp
         part = whole.chunk(group.size())[group.rank()]
         parameter: Any = new_parameter(self.config, *part.shape)
@@ -201,7 +201,7 @@ def _new_dt_bias(config, width: int) -> torch.Tensor:
 
 
 def document_bounds(layout: Layout) -> torch.Tensor | None:
-    """Return int64 bounds of packed documents; padding counts as further documents."""
+    """Return int64 bounds of packed documents; each run of padding counts as a document."""
     sequences, tokens = layout.sequences, layout.num_queries
     assert sequences is not None
     ends = sequences.cu_seqlens

@@ -24,11 +24,11 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Minimum ratio of longest to mean work for an exchange (zigzag has 1.0, two ranks with contiguous
-#: parts 1.5).
+#: Minimum ratio of longest to mean work that justifies an exchange (zigzag has 1.0, two
+#: ranks with contiguous parts 1.5).
 LONGEST_TO_MEAN = 1.1
-#: Minimum ratio of visible to selected keys for an exchange. A token's 25 KB (64 heads of 128, 2048
-#: keys) take 0.1 to 0.2 us over NVLink, the time to score a few thousand keys.
+#: Minimum ratio of visible to selected keys that justifies an exchange. The 25 KB of a token (64
+#: heads of 128, 2048 keys) take 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 

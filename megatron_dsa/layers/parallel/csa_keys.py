@@ -53,7 +53,7 @@ def index_keys_of_ranks(
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
-    # Slots without a group are never visible.
+    # No query sees a slot without a compressed key.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 
 
@@ -110,7 +110,7 @@ class _InOrder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
-        # Empty slots write to a spare entry.
+        # Empty slots write to a spare entry of the buffer.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
         return None, back.index_copy_(0, rows, grad)[:-1], None
 

@@ -126,7 +126,7 @@ class _FinishWithGradient(torch.autograd.Function):
 def gathered_product(
     x: torch.Tensor, grad_proxy: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``x @ weight.t()``; the unrounded gradient of ``x`` goes to its proxy.
+    """Return ``x @ weight.t()``; the unrounded gradient of ``x`` goes to ``grad_proxy``.
 
     ``x``, ``grad_proxy``: ``[keys, A]`` from :func:`finish_with_proxy`; ``weight [B, A]``.
     """

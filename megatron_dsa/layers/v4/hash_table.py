@@ -1,4 +1,4 @@
-"""Tables of hash routing."""
+"""Tables of hash routing, with experts per token id."""
 
 import torch
 
@@ -21,7 +21,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
     draws = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
     orders = draws.argsort(dim=1, stable=True).tolist()
     for number in range(1, rounds):
-        begun = number * experts % topk  # experts from the previous order
+        begun = number * experts % topk  # number of experts from the previous order
         if begun:
             _keep_apart(orders[number], set(orders[number - 1][-begun:]), topk - begun)
     table = torch.tensor(orders, dtype=torch.int32, device="cpu").flatten()

@@ -27,7 +27,7 @@ from megatron_dsa.ops.hyper_connections.api import (
     write_streams,
 )
 
-#: Parameter prefix, norm and residual addition of each sublayer.
+#: Each sublayer's parameter prefix, norm and residual addition.
 _SUBLAYERS = (
     ("attn", "input_layernorm", "self_attn_bda"),
     ("ffn", "pre_mlp_layernorm", "mlp_bda"),
@@ -40,7 +40,7 @@ def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -
     width = config.hc_mult * config.hidden_size
     values = (new_parameter(config, *s) for s in ((outputs, width), (outputs,), (scales,)))
     for part, parameter in zip(_PARTS, values, strict=True):
-        # Ranks have different tokens and sum the gradients.
+        # Ranks have different tokens, so ranks sum the parameters' gradients.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         setattr(module, f"hc_{kind}_{part}", parameter)
     if config.perform_initialization:
@@ -105,14 +105,14 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Megatron may have changed the streams since the read.
+        # Megatron's residual may carry further autograd functions.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
 
 
 class HyperConnections(Fp32Parameters):
-    """Mixin for a transformer layer whose residual is ``n`` streams.
+    """Mixin for a transformer layer with ``n`` residual streams.
 
     Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``.
     """
