@@ -74,7 +74,7 @@ class Throughput:
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Sum document lengths and squared lengths over ranks; ``(None, None)`` if uncounted."""
+        """Sum document lengths and squared lengths over all ranks, or return ``(None, None)``."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()
