@@ -202,7 +202,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return key indices and lengths from ``selection_source``, if set; call once per forward."""
+        """Return indices and lengths from ``selection_source``, if set; call once per forward."""
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
