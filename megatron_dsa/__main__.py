@@ -16,12 +16,12 @@ def main() -> int:
     """Run the command line; if torch or megatron-core is missing, print how to install it."""
     silence_host_warnings()
     try:
-        # The import already needs torch.
+        # Importing the command line needs torch.
         from megatron_dsa.extras import cli
 
         with report_errors():
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="backslashreplace")  # paths may not be valid text
+                sys.stdout.reconfigure(errors="backslashreplace")  # not all paths are valid text
             status = cli.main()
             with naming("standard output"):
                 sys.stdout.flush()
@@ -33,7 +33,7 @@ def main() -> int:
             _drop_output()
         raise
     except BrokenPipeError:
-        _drop_output()  # the reader, such as ``head``, has exited
+        _drop_output()  # the pipe's reader, such as ``head``, has exited
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:

@@ -101,13 +101,13 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's flags; for Megatron's ``extra_args_provider``.
+    """Add this package's flags, as Megatron's ``extra_args_provider``.
 
     Megatron defines ``--dsa-indexer-*``. Parsing raises :class:`ConfigError` for numbers out of
     range.
     """
     _repair_help(parser)
-    # Errors print the usage, by default with all of Megatron's flags.
+    # The usage that errors print would list all of Megatron's flags.
     parser.usage = USAGE
     group = parser.add_argument_group("megatron_dsa")
     parser._action_groups.insert(0, parser._action_groups.pop())
@@ -155,7 +155,7 @@ def check_own_flags(words: list[str]) -> None:
     wrong = [x for x in flags if x.startswith(OWN_PREFIX) and not x.startswith(MEGATRON_PREFIXES)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # last one wins
+    numbers = {flag: _numbers(given_values(words, flag)[-1:]) for flag in FLAGS}  # last value wins
     for ok, message in (*range_rules(vars(parsed), FLAGS), *range_rules(numbers, FLAGS)):
         require(ok, message)
 
@@ -163,7 +163,7 @@ def check_own_flags(words: list[str]) -> None:
 def _numbers(words: list[str]) -> list[float]:
     found = []
     for word in words:
-        with contextlib.suppress(ValueError):  # Megatron's parser rejects other words
+        with contextlib.suppress(ValueError):  # Megatron's parser rejects words that are no numbers
             found.append(float(word))
     return found
 
@@ -225,7 +225,7 @@ def _changes(parser, flags: list[str], model, parsed) -> list[str]:
 
 
 class _HelpAction(argparse.Action):
-    """Print the first group of flags and exit."""
+    """Print this package's flags and exit."""
 
     def __init__(self, option_strings, dest, **settings):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **settings)

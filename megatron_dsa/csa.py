@@ -110,7 +110,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             is_mtp=is_mtp,
             choice=choice,
         )
-        # The weight stacks the matrices of local groups.
+        # The weight stacks one matrix per local output group.
         self.linear_o_group_proj = columns(
             submodules.linear_o_group_proj,
             query // config.o_groups,
@@ -145,7 +145,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # In place, since nothing else reads the projection.
+            # Overwrite the projection, which no other code reads.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
         q = self.maybe_recomputed(queries, q_latent)
@@ -166,7 +166,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         return head_products(out, weight.transpose(1, 2)).flatten(1)
 
     def delayed_linears(self) -> list:
-        """Return the linears that are called; the output groups' weight is read directly."""
+        """Return the linears that ``forward`` calls, without the output groups' linear."""
         return [
             self.linear_q_down_proj, self.linear_q_up_proj, self.linear_kv_proj, self.linear_proj,
         ]  # fmt: skip

@@ -87,7 +87,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         validate(config)
         super().__init__(
             config=config,
-            # The core is built below.
             submodules=dataclasses.replace(submodules, core_attention=IdentityOp),
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
@@ -166,8 +165,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
-            # Column-parallel: gather the columns. Scattering the rope key sums its gradient over
-            # ranks.
+            # The scatter sums the rope key's gradient over ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
                 kv = scatter_to_sequence_parallel_region(kv)
@@ -201,7 +199,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
 
     def _plain(self, latents: _Latents, rope: TokenRope, finish) -> tuple[torch.Tensor, ...]:
-        """Run ``finish(q [tokens, H, 192], kv [tokens, H, 256], k_pe [tokens, 1, 64])``.
+        """Call ``finish(q [tokens, H, 192], kv [tokens, H, 256], k_pe [tokens, 1, 64])``.
 
         ``kv`` concatenates keys without rope and values.
         """
@@ -222,8 +220,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Return ``W_uk`` and ``W_uv`` of local heads, stacked ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
         return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
-
-    # Each method below returns a method of the core and its tensor arguments.
 
     def _sparse(self, latents: _Latents, rope: TokenRope):
         weights = self._up_weights()
@@ -267,10 +263,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.core_attention.forward_latents, (q, *latents.of_all_ranks(), w_uk, w_uv)
 
     def _run(self, core_forward, tensors, layout, index_inputs) -> torch.Tensor:
-        """Run a method of the core, saving ``tensors`` for recompute."""
+        """Run a method of the core attention, saving ``tensors`` for recompute."""
         count, selects = len(tensors), self.options.stage == "sparse"
         of_indexer = () if index_inputs is None else index_inputs.tensors()
-        # Read now, since recompute may run after the next microbatch.
+        # Read the selection now, since recompute may run after the next microbatch.
         given = self._given_selection(layout) if selects else None
         shared = () if given is None or given.packed is None else (given.packed,)
         hands_on = self.hands_on_selection and self.core_attention.computes_topk

@@ -40,7 +40,7 @@ def require(condition: object, message: str) -> None:
 
 
 def did_you_mean(given: str, known: Iterable[str], others: bool = True) -> str:
-    """Return a message's suffix: the closest known name, else all names if ``others``."""
+    """Return a message suffix with the closest known name, or all names if ``others``."""
     known = list(known)
     if near := get_close_matches(given, known, n=1):
         return f"; did you mean {near[0]}?"

@@ -52,7 +52,7 @@ def prepare_host(argv: list[str]) -> None:
     """
     require_supported_megatron()
     silence_host_warnings()
-    # With these flags there is one process.
+    # Help and fake process groups run in one process.
     if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
         check_launch()
     if cpu_host.needed():
@@ -71,11 +71,11 @@ def prepare_host(argv: list[str]) -> None:
         for warning in untested_versions():
             print(f"> warning: {warning}")
     install("dataset helper")
-    install("tracker file", read_tracker)  # parsing --use-checkpoint-args reads it
+    install("tracker file", read_tracker)  # ``--use-checkpoint-args`` reads the tracker file
 
 
 def main() -> None:
-    """Train or plan; print one sentence for an error."""
+    """Train a model or plan a run; print one sentence for an error."""
     silence_host_warnings()
     with report_errors():
         _main()
@@ -127,7 +127,7 @@ def finish() -> None:
         runs = ", ".join(f"{name} {count}" for name, count in counts.items())
         print_rank_0(f">   {operation}: {runs}")
     if torch.distributed.is_initialized():
-        # A rank that exits early would break collectives of the others.
+        # A rank that exits early would break collectives of other ranks.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

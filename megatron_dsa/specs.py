@@ -90,7 +90,7 @@ require_supported_megatron()
 
 
 def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = False) -> ModuleSpec:
-    """Return the spec of V4's self-attention; a layer builds only parts that its ratio needs."""
+    """Return the spec of V4's self-attention; layers build only required parts."""
     norm = backend.layer_norm(rms_norm=True, for_qk=True)
     compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
     linear = backend.indexer_linear(fp8=True) if fp8_indexer else ReplicatedLinear
@@ -110,7 +110,7 @@ def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = Fal
                 module=CSACoreAttention,
                 submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
-            # The layer is not called; only its weight is read.
+            # Attention reads only the weight of this linear.
             linear_o_group_proj=ColumnParallelLinear,
             linear_proj=backend.row_parallel_linear(),
         ),
@@ -135,7 +135,7 @@ def _attention_spec(
             linear_weights_proj=linear,
         ),
     )
-    # The norm is not fused, since the indexer also reads its output.
+    # The indexer reads the norm's output, so the norm is not fused.
     latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=DSASelfAttention,
@@ -231,7 +231,7 @@ def dsa_layer_spec(
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
-    optional_extra("muon.patch")  # the import registers patches
+    optional_extra("muon.patch")  # the import registers Muon's patches
     install_for_layers(config)
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
@@ -274,7 +274,7 @@ def dsa_block_spec(
         # match, since later stages load its checkpoint.
         config.hetereogenous_dist_checkpoint = True
     if uses_streams(config) and predicts_apart(config):
-        # The last layer's stage sends a larger tensor, so stages exchange shapes.
+        # The last layer's stage sends a larger tensor, so pipeline stages exchange shapes.
         config.mtp_standalone = True
     install_for_model(config)
 
@@ -403,7 +403,7 @@ _READY = {
 
 
 def __getattr__(name: str):
-    # Raises an error with the reason if transformer-engine cannot be used.
+    # ``_dense_spec`` raises if transformer-engine cannot be used.
     if name in _READY:
         return _dense_spec(*_READY[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ MEGATRON_BELOW = "0.21"
 #: Tested releases of megatron-core.
 MEGATRON_RUN_WITH = "0.19.2"
 MEGATRON_MAIN = "0.20.0 (main of 2026-08-22)"
-#: Environment variable; 1 allows later versions.
+#: Environment variable that allows later versions if set to 1.
 ANY_HOST = "MEGATRON_DSA_ANY_HOST"
 #: Module that megatron-core 0.18.2 and 0.17.1 lack.
 _MODEL_CONFIG = "megatron.training.models.gpt"
@@ -58,7 +58,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_before(found: str, floor: str) -> bool:
-    """Compare versions, by release numbers unless ``floor`` is a pre-release."""
+    """Return True if version ``found`` precedes ``floor``."""
     wanted = Version(floor)
     if wanted.is_prerelease:
         try:
@@ -95,7 +95,7 @@ def installed_version(distribution: str) -> str | None:
 def host_version() -> str | None:
     """Return the version of the importable ``megatron.core``, be it a source tree or wheel."""
     if (package_info := _package_info()) is not None:
-        # Importing the file runs git.
+        # Importing Megatron's ``package_info`` runs git.
         text = package_info.read_text()
         found = dict(re.findall(r"""^([A-Z_]+) = ['"]?(\w*)['"]?$""", text, re.M))
         if {"MAJOR", "MINOR", "PATCH", "PRE_RELEASE"} <= set(found):
@@ -132,22 +132,22 @@ def optional_version(distribution: str) -> str | None:
 
 
 def why_not_transformer_engine(has_gpu: bool) -> str | None:
-    """Return why Megatron cannot use transformer-engine, if so; may import the package."""
+    """Return the reason why Megatron cannot use transformer-engine, if any."""
     if sys.modules.get("transformer_engine.pytorch") is not None:
-        return None  # an earlier import succeeded
+        return None
     if installed_version("transformer-engine") is None:
         return "no transformer-engine"
-    if not has_gpu:  # tested first, since without a GPU the extension is hidden
+    if not has_gpu:  # this package hides transformer-engine without a GPU
         return "transformer-engine needs a GPU"
     return _failed_import_of_transformer_engine()
 
 
 @functools.cache
 def _failed_import_of_transformer_engine() -> str | None:
-    """Import transformer-engine once, since its extension may be hidden later."""
+    """Import transformer-engine before this package may hide the extension."""
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # wrong versions may raise any error
+    except Exception as error:  # incompatible versions may raise any error
         if not module_exists("transformer_engine_torch"):
             return "transformer-engine without its PyTorch extension (pip install the extra 'te')"
         first = (str(error).splitlines() or [""])[0]
@@ -177,7 +177,7 @@ def untested_versions() -> list[str]:
 
 
 def host_problem() -> str | None:
-    """Return why Python, torch or megatron-core is unsupported, if so."""
+    """Return the reason why Python, torch or megatron-core is unsupported, if any."""
     if sys.version_info < PYTHON_MIN:
         wanted = ".".join(map(str, PYTHON_MIN))
         have = ".".join(map(str, sys.version_info[:3]))

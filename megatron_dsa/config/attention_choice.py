@@ -95,7 +95,7 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
 
 
 class LayerCalls:
-    """Operator calls of the layers on a device."""
+    """Operations that a model's layers call on a device."""
 
     def __init__(self, config: Any, device: str | None = None):
         self.config = config
@@ -134,7 +134,7 @@ class _Rule(NamedTuple):
     applies: bool
     masks: bool
     reason: str
-    limit: int | None = None  # see AttentionChoice.masked_up_to
+    limit: int | None = None
 
 
 def _first(rules: Iterable[_Rule]) -> _Rule:
@@ -169,20 +169,20 @@ def _mask_of_selected(calls: LayerCalls) -> Iterator[_Rule]:
 
 
 def _mask_of_visible(calls: LayerCalls) -> Iterator[_Rule]:
-    """Yield the rules for visible keys; masked kernels are faster and copy no keys."""
+    """Yield the rules for a bit mask in attention to all visible keys."""
     config, options = calls.config, options_of(calls.config)
     several = config.context_parallel_size > 1
     yield _Rule(several, False, "context-parallel ranks exchange keys or latents")
     name = options.policy.named_for("dense_attention")
     yield _Rule(name is not None, False, f"dense_attention={name} was asked for")
     yield from _rules_of_fusion(calls.visible_attention(), options.policy)
-    # A tile would mix tokens of all sequences.
+    # A kernel tile would mix tokens of all sequences in the batch.
     alternate = options.interleaved_sequences > 1
     yield _Rule(alternate, False, "sequences of a microbatch alternate", MOST_KEPT)
     length = options.sequence_length
     yield _Rule(length is None, False, "no sequence length is given", MOST_KEPT)
     assert length is not None
-    tokens = length * options.packed_sequences  # the bits are saved for the backward
+    tokens = length * options.packed_sequences  # the backward reads the mask's bits
     yield _Rule(True, tokens <= MOST_KEPT, f"{tokens} tokens of a microbatch", MOST_KEPT)
 
 
@@ -210,7 +210,7 @@ def query_heads(config: Any) -> int:
 
 
 def _select_mode(config: Any) -> TPMode:
-    """Return masked attention's ``tp_mode``; a dense indexer loss needs all heads."""
+    """Return the ``tp_mode`` of masked attention."""
     mode, several = options_of(config).tp_mode, config.tensor_model_parallel_size > 1
     if not (several and config.sequence_parallel) or has_dense_loss(config):
         return "heads"
@@ -218,7 +218,7 @@ def _select_mode(config: Any) -> TPMode:
 
 
 def _exchanges_latents(config: Any) -> bool:
-    """Return True if dense stages exchange latents, by default if narrower than keys.
+    """Return True if dense stages exchange latents, by default if latents are narrower than keys.
 
     DeepSeek's latents are narrower than the keys of two local heads.
     """

@@ -1,4 +1,4 @@
-"""Imports of extras by name, since the core depends on none."""
+"""Import of optional extras by name."""
 
 import importlib
 from types import ModuleType
@@ -23,7 +23,7 @@ def optional_extra(module: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A missing dependency of the extra is an error.
+        # Raise if a dependency of the extra is missing.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 @dataclass(frozen=True)
 class Option:
-    """Flag of a field; choices come from ``Literal`` types, ranges from :mod:`.rules.ranges`.
+    """Flag of a configuration field; choices come from types, ranges from :mod:`.rules.ranges`.
 
     Attributes:
         flag: a boolean field's flag reverses the default.
@@ -45,7 +45,7 @@ def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
 
 
 def given_values(words: list[str], flag: str) -> list[str]:
-    """Return the values given as ``FLAG VALUE`` or ``FLAG=VALUE``."""
+    """Return a flag's values, given as ``FLAG VALUE`` or ``FLAG=VALUE``."""
     values = []
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -54,7 +54,7 @@ def given_values(words: list[str], flag: str) -> list[str]:
     return values
 
 
-#: Field -> Megatron's flag, where the names differ.
+#: Configuration field -> Megatron's flag, if the names differ.
 _NAMES = {
     "layernorm_epsilon": "--norm-epsilon",
     "fp8": "--fp8-format",
@@ -71,7 +71,7 @@ _NAMES = {
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
-#: Fields that other flags or Megatron's defaults imply.
+#: Configuration fields that other flags or Megatron's defaults imply.
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
 #: Per-layer lists, which Megatron parses as Python expressions.
 _PATTERNS = {"moe_layer_freq", "linear_attention_freq"}
@@ -91,7 +91,7 @@ def said(value: Any) -> str:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the command-line words that set a field; none for ``None``."""
+    """Return the command-line words that set a field, empty for ``None``."""
     if value is None or name in _LEFT_OUT:
         return []
     flag = flag_of(name)
@@ -99,7 +99,7 @@ def flag_words(name: str, value: Any) -> list[str]:
         return [flag]
     if value is False:
         return [_NEGATIVE[name]] if name in _NEGATIVE else []
-    if name in _PATTERNS and isinstance(value, list):  # without blanks, e.g. ([0]*3+[1]*58)
+    if name in _PATTERNS and isinstance(value, list):  # format ([0]*3+[1]*58)
         runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
         return [flag, f"({'+'.join(runs)})"]
     if isinstance(value, list):

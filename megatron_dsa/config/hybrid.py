@@ -1,13 +1,13 @@
-"""Kinds of layers per pipeline stage and prediction depth; imports no Megatron."""
+"""Layer kinds of hybrid models, without importing Megatron."""
 
 from typing import Any
 
 from megatron_dsa.config.rules.kda import is_kda_layer
 from megatron_dsa.config.rules.sizes import is_moe_layer
 
-#: Letters of Megatron's patterns; Megatron builds layers with other letters.
+#: Letters in Megatron's hybrid layer patterns.
 ATTENTION, MLP, EXPERTS, STAGE, PREDICTION = "D", "-", "E", "|", "/"
-#: Letter for KDA in GPT layers; Megatron has none.
+#: Letter for KDA layers, which Megatron's patterns lack.
 KDA = "K"
 
 
@@ -28,7 +28,7 @@ def predictions_of(pattern: str) -> list[str]:
 
 
 def parts_of_layer(config: Any, number: int, is_mtp: bool = False) -> str:
-    """Return the letters of a decoder layer or prediction depth (both from 1)."""
+    """Return the letters of a decoder layer or prediction depth (both numbered from 1)."""
     if has_pattern(config):
         pattern = config.layer_pattern
         return predictions_of(pattern)[number - 1] if is_mtp else decoder_of(pattern)[number - 1]

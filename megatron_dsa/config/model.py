@@ -1,6 +1,6 @@
 """Model fields and properties of transformer configurations; imports no Megatron."""
 
-# No ``from __future__ import annotations``: flags come from field types.
+# Do not import ``annotations`` from ``__future__``: flags come from field types.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class CSAFields(StreamFields):
         return self.v_head_dim
 
     def ratio(self: Any, layer_number: int, is_mtp: bool = False) -> int:
-        """Return the compression ratio of a layer (from 1)."""
+        """Return the compression ratio of a layer; layers count from 1."""
         assert self.csa_compress_ratios is not None
         return self.csa_compress_ratios[layer_number - 1 + (self.num_layers if is_mtp else 0)]
 
@@ -140,7 +140,7 @@ def has_indexers(config: Any) -> bool:
 
 
 def indexer_is_trained(config: Any) -> bool:
-    """Return True if an indexer loss is computed; with LoRA only for adapted indexers."""
+    """Return True if an indexer loss is computed, under LoRA only if indexers have adapters."""
     if has_adapters(config) and not adapts_indexer(config, options_of(config)):
         return False
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
@@ -194,7 +194,7 @@ def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
 
 
 def ends_group(config: Any, layer_number: int) -> bool:
-    """Return True if no later layer reuses this layer's keys."""
+    """Return True if no later layer reuses this layer's selection."""
     behind = [number for number in attention_layers(config) if number > layer_number]
     return not behind or selects_keys(config, behind[0])
 

@@ -1,6 +1,6 @@
 """Options without a field in Megatron's configuration."""
 
-# No ``from __future__ import annotations``: flags come from field types.
+# Do not import ``annotations`` from ``__future__``: flags come from field types.
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,11 +100,11 @@ class DSAOptions:
         "faster for short sequences; auto: masked where fused kernels can run it and it is "
         "cheaper.",
     )
-    #: Longest sequence in tokens (``--seq-length``), by which ``auto`` above decides.
+    #: Longest sequence in tokens (``--seq-length``).
     sequence_length: int | None = None
-    #: Number of sequences in an unpacked microbatch; their tokens alternate.
+    #: Number of sequences in an unpacked microbatch.
     interleaved_sequences: int = 1
-    #: Number of sequences of that length in a packed microbatch.
+    #: Number of maximum-length sequences in a packed microbatch.
     packed_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",

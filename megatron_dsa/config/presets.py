@@ -28,19 +28,19 @@ def _shapes(
 
 
 def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
-    """Return fields that only DeepSeek-V4 has; the first two layers have ratio ``first``."""
+    """Return DeepSeek-V4's fields; the first two layers have compression ratio ``first``."""
     return {
         "mtp_num_layers": 1,
         "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
         "csa_window_size": 128,
-        "kv_lora_rank": 448,  # unused
+        "kv_lora_rank": 448,  # unused by DeepSeek-V4
         "qk_head_dim": 448, "v_head_dim": 512, "o_groups": groups, "o_lora_rank": 1024,
         "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
         "rotary_base": 10000, "csa_compress_rotary_base": 160000, **_yarn(16, 65536),
     }  # fmt: skip
 
 
-#: Keys below that are fields of :class:`DSAOptions`.
+#: Preset keys that are fields of :class:`DSAOptions`.
 LATENT_EPSILON, POOL_SIZE = "dsa_latent_norm_epsilon", "dsa_indexer_pool_size"
 _OPTIONS = {LATENT_EPSILON: "latent_norm_epsilon", POOL_SIZE: "indexer_pool_size"}
 
@@ -62,7 +62,7 @@ def _yarn(factor: float, original: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Model -> configuration arguments of its attention.
+#: Model -> configuration arguments of the model's attention.
 PRESETS: dict[str, dict[str, Any]] = {
     "v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
@@ -111,7 +111,7 @@ def _around_v4(*, number: int, size: int, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Model -> configuration arguments of its MLPs, residuals and norms.
+#: Model -> configuration arguments of the model's MLPs, residuals and norms.
 AROUND: dict[str, dict[str, Any]] = {
     "v3.2": _after_dense_layers(layers=61, dense_size=18432)
     | {
@@ -133,7 +133,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "v4-flash": _around_v4(number=256, size=2048, scale=1.5),
     "v4-pro": _around_v4(number=384, size=3072, scale=2.5),
 }  # fmt: skip
-#: Vocabulary sizes, which no configuration field holds.
+#: Vocabulary sizes of released models, which no configuration field holds.
 VOCABULARY = {
     "v3.2": 129280,
     "glm-5": 154880,
@@ -185,7 +185,7 @@ def _configuration(
     if fields.get("gated_linear_unit"):
         fields["activation_func"] = silu
     fields |= changes
-    # The model's options apply unless ``dsa`` overrides them.
+    # The released model's options apply unless ``dsa`` sets other values.
     options, default = fields.get("dsa", DSAOptions()), DSAOptions()
     unsaid = {x: y for x, y in of_model.items() if getattr(options, x) == getattr(default, x)}
     options = dataclasses.replace(options, **unsaid)
@@ -205,7 +205,7 @@ _POSITIONS = {
     "v4-flash": 1048576,
     "v4-pro": 1048576,
 }
-#: Weight of the indexers' loss, which stage sparse restricts to selected keys.
+#: Settings of the indexer loss, over selected keys in stage sparse.
 _INDEXER_LOSS = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
 #: DeepSeek's expert balancing: a router bias and a small per-sequence loss.
 _BALANCE = {
@@ -241,7 +241,7 @@ TINY: dict[str, dict[str, Any]] = {
     "v4-tiny": _TINY
     | {
         "num_layers": 5, "mtp_num_layers": 1,
-        "kv_lora_rank": 32,  # unused
+        "kv_lora_rank": 32,  # unused by DeepSeek-V4
         "v_head_dim": 48, "o_groups": 4, "o_lora_rank": 32,
         "csa_compress_ratios": [0, 4, 16, 4, 16, 0], "csa_window_size": 32,
         "csa_compress_rotary_base": 10000,
@@ -275,7 +275,7 @@ def model_flags(name: str) -> list[str]:
     if "num_moe_experts" in fields:
         fields |= _BALANCE
     if "mtp_num_layers" in fields:
-        # DeepSeek lowers V4's factor to 0.1 once the learning rate decays.
+        # DeepSeek lowers V4's prediction loss to 0.1 once the learning rate decays.
         fields["mtp_loss_scaling_factor"] = 0.3 if "csa_compress_ratios" in fields else 0.1
     words = [word for field, value in fields.items() for word in flag_words(field, value)]
     return words + list(ALWAYS)
@@ -283,7 +283,7 @@ def model_flags(name: str) -> list[str]:
 
 def _released_fields(name: str) -> dict[str, Any]:
     fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
-    said = ("attention_dropout", "hidden_dropout")  # set by ALWAYS
+    said = ("attention_dropout", "hidden_dropout")
     return {field: value for field, value in fields.items() if field not in said} | {
         "init_method_std": 0.02,
         "padded_vocab_size": VOCABULARY[name],

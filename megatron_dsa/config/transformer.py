@@ -35,7 +35,7 @@ class DSATransformerConfig(StreamFields, MLATransformerConfig):
 
     @classmethod
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
-        """Return ``config`` as this class; ``own`` sets fields of a subclass.
+        """Convert Megatron's MLA ``config``; ``own`` sets fields of a subclass.
 
         All fields are copied, because Megatron's ``__post_init__`` must not run twice.
         """

@@ -12,13 +12,13 @@ from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
-    """Layers without transformer-engine; absorption reads ``absorbed_linear``'s weight."""
+    """Layers without transformer-engine."""
 
     def linear(self) -> type:
         return ReplicatedLinear
 
     def latent_linear(self) -> type:
-        return ColumnParallelLinear  # as in Megatron
+        return ColumnParallelLinear
 
     def absorbed_linear(self) -> type:
         return self.column_parallel_linear()

@@ -54,7 +54,7 @@ class Compressor(Fp32Parameters, MegatronModule):
     def forward(
         self, x: torch.Tensor, keys: CompressedKeys, rope: PositionRope, ranks: Ranks
     ) -> torch.Tensor:
-        """Compress local ``x [s, b, hidden]`` to keys ``[slots of keys.groups, dim]``."""
+        """Compress ``x [s, b, hidden]`` of local tokens to keys ``[slots, dim]``."""
         values, scores = (
             linear(x)[0].flatten(0, 1) for linear in (self.linear_wkv, self.linear_wgate)
         )
@@ -63,5 +63,5 @@ class Compressor(Fp32Parameters, MegatronModule):
         pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=self.policy)
         pooled = self.norm(pooled)
         tables = rope.of_groups(keys, pooled.dtype)
-        # The backward of ``[:, 0]`` would fill a tensor of zeros.
+        # Unlike ``squeeze``, ``[:, 0]`` would allocate zeros in the backward.
         return rotate(pooled[:, None], *tables, policy=self.policy).squeeze(1)

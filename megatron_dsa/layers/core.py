@@ -1,4 +1,4 @@
-"""Base class of both core attentions."""
+"""Base class of DSA and CSA core attention."""
 
 from dataclasses import replace
 from typing import Any
@@ -76,7 +76,7 @@ class Indexer(MegatronModule):
         return qr.flatten(0, 1)
 
     def weights(self, x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scaled head weights, and fp32 ones if scores imitate an inference engine."""
+        """Return scaled head weights, also in fp32 if scores imitate an inference engine."""
         weights, _ = self.linear_weights_proj(x)
         if ranks.indexer_tp is not None:
             weights = gather_same(weights, ranks.indexer_tp)
@@ -138,9 +138,9 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self.loss_scale = install_loss_scale(config)
         self.keeps_loss = False
         self._kept_loss: torch.Tensor | None = None
-        # In the log, prediction follows the decoder.
+        # The log lists prediction layers after decoder layers.
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        # A CUDA graph would measure in each microbatch instead of once per iteration.
+        # A CUDA graph would sample the selection in every microbatch.
         self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(config)
         if resolving():
             say_how_trained(config)
@@ -151,11 +151,11 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def build_indexer(self, spec: ModuleSpec | type) -> None:
         self.indexer = build_module(spec, config=self.config, tp_mode=self.choice.tp_mode)
         if not self.indexer_is_trained:
-            # Trainable parameters without gradient stall the overlapped reduction.
+            # Trainable parameters without gradient stall the overlapped gradient reduction.
             self.indexer.requires_grad_(False)
 
     def build_sink(self) -> None:
-        """Build ``attn_sink``, one softmax logit without value per local head."""
+        """Build ``attn_sink``, one extra softmax logit per local head."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         sink: Any = new_parameter(self.config, heads)
         sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
@@ -202,7 +202,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def given_selection(
         self, layout: Layout, keys: Layout, ranks: Ranks
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the ``selection_source``'s indices and length, if set; call once per forward."""
+        """Return indices and lengths from ``selection_source``, if set; call once per forward."""
         source = self.selection_source
         return None if source is None else source.given(self, layout, keys, ranks)
 
@@ -226,7 +226,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
             self.selection_sink.put(self, indices, keys)
 
     def heads_group(self) -> Any:
-        """Return the group that sums the teacher over heads, ``None`` if no sum is needed."""
+        """Return the process group that sums the teacher over heads, or ``None``."""
         if self.choice.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
@@ -247,7 +247,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         coeff = self.config.dsa_indexer_loss_coeff
 
         def weight() -> Factor:
-            # Megatron sets the scale only after the forward.
+            # Megatron sets the loss scale after the forward.
             factor = self._loss_factor(tokens)
             return replace(factor, times=self.loss_scale.on(tokens.start.device))
 
@@ -260,7 +260,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         )  # fmt: skip
 
     def draw_sample(self, tokens: Layout) -> QuerySample | None:
-        """Draw the query tokens of a dense loss; call once per forward, also when recomputing."""
+        """Draw query tokens for a dense indexer loss, once per forward or recompute."""
         if not (self.training and self.indexer_is_trained and not self.loss_is_sparse):
             return None
         share, device = self.options.indexer_loss_queries, tokens.start.device
@@ -275,7 +275,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         return _mean_over_tokens(layout, coeff)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Record the loss and attach it, scaled, to ``out``'s backward."""
+        """Record the indexer loss and attach its backward to ``out``."""
         loss = self._loss_factor(layout).apply(loss_sum)
         coeff = self.config.dsa_indexer_loss_coeff
         self._record("indexer loss", loss_sum.detach(), coeff, layout)
@@ -299,7 +299,7 @@ class CoreAttention(Fp32Parameters, MegatronModule):
         self._record(EVALUATION, loss_sum.detach(), coeff, layout)
 
     def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
-        # The log averages over ranks, so scale by their number.
+        # The log averages over ranks: scale by the number of ranks.
         factor = _mean_over_tokens(layout, layout.num_shards * coeff)
         IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
@@ -312,6 +312,6 @@ def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
     tokens = layout.real_tokens()
     if isinstance(tokens, int):
         return Factor(coeff / max(tokens, 1))
-    # A count in fp64 keeps fp64 models exact.
+    # An fp64 token count keeps fp64 models exact.
     count = layout.derive("tokens of a mean", lambda: tokens.clamp_min(1).double())
     return Factor(coeff, over=count)

@@ -33,7 +33,7 @@ class CSACoreAttentionSubmodules:
 
 
 class CSACoreAttention(CoreAttention):
-    """Attention to the window and to compressed keys, with a learned sink per head."""
+    """Attention to a sliding window and compressed keys, with a learned sink per head."""
 
     def __init__(
         self, config, submodules: CSACoreAttentionSubmodules, layer_number: int, *args, **kwargs
@@ -66,7 +66,7 @@ class CSACoreAttention(CoreAttention):
         rope: PositionRope,
         ranks: Ranks,
     ) -> torch.Tensor:
-        """Return outputs ``[tokens, H, D]``, to which inverse rope is not yet applied.
+        """Return attention outputs ``[tokens, H, D]`` before inverse rope.
 
         Args:
             hidden_states, q_latent, kv: local, ``[s, b, hidden | q_lora_rank | D]``; ``kv`` is
@@ -155,7 +155,7 @@ class CSACoreAttention(CoreAttention):
     def _dense_loss(
         self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor, sample: QuerySample | None = None
     ) -> torch.Tensor:
-        """Return the KL sum over all visible compressed keys.
+        """Return the indexer's KL loss, summed over all visible compressed keys.
 
         The teacher's softmax includes window and sink unless ``--dsa-csa-teacher compressed``.
         """

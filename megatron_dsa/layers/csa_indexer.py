@@ -1,4 +1,4 @@
-"""Indexer of CSA layers and its compressor."""
+"""Indexer of DeepSeek-V4's CSA layers."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class CSAIndexer(Indexer):
         super().__init__(config)
         linear = submodules.linear
         self.linear_wq_b = self.linear(linear, config.q_lora_rank, self.heads * self.dim)
-        # Ranks that score all tokens have equal gradients; averaging keeps them bitwise equal.
+        # Ranks that score all tokens have equal gradients; averaging keeps gradients bitwise equal.
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = tp_mode == "sequence"
         weight.average_gradients_across_tp_domain = tp_mode != "sequence"
@@ -57,7 +57,7 @@ class CSAIndexer(Indexer):
         rope: PositionRope,
         ranks: Ranks,
     ) -> IndexerInputs:
-        """Return queries and weights of the query tokens, and the keys of all compressed slots.
+        """Return index queries, head weights and the compressed index keys of all slots.
 
         ``x [s, b, hidden]`` and normalised ``qr [s, b, q_lora_rank]`` are detached and local.
         """
@@ -82,6 +82,6 @@ class CSAIndexer(Indexer):
     def _transformed(self, k: torch.Tensor) -> torch.Tensor:
         if not self.as_engine:
             return hadamard(k)
-        # ``rotate_index`` rounds once, as engines do; empty tables skip rope.
+        # ``rotate_index`` rounds once, like inference engines.
         none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
         return rotate_index(k[:, None], none, none, policy=self.policy).squeeze(1)

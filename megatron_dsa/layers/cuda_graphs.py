@@ -12,7 +12,7 @@ from megatron_dsa.patches import install
 
 
 class GraphedLayer(TransformerLayer):
-    """Transformer layer whose attention ``--cuda-graph-impl local`` may capture without the MLP.
+    """Transformer layer that ``--cuda-graph-impl local`` may capture without its MLP.
 
     Megatron captures whole layers, which fails with experts. Evaluation runs uncaptured, since a
     graph would record its loss as a training loss.

@@ -55,9 +55,9 @@ class DSACoreAttentionSubmodules:
 class TopKIndices(NamedTuple):
     """Selected keys per query token."""
 
-    indices: torch.Tensor  # int32 [tokens, K], indices into the key buffer, -1 padded
-    length: torch.Tensor  # int32 [tokens]
-    packed: torch.Tensor | None = None  # fp32 or fp64, from train_on_selection
+    indices: torch.Tensor  # key indices, int32 [tokens, K], padded with -1
+    length: torch.Tensor  # number of selected keys, int32 [tokens]
+    packed: torch.Tensor | None = None
 
     def pack(self) -> torch.Tensor:
         if self.packed is not None:
@@ -80,7 +80,7 @@ class TopKIndices(NamedTuple):
 
 
 class DSACoreAttention(CoreAttention):
-    """Core attention with indexer; each ``forward_*`` method implements one attention method.
+    """Core attention with an indexer and one ``forward_*`` per attention method.
 
     All return ``[tokens, H, v_head_dim]`` and share these arguments:
 
@@ -214,9 +214,9 @@ class DSACoreAttention(CoreAttention):
         return selection
 
     def _shared(self, selection: TopKIndices, index_inputs, layout: Layout) -> TopKIndices:
-        """Prepare to train the indexer on all layers that use this selection."""
+        """Prepare to train the indexer on all layers that reuse its selection."""
         share, device = self.options.indexer_loss_queries, layout.start.device
-        # Recompute must draw again, see draw_sample.
+        # Activation recompute must draw query tokens again.
         number = draw_number(layout.num_queries, share, device, self.heads_group())
         drawn = torch.zeros(1, dtype=torch.int64, device=device) if number is None else number[None]
         shared = SharedSelection(selection.indices, selection.length, drawn)
@@ -300,7 +300,7 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
-        """Like :meth:`forward_masked` with all visible keys, on one rank."""
+        """Attend to all visible keys by plain MLA under a bit mask, on one rank."""
         result = masked_attention(
             q, kv, k_pe, visible_bits(layout, self.policy), softmax_scale=self.softmax_scale,
             policy=self.policy,
@@ -346,7 +346,7 @@ class DSACoreAttention(CoreAttention):
     def _dense_loss(self, index_inputs, q, k, layout, lse=None, sample=None) -> torch.Tensor:
         pools = self.pools(layout)
         if pools is not None:
-            # Attention's log-sum-exp includes tokens in no pool.
+            # Attention's log-sum-exp includes tokens that no pool contains.
             (keys, layout), lse = pools.by_token(index_inputs.k), None
             index_inputs = replace(index_inputs, k=keys)
         return dense_indexer_loss(
@@ -376,19 +376,18 @@ class DSACoreAttention(CoreAttention):
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
-        # Recompute must decide alike, so grad mode does not matter here.
+        # Activation recompute must make the same choice, so ignore grad mode.
         remake = self.training and self.indexer_is_trained and self.loss_is_sparse
         with torch.set_grad_enabled(self.trains_indexer_now()):
             pools = self.pools(layout)
             inputs = self.indexer(
                 x.detach(), qr.detach(), rope, ranks, remake, pools.keys if pools else None
             )
-        # ``_select`` checks inputs whose queries are not yet computed.
         layout = self.key_layout(layout)
         return self.checked(inputs, layout) if isinstance(inputs, IndexerInputs) else inputs
 
 
 def _in_buffer_order(attended: Attended) -> torch.Tensor:
-    """Sort lists by key index, like head sums of masked attention."""
+    """Sort the selected keys of each query by index."""
     keys, indices = attended.layout.key_ownership, attended.indices
     return indices if keys is None or keys.in_order else in_ascending_order(indices)

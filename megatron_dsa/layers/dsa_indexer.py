@@ -79,8 +79,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
             self.fp32_parameters = ("pool_ape",)
             mark_table(self.pool_ape)
         for name, parameter in self.named_parameters():
-            # Ranks sum gradients from local tokens, and average equal gradients to keep them
-            # bitwise equal.
+            # Ranks sum gradients from local tokens and average gradients that all ranks share.
             of_queries = name.startswith("linear_wq_b")
             local = tp_mode != "heads" if of_queries else config.sequence_parallel
             parameter.sequence_parallel = local
@@ -95,7 +94,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
         remake_queries: bool = False,
         pools: CompressedKeys | None = None,
     ) -> TrainedIndexer:
-        """Return queries and weights of the query tokens, keys of all ranks' tokens.
+        """Return index queries, head weights and the index keys of all ranks.
 
         Args:
             x, qr: detached local hidden states ``[s, b, hidden]`` and normalised query latent
@@ -163,7 +162,7 @@ class DSAIndexer(Fp32Parameters, Indexer):
             return self.k_norm(k)
         if not isinstance(self.k_norm, torch.nn.LayerNorm):
             return self.k_norm(k.float()).to(k.dtype)
-        norm = self.k_norm  # torch rejects fp32 input with bf16 weights
+        norm = self.k_norm  # torch cannot multiply fp32 input by bf16 weights
         out = torch.nn.functional.layer_norm(
             k.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
         )

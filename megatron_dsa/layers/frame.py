@@ -13,7 +13,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class SelfAttentionFrame:
-    """Forward pass around :meth:`attend`, with the attributes of Megatron's MLA."""
+    """Self-attention whose ``forward`` calls :meth:`attend`, with Megatron's MLA attributes."""
 
     ranks: Ranks
     config: Any
@@ -53,7 +53,7 @@ class SelfAttentionFrame:
         if ranks.group is not None:
             ranks.count()
         tokens, batch = hidden_states.shape[:2]
-        # Around a capture Megatron passes empty buffers or masks for other tokens.
+        # During CUDA graph capture Megatron passes empty buffers or wrong attention masks.
         if not (is_graph_warmup() or is_graph_capturing()):
             require_causal_mask(attention_mask, tokens * sharding.ranks, sharding, packed)
         layout = layout_from_megatron(
@@ -80,7 +80,7 @@ class SelfAttentionFrame:
         )
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return outputs ``[tokens, ...]`` of local heads."""
+        """Return attention outputs ``[tokens, ...]`` of local heads."""
         raise NotImplementedError
 
     def maybe_recomputed(self, up, *tensors) -> Any:
@@ -96,7 +96,7 @@ class SelfAttentionFrame:
         return core(*tensors)
 
     def delayed_linears(self) -> list[Any]:
-        """Return the linears that are called as modules, except the core's."""
+        """Return the linears that ``forward`` calls, except the core attention's."""
         raise NotImplementedError
 
     def backward_dw(self) -> None:

@@ -1,4 +1,4 @@
-"""Frozen parameters per stage, and skipped backward of a frozen main model.
+"""Parameter freezing per training stage, and skipped backward of a frozen main model.
 
 The indexers' losses need no backward through a frozen model: layers, logits and LM loss run
 without grad, and identity functions connect the losses.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze all parameters that the stage or LoRA does not train; return the model.
+    """Freeze all parameters that neither stage nor LoRA trains; return the model.
 
     Call before data-parallel wrapping (Megatron's ``pre_wrap_hooks``).
     """
@@ -45,7 +45,7 @@ def _freeze_parameters(chunk: Any) -> None:
         parameter.requires_grad_(is_trained(chunk.config, name))
     for module in chunk.modules():
         if hasattr(module, "frozen_expert_bias"):
-            # Routers update this buffer even without gradients.
+            # Routers update their expert bias even without gradients.
             module.frozen_expert_bias = True
     chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
 
@@ -53,7 +53,7 @@ def _freeze_parameters(chunk: Any) -> None:
 def _skip_backward(chunk: Any) -> None:
     drop_head_gradient(chunk)
     if chunk.config.recompute_granularity == "selective":
-        # Recomputed parts need the layer's backward.
+        # Activation recompute needs the layer's backward.
         log_single_rank(
             logger,
             logging.WARNING,
@@ -84,7 +84,7 @@ def _let_gradients_pass(_decoder, args, kwargs):
 
 
 class _Follow(torch.autograd.Function):
-    """Identity on a frozen layer's output, whose backward also starts the layer's loss.
+    """Identity on a frozen layer's output that also starts the indexer loss's backward.
 
     The input gets the output's gradient, truncated where hyper-connections widen the output. This
     gradient is wrong, but reaches no parameter.
@@ -102,12 +102,12 @@ class _Follow(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Identity on ``result``, whose backward sends zeros to ``source``."""
+    """Identity on ``result`` that gives ``source`` a zero gradient."""
 
     @staticmethod
     def forward(ctx, result, source):
         ctx.like = source.shape, source.dtype
-        return result.data  # no view: the loss overwrites the logits
+        return result.data  # the loss overwrites logits, so return no view
 
     @staticmethod
     @once_differentiable
@@ -117,7 +117,7 @@ class _Start(torch.autograd.Function):
 
 
 def drop_head_gradient(model: Any) -> None:
-    """Run the logits and the LM loss of a frozen ``model`` without grad."""
+    """Compute logits and LM loss of a frozen ``model`` without grad."""
     if hasattr(model, "output_layer"):
         logits = model.output_layer.forward
 
@@ -154,7 +154,7 @@ def drop_backward(layer: TransformerLayer) -> None:
     if graphs is None:
         layer.forward = _without_backward(layer.forward, cores)
         return
-    # The graph holds attention and its loss; the MLP outside also runs without grad.
+    # The MLP outside of the CUDA graph also runs without grad.
     graphs.func = _without_backward(graphs.func, cores)
     mlp = layer._forward_mlp
     alone = _without_backward(lambda *args, **kwargs: (mlp(*args, **kwargs), None), [])
@@ -171,7 +171,7 @@ def _without_backward(forward: Callable, cores: list[CoreAttention]) -> Callable
         out, context = forward(hidden_states.detach(), *args, **kwargs)
         losses = [loss for core in cores if (loss := core.take_loss()) is not None]
         out = _Follow.apply(out, hidden_states, sum(losses) if losses else None)
-        # Megatron frees tensors after sending, which fails for views.
+        # Megatron frees sent tensors, which fails for views.
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True), context
 
     return without_backward

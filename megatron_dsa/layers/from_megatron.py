@@ -1,4 +1,4 @@
-"""Layout and mask check of a Megatron microbatch."""
+"""Token layout of a Megatron microbatch, and check of its attention mask."""
 
 import torch
 
@@ -18,7 +18,7 @@ _MASK_RULE = (
     "attention is causal within each sequence"
 )
 _MASK_FIX = "pass None, and describe documents and padding by packed_seq_params (qkv_format='thd')"
-#: Mask elements compared at once, to avoid a second ``s * s`` mask.
+#: Number of mask elements per comparison, which bounds temporary memory.
 _MASK_BLOCK = 1 << 24
 
 
@@ -30,7 +30,7 @@ def layout_from_megatron(
     keys: Sharding | None = None,
     queries: Sharding | None = None,
 ) -> Layout:
-    """Return the (cached) layout of a Megatron microbatch.
+    """Return the cached token layout of a Megatron microbatch.
 
     Args:
         tokens: dim 0 of the local hidden states ``[s, b, hidden]``.
@@ -47,9 +47,9 @@ def layout_from_megatron(
     total = tokens * keys.ranks
     if packed_seq_params is None:
         return _unpacked(total, batch, device, keys, queries)
-    # All layers of a microbatch share this object.
+    # All layers of a microbatch share one layout.
     cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
-    # Never share a captured layout: each replay recomputes it.
+    # CUDA graphs share no cached layout: each replay recomputes its layout.
     key = (total, keys, queries, capturing())
     if key not in cached:
         _check_packed(packed_seq_params, total, batch, keys)
@@ -77,7 +77,7 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
     layout = packed_layout(
         packed_seq_params.cu_seqlens_q,
         total,
-        # Reading a device tensor synchronises; the bound only saves time.
+        # Reading a length from the device would synchronise.
         max_seqlen if isinstance(max_seqlen, int) else None,
         padded,
     )
@@ -102,7 +102,7 @@ def _check_packed(packed_seq_params, total: int, batch: int, keys: Sharding) -> 
         "pass packed_seq_params=None for unpacked batches.",
     )
     cu_seqlens = packed_seq_params.cu_seqlens_q
-    if cu_seqlens is None or cu_seqlens.numel() < 2:  # formatting the tensor waits for the GPU
+    if cu_seqlens is None or cu_seqlens.numel() < 2:
         raise ConfigError(
             "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
             f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
@@ -170,15 +170,15 @@ def _check_other_fields(params, total: int, keys: Sharding) -> None:
 def require_causal_mask(
     mask: torch.Tensor | None, tokens: int, sharding: Sharding, packed: bool
 ) -> None:
-    """Reject masks that are not causal; GPU masks by a device assert.
+    """Reject attention masks that are not causal, on a GPU by a device assert.
 
     ``mask [..., q, k]`` is True where a key is hidden. ``q`` covers all tokens or one
     context-parallel rank's, ``k`` a sequence (a sample if ``packed``), ``tokens`` a whole sequence.
     """
-    # A replay may have another mask; the check ran before the capture.
+    # The mask was checked before CUDA graph capture.
     if mask is None or capturing():
         return
-    version = None if mask.is_inference() else mask._version  # inference tensors have no version
+    version = None if mask.is_inference() else mask._version  # inference tensors count no versions
     if version is not None and getattr(mask, "_megatron_dsa_causal", None) == version:
         return
     shape = tuple(mask.shape)

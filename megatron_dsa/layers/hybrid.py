@@ -15,7 +15,7 @@ from megatron_dsa.patches import install_for_model
 
 
 class DSAHybridStack(HybridStack):
-    """Megatron's hybrid stack with ``norm`` as final norm."""
+    """Megatron's hybrid stack whose final norm is ``norm``."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class DSAHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **megatron,
     ):
-        install_for_model(config)  # specs are built without a configuration
+        install_for_model(config)  # hybrid specs have no configuration
         super().__init__(config, submodules, post_layer_norm=False, **megatron)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
@@ -36,7 +36,7 @@ class DSAHybridStack(HybridStack):
 
 
 class HybridAttentionLayer(IndexSharingLayer):
-    """Layer ``D`` of a hybrid stack or of multi-token prediction."""
+    """Attention layer, letter ``D``, of hybrid stacks and multi-token prediction."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HybridAttentionLayer(IndexSharingLayer):
         megatron |= {"is_mtp_layer": is_mtp_layer, "name": name}
         super().__init__(config, submodules, layer_number, **megatron)
         if has_pattern(config) and (depth := re.match(r"mtp\.layers\.(\d+)\.", name or "")):
-            # Megatron numbers the layers of every depth from 1.
+            # Megatron restarts layer numbers at 1 in each prediction depth.
             before = predictions_of(config.layer_pattern)[: int(depth[1]) - 1]
             self.self_attention.core_attention.layer_index += len("".join(before))
         self.self_attention.hands_on_selection = shares_indices(config) and not is_mtp_layer

@@ -1,4 +1,4 @@
-"""Layers that share one selection."""
+"""Transformer layers that share one selection of keys."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class IndexSharingLayer(GraphedLayer):
         if dropped and not selects:
             context = IndexSharingLayer._waiting
         if context is not None and is_graph_warmup():
-            context = torch.zeros_like(context)  # the graph that outputs it has not run yet
+            context = torch.zeros_like(context)  # the selection's CUDA graph has not run
         attention.shared_selection = None if context is None else TopKIndices.unpack(context)
         try:
             hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
@@ -42,8 +42,7 @@ class IndexSharingLayer(GraphedLayer):
         if selects:
             context = None if selection is None else selection.pack()
         elif context is not None:
-            # A view passes gradients; CUDA graphs, which mark inputs and outputs, need a new
-            # object.
+            # CUDA graphs need an output object other than the input.
             connected = context.requires_grad and torch.is_grad_enabled()
             context = context.view_as(context) if connected else context.detach()
         if dropped:
@@ -62,4 +61,4 @@ class IndexSharingLayer(GraphedLayer):
 
 
 class IndexSharingHyperConnectionLayer(HyperConnections, IndexSharingLayer):
-    """An :class:`IndexSharingLayer` with hyper-connections."""
+    """Index-sharing transformer layer with hyper-connections."""

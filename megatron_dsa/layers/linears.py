@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
-#: Parameter attribute that Megatron's data parallelism reads.
+#: Parameter attribute with which Megatron's data parallelism waits for ``backward_dw``.
 _DELAYED = "skip_backward_post_hook"
 _ENGINE = ("megatron.core.extensions.transformer_engine", __name__)
 
@@ -27,7 +27,7 @@ def parameter_device(config: TransformerConfig) -> str | int:
 
 
 class LocalNorm:
-    """Builds torch's norms, also for sequence parallelism, which Megatron's wrapper rejects."""
+    """Constructor of torch norms that, unlike Megatron's wrapper, allows sequence parallelism."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored):
         norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[
@@ -42,7 +42,7 @@ class LocalNorm:
 
 
 def replicated_draws(device: torch.device) -> AbstractContextManager:
-    """Draw weights like transformer-engine, so that both layer sets start from the same weights."""
+    """Draw initial weights from the random state that transformer-engine uses."""
     tracker = get_cuda_rng_tracker()
     if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()
@@ -60,7 +60,7 @@ class ReplicatedLinear(torch.nn.Linear):
                 init_method(self.weight)
 
     def reset_parameters(self) -> None:
-        """Draw nothing on a GPU, to keep the random state for other modules."""
+        """Draw no weights on a GPU, to keep its random state."""
         if self.weight.device.type != "cuda":
             super().reset_parameters()
 
@@ -68,7 +68,7 @@ class ReplicatedLinear(torch.nn.Linear):
         return super().forward(x), None
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are never delayed here."""
+        """Do nothing, since this linear delays no weight gradients."""
 
 
 def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
@@ -79,7 +79,7 @@ def replicated_linear(spec: Any, config: TransformerConfig, inputs: int, outputs
 
 
 def local_linear(spec: Any, config: TransformerConfig, inputs: int, outputs: int) -> Any:
-    """Build a replicated linear for local tokens: TP ranks sum its gradient."""
+    """Build a replicated linear for local tokens; tensor-parallel ranks sum its gradient."""
     layer = replicated_linear(spec, config, inputs, outputs)
     layer.weight.sequence_parallel = config.sequence_parallel
     return layer
@@ -93,7 +93,7 @@ def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 
 
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return zeros in fp32 (fp64 for fp64 models)."""
+    """Return a parameter of zeros in fp32 (fp64 for fp64 models)."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)
     return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=parameter_device(config)))
 
@@ -138,7 +138,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
         te_quant_params: Any
 
         def finish_init(self, quantization_config) -> None:
-            """Set the recipe before the weight is created, unless a recipe file sets one."""
+            """Set the quantisation recipe before weight creation, unless a file sets one."""
             super().finish_init(quantization_config)
             if self.te_quant_params is None:
                 recipe = TEQuantizationRecipe(**settings)
@@ -148,7 +148,7 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 
 def can_read_weight(linear: Any, config: Any) -> bool:
-    """Return True if a product with the weight equals calling the linear."""
+    """Return True if a matrix product with the weight equals calling the linear."""
     if any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters()):
         return False
     if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
@@ -199,7 +199,7 @@ def dequantised(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Dequantise(torch.autograd.Function):
-    """Dequantisation with an identity backward, which some releases lack."""
+    """Dequantisation with an identity backward, which some transformer-engine releases lack."""
 
     @staticmethod
     def forward(ctx, weight):

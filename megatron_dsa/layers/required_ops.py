@@ -42,10 +42,10 @@ class Keys:
 
     def pairs(self, length) -> Any:
         """Return the number of query-key pairs per sequence; ``length`` is an int or tensor."""
-        free = length  # queries that see fewer keys than the limit
+        free = length
         if self.limit:
             most = self.ratio * self.limit - 1
-            free = (length + most - abs(length - most)) // 2  # minimum, also for tensors
+            free = (length + most - abs(length - most)) // 2
         last = free // self.ratio
         # For each ``k`` from 1 to ``last - 1``, ``ratio`` queries see ``k`` keys.
         pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
@@ -54,7 +54,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class RequiredOp:
-    """An operation of a layer.
+    """Operation of a layer's training step.
 
     Attributes:
         keys: kinds of keys that each query reads.
@@ -74,7 +74,7 @@ class RequiredOp:
 def required_ops(
     config: Any, layer_number: int, is_mtp: bool = False, device: str | None = None
 ) -> list[RequiredOp]:
-    """Return the operations of a layer (from 1), forward and backward.
+    """Return the forward and backward operations of layer ``layer_number`` (from 1).
 
     ``device``: ``cuda`` or ``cpu``, by default this machine's.
     """
@@ -85,7 +85,7 @@ def required_ops(
 
 
 def stream_ops(config: Any, device: str | None = None, head: bool = False) -> list[RequiredOp]:
-    """Return the operations on a layer's residual streams, or those at the model's ``head``."""
+    """Return the operations on a layer's streams, or of the model's ``head`` on streams."""
     if not (has_learned_head(config) if head else uses_streams(config)):
         return []
     call = LayerCalls(config, device).of(config.hc_mult, config.hidden_size)
@@ -233,7 +233,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         return
     trained, share = indexer_is_trained(config), _share(config)
     if loss_is_sparse(config) and alone:
-        # This teacher is a softmax over selected keys, without window and sink.
+        # Teacher ``compressed`` is a softmax over selected keys, without window and sink.
         call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
         again = RequiredOp("sparse_attention_forward", call, (selected,), trained, share)
         after = replace(again, operation="sparse_attention_probabilities", unless_from=FORWARD)
@@ -259,7 +259,7 @@ def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
 def _loss(
     calls: LayerCalls, visible: Keys, selected: Keys, teachers: list[RequiredOp], teacher_dim: int
 ) -> Iterator[RequiredOp]:
-    """Yield the indexer's loss and teacher; ``teacher_dim``: dims of attention's queries."""
+    """Yield operations of indexer loss and teacher; ``teacher_dim``: attention's query dims."""
     config = calls.config
     if not (indexer_is_trained(config) or options_of(config).evaluate_indexer):
         return
@@ -279,7 +279,7 @@ def _loss(
 def _teachers(
     config: Any, attention: OpCall, keys: Keys, evaluates: bool = True
 ) -> list[RequiredOp]:
-    """Return the teacher's operations for a sparse loss, if attention does not compute it."""
+    """Return the teacher's operations for a sparse loss, unless attention computes the teacher."""
     name, teachers = "sparse_attention_probabilities", []
     if indexer_is_trained(config):
         every = BACKWARD if _all_are_taught(config) else None

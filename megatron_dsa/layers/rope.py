@@ -43,7 +43,7 @@ class TokenRope:
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``cos, sin [tokens, dim / 2]``, fp32 (fp64 for fp64), scaled by YaRN's mscale."""
         wide = accumulation_dtype(dtype)
-        # The cache keeps the owner alive, so that its id stays unique.
+        # The cache keeps the owner alive, so that the owner's id stays unique.
         key = "rope", id(self._owner), wide
         _, tables = self._layout.derive_large(key, lambda: (self._owner, self._compute(wide)))
         return tables if self._ranks is None else self._ranks.held(tables)
@@ -57,9 +57,9 @@ class TokenRope:
         return cos, sin
 
 
-@torch.inference_mode(False)  # training reuses tables of an evaluation
+@torch.inference_mode(False)  # training reuses rope tables of evaluation
 def _angles(embedding, length: int):
-    """Return Megatron's tables from a cache that keeps tables for CUDA graphs."""
+    """Return Megatron's rope tables from a cache that keeps tables of CUDA graphs alive."""
     tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
     forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
     return tables.get(length, lambda: forward(embedding, length, packed_seq=True))

@@ -58,7 +58,7 @@ def resolving() -> bool:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Choose no kernels for models built in this context, which never run."""
+    """Skip the choice of kernels for models that are built but never run."""
     global _resolving
     before, _resolving = _resolving, False
     try:
@@ -69,12 +69,12 @@ def without_kernels() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
-    """Run a step's fused operations on a few tokens, without counters or random draws."""
+    """Run a training step's fused operations on a few tokens, without counters or random draws."""
     if on_meta():
         return
     fused = {
         operation: inputs
-        for operation, inputs in reversed(calls)  # keep each operation's first call
+        for operation, inputs in reversed(calls)  # keep the first call of each operation
         if inputs.device == "cuda" and OPERATIONS[operation].choose(inputs, policy).candidate.fused
     }
     with uncounted(), torch.no_grad():
@@ -136,7 +136,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # Copy the layout, since the cached one would keep these bits.
+    # Copy the layout, since a cached layout would keep the mask bits.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _TOKENS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
@@ -176,7 +176,7 @@ def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
 
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     assert call.topk is not None
-    # Scores run only if more keys are visible than selected.
+    # Index scores are computed only if more keys are visible than selected.
     rows = _TOKENS + call.topk
     inputs = _index_inputs(call, rows)
     layout = bshd_layout(rows, 1, _device())

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.errors import require
 
-#: Attribute with the sizes of consecutive blocks along dim 0, a pattern that repeats.
+#: Parameter attribute with repeating sizes of consecutive blocks along dim 0.
 ROW_BLOCKS = "row_blocks"
 IS_TABLE = "is_table"
 

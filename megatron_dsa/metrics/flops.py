@@ -39,7 +39,7 @@ from megatron_dsa.layers.required_ops import Keys, RequiredOp, required_ops
 
 
 class Work(NamedTuple):
-    """Matrix products of one kind.
+    """Matrix products of one model part.
 
     Attributes:
         part: model part, for reports.
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 
 def flops(work: Iterable[Work], pairs: Callable[[Keys], int]) -> int:
-    """Return the operations of ``work``; ``pairs`` counts query-key pairs."""
+    """Return the floating-point operations of ``work``; ``pairs`` counts query-key pairs."""
     return 2 * sum((w.forward + w.backward) * pairs(w.keys) for w in work)
 
 
@@ -76,20 +76,20 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     main = _weight_gradients(config)
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
-    # One product for the embedding, one for the hidden state or for each of its streams.
+    # Prediction projects the embedding, and the hidden state or each residual stream.
     projections = (1 + (config.hc_mult if has_learned_head(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
         work += [*layer_work(config, number, is_mtp=True), *_head(config)]
         work.append(_linear("multi-token prediction", projections, main))
-        # Detached heads have only the gradient of hidden states.
+        # Detached output heads compute no weight gradient.
         work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
     return _merged(work)
 
 
 def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
-    """Return the products of decoder (or MTP) layer ``number``, from 1."""
+    """Return the matrix products of decoder or MTP layer ``number`` (from 1)."""
     work: list[Work] = []
     for part in parts_of_layer(config, number, is_mtp):
         if part == ATTENTION:
@@ -110,7 +110,7 @@ def _streams(config, is_mtp: bool) -> Iterator[Work]:
 
 
 def _head(config) -> Iterator[Work]:
-    """Yield the projection of the connection that reads the streams for the output layer."""
+    """Yield the hyper-connection's projection before the output layer."""
     if has_learned_head(config):
         products = _projection(config, config.hc_mult)
         yield _linear("hyper-connections", products, _weight_gradients(config))
@@ -150,7 +150,7 @@ def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     work = [_linear("projections", queries + hidden * dim + output, main)]
     if not ratio:
         return work
-    # The compressor projects values and scores; overlap doubles the channels.
+    # The compressor projects values and scores; overlapping groups double the channels.
     compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
     work.append(_linear("compressor", compressor * dim, main))
     if ratio == CSA_RATIO and uses_indexer(config):
@@ -167,7 +167,7 @@ def _kda_work(config) -> list[Work]:
     width = heads * dim
     # Projections of queries, keys, values and output, low-rank gates, and beta.
     weights = hidden * (4 * width + heads) + 2 * dim * (hidden + width)
-    state = 3 * width * dim  # the state is read by the key, written, and read by the query
+    state = 3 * width * dim  # KDA reads its state twice and writes it once
     return [
         _linear("projections", weights, _weight_gradients(config)),
         _linear("delta rule", state, _main_gradients(config)),
@@ -175,7 +175,7 @@ def _kda_work(config) -> list[Work]:
 
 
 def _indexer_weights(config, keys: int) -> Work:
-    """Return the indexer's projections; ``keys`` counts the key projection's products."""
+    """Return the indexer's projections; ``keys``: multiply-adds of the key projection."""
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
@@ -184,7 +184,7 @@ def _indexer_weights(config, keys: int) -> Work:
 
 
 def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
-    """Yield the products of each operation's first training call."""
+    """Yield the matrix products of each operation's first training call."""
     ops: dict[str, RequiredOp] = {}
     for op in required_ops(config, number, is_mtp):
         if op.in_training:
@@ -197,14 +197,14 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         call, kinds = ops[name].call, ops[name].keys
         parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
-            of_all = 0  # scores of all visible keys
+            of_all = 0
             if dense_loss is not None and part == "attention":
                 of_all = round(dense_loss.share * heads * call.qk_dim)
                 yield Work(part, dense_loss.keys[0], of_all)
             products = heads * (call.qk_dim + call.v_dim)
             yield Work(part, attended, products - of_all, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
-    # Without a selection, the dense loss computes the scores.
+    # Without a selection, the dense loss computes the index scores.
     for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
         yield _share(op, Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim))
     for op in losses:
@@ -252,5 +252,5 @@ def _merged(work: Iterable[Work]) -> list[Work]:
     return [Work(*kind, *total) for kind, total in sums.items()]
 
 
-#: Products that run once per token.
+#: Matrix products that run once per token.
 TOKEN = Keys(limit=1)

@@ -33,7 +33,7 @@ def sampled_queries(layout: Layout, count: int) -> torch.Tensor:
 
 
 def sample_queries(num_queries: int, count: int, device) -> torch.Tensor:
-    """Return up to ``count`` evenly spread queries, including the last."""
+    """Return up to ``count`` evenly spread queries, including the last query."""
     count = min(count, num_queries)
     return ((torch.arange(1, count + 1, device=device) * num_queries) // count) - 1
 
@@ -72,7 +72,7 @@ class Attended:
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
-        """``w_uk`` of all heads, gathered on first use."""
+        """Key up projection of all heads, gathered on first use."""
         return None if self.w_uk is None else gather_detached(self.w_uk, self.group)
 
     def keys(self) -> TeacherKeys:
@@ -87,7 +87,7 @@ class Attended:
 
 @torch.no_grad()
 def selection_health(attended: Attended, count: int, workspace_bytes: int) -> dict[str, Mean]:
-    """Compute the metrics of ``count`` queries, without synchronisation."""
+    """Compute selection metrics of ``count`` queries, without host synchronisation."""
     layout, queries = attended.layout, sampled_queries(attended.layout, count)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
@@ -98,7 +98,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     overlap = adjacent_overlap(attended.indices, attended.positions, queries)
     chosen = chooses(layout, queries, attended.topk)
     return {
-        # NaN in attention must appear in the metric.
+        # NaN in attention must make the metric NaN.
         "dsa attention mass captured": Mean.of(captured, sees_keys),
         "dsa query overlap": Mean.of(torch.where(chosen, overlap, float("nan"))),
     }

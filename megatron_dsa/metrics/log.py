@@ -43,7 +43,7 @@ class LossScale:
 
     def on(self, device: torch.device) -> torch.Tensor:
         if not isinstance(self.value, torch.Tensor):
-            # Copying from the host would synchronise.
+            # A copy from the host would synchronise.
             self.value = torch.full((1,), self.value, device=device)
         return self.value.to(device).reshape(-1)[0]
 
@@ -65,7 +65,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        # Megatron sets the scale after the forward.
+        # Megatron sets the loss scale after the forward.
         shape, dtype, device = ctx.loss_like
         return grad_output, ctx.scale.on(device).to(dtype).expand(shape), None
 
@@ -80,7 +80,7 @@ NAMES = tuple(FIGURES)
 
 @dataclass
 class _State:
-    # [2, layers, metrics]: sums and counts.
+    # Metric sums and counts ``[2, layers, metrics]``.
     sums: torch.Tensor | None = None
     sampled: set[int] = field(default_factory=set)
     # Metric -> sum and count since the last log line.
@@ -103,12 +103,12 @@ class IndexerLog:
 
     @classmethod
     def is_on(cls) -> bool:
-        """Return False outside of Megatron's training loop."""
+        """Return True inside Megatron's training loop."""
         return cls._state.sums is not None
 
     @classmethod
     def samples_selection(cls, layer_index: int) -> bool:
-        """Return True once per layer and iteration.
+        """Return True if this call, one per layer and iteration, samples the selection.
 
         Sampling a selection launches about a hundred small kernels.
         """
@@ -119,7 +119,7 @@ class IndexerLog:
 
     @classmethod
     def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Scaled | Mean]) -> None:
-        """Add a microbatch's metrics of a layer (index from 0).
+        """Add one microbatch's metrics of a layer; layer indices start at 0.
 
         A scalar has weight 1, a :class:`Mean` its count, which excludes padding.
         """
@@ -137,7 +137,7 @@ class IndexerLog:
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:
-        """Sum over all ranks; return each metric's sums and counts ``[layers]``, and clear.
+        """Sum metrics over all ranks, clear them, and return sums and counts ``[layers]``.
 
         A layer that recorded nothing has count 0; one that recorded NaN has sum NaN.
         """
@@ -169,7 +169,7 @@ class IndexerLog:
                 continue
             mean = sum(recorded.values()) / len(recorded)
             if name == EVALUATION:
-                # Evaluation belongs to no iteration.
+                # Evaluation metrics belong to no training iteration.
                 _print_once(f"> {name} (before iteration {iteration}): {mean:.6E}")
             else:
                 of_line[name] = mean
@@ -198,12 +198,12 @@ class IndexerLog:
                 total, count = line[name]
                 total_loss_dict[name] = torch.tensor(total / count * max(1, advanced))
             elif name in total_loss_dict:
-                # Megatron resets the entry to 0, which it would print.
+                # Megatron would print 0 for a metric without values.
                 total_loss_dict[name] = torch.tensor(float("nan"))
 
 
 def _rehearses_capture() -> bool:
-    """Return True if Megatron runs a layer on zeros before capture."""
+    """Return True if Megatron runs a layer on zeros before CUDA graph capture."""
     return is_graph_warmup() or (is_graph_capturing() and not capturing())
 
 

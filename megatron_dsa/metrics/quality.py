@@ -27,14 +27,14 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class Mean(NamedTuple):
-    """Sum and count, which add up over ranks and microbatches."""
+    """Mean, stored as a sum and a count."""
 
     total: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of that name
+    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method ``count``
 
     @property
     def value(self) -> torch.Tensor:
-        """The mean, NaN if the count is 0."""
+        """Mean, or NaN if the count is 0."""
         return self.total / self.count
 
     @classmethod
@@ -94,7 +94,7 @@ def adjacent_overlap(
     )
     if queries is None:
         queries = torch.arange(layout.num_queries, device=indices.device)
-    # Tokens of a batch's sequences alternate.
+    # Sequences of an unpacked batch alternate token by token.
     before = queries - layout.query_ranges[0].tokens.step
     exists = before >= 0
     before = before.clamp_min(0)
@@ -147,7 +147,7 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    # The matrix product copies keys.
+    # The matrix product copies masked attention's keys.
     bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]

@@ -7,7 +7,7 @@ from megatron_dsa.ops.dispatch import report
 #: Name of the loss that ``--dsa-evaluate-indexer`` measures.
 EVALUATION = "indexer loss, evaluation"
 
-#: Name in the log line -> tag. Megatron defines ``indexer loss``.
+#: Metric name in Megatron's log line -> tag.
 FIGURES = {
     "indexer loss": "dsa/indexer-loss",
     "dsa attention mass captured": "dsa/mass-captured",
@@ -36,7 +36,7 @@ def time_tag(operation: str) -> str:
 
 
 def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
-    """Write scalars; only the last rank has writers."""
+    """Write scalars to TensorBoard and W&B from the last rank."""
     if writer is not None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)

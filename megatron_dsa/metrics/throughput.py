@@ -23,7 +23,7 @@ PEAKS = {
 
 
 def peak_tflops(config: Any, device: str) -> float | None:
-    """Return the peak in TFLOP/s to which MFU relates, ``None`` if unknown.
+    """Return the GPU's peak in TFLOP/s for MFU, ``None`` if unknown.
 
     fp8 products also relate to the bf16 peak.
     """
@@ -50,7 +50,7 @@ def shares(parts: dict[str, int]) -> str:
 
 
 class MegatronFunctions(NamedTuple):
-    """Replaced Megatron functions that are still called."""
+    """Megatron's original functions, which replacements call."""
 
     consume: Callable[[], tuple]
     track: Callable[..., None]
@@ -74,7 +74,7 @@ class Throughput:
         self._lengths.append(offsets.diff().long())
 
     def consume_documents(self) -> tuple[float | None, float | None]:
-        """Return the sums of lengths and squared lengths over all ranks, or ``(None, None)``."""
+        """Sum document lengths and squared lengths over all ranks, or return ``(None, None)``."""
         self._pairs = None
         if not self._lengths:
             return self.megatron.consume()
@@ -156,7 +156,7 @@ def install_throughput(config: Any, training_module: ModuleType | None = None) -
     training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
-        return  # another stage installed it
+        return  # another pipeline stage installed the counter
     if before is None:
         megatron = MegatronFunctions(
             training.consume_seqlen_stats_in_iteration,

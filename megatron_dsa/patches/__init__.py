@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_dsa.versions import host_version, parse_version
 
 UNREPORTED = "unreported"
-#: ``upstream`` of patches that adapt Megatron to this package or host.
+#: Value of ``upstream`` in patches that adapt Megatron to this package or host.
 OURS = "none: of this package"
 
 
@@ -61,7 +61,7 @@ def _mixes_precisions(config: Any) -> bool:
     return _has_streams(config) or csa or pools or kda or sinks
 
 
-#: Flags for which :func:`_mixes_precisions` is True.
+#: Flags that mix parameter precisions.
 _MIXED = (
     "--csa-compress-ratios, --linear-attention-freq, --softmax-type learnable, or --hc-mult or "
     "--dsa-indexer-pool-size above 1"
@@ -76,7 +76,7 @@ def _fuses_gradients(config: Any) -> bool:
     return config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion
 
 
-#: In installation order, since some wrap the same method. Extras add patches on import.
+#: Patches in installation order, since some patches wrap the same method.
 TABLE: dict[str, Patch] = {
     "no GPU": Patch(
         "says device='cuda' in hundreds of places",
@@ -206,7 +206,7 @@ def _state(patch: Patch) -> str:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorate the replacement of a function; its first argument is the original."""
+    """Decorate a replacement, whose first argument is the original function."""
     original = getattr(owner, name)
 
     def decorate(function: Callable) -> Callable:

@@ -31,7 +31,7 @@ def needed() -> bool:
 
 
 def activate() -> None:
-    """Install the shims for this thread, which must also build and train, until the process ends.
+    """Install the CPU shims for this thread, which must also build and train the model.
 
     Raises:
         VersionError: the megatron-core version is not supported.
@@ -43,7 +43,7 @@ def activate() -> None:
 
 @functools.cache
 def _install() -> None:
-    # ``host()`` would pop this mode at its end.
+    # The planner's ``host()`` would pop this function mode.
     if any(isinstance(mode, CudaTo) for mode in _get_current_function_mode_stack()):
         raise DSAError(
             "activate() must not be called first inside of planning.host.host(), which sends CUDA "
@@ -83,14 +83,14 @@ _LOOKED_AT = frozenset(
 
 
 class CudaTo(TorchFunctionMode):
-    """Function mode that redirects CUDA devices."""
+    """torch function mode that redirects CUDA devices to the CPU."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if not kwargs and func not in _LOOKED_AT:  # fast path
+        if not kwargs and func not in _LOOKED_AT:
             return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
@@ -121,13 +121,13 @@ def _is_cuda(device) -> bool:
 
 
 class NoStream:
-    """Stream or event that does nothing, since CPU work runs in order."""
+    """CUDA stream or event that does nothing, since CPU work runs in order."""
 
     def __init__(self, *_args, **_kwargs):
         pass
 
     def wait(self, _other=None) -> None:
-        """Do nothing."""
+        """Return at once, since CPU work runs in order."""
 
     wait_stream = wait_event = synchronize = record = wait
 
@@ -143,7 +143,7 @@ def _patch_torch_cuda() -> None:
     cuda.Stream = NoStream
     cuda.Event = NoStream
     tensor: Any = torch.Tensor
-    # The C++ method requires a real stream.
+    # torch's C++ method requires a CUDA stream.
     tensor.record_stream = lambda _tensor, _stream: None
     cuda.stream = lambda _stream: contextlib.nullcontext()
 
@@ -168,9 +168,9 @@ def _patch_rng() -> None:
 def _patch_megatron() -> None:
     from megatron.training import arguments, initialize, training
 
-    # This architecture prints no warnings.
+    # Megatron prints no warnings for compute capability 10.
     arguments.get_device_arch_version = lambda: 10
-    # The original's warm-up would change the random state.
+    # Megatron's warm-up of fused kernels would change the random state.
     training.set_jit_fusion_options = lambda *_args, **_kwargs: None
     # torch.compile would need a compiler.
     torch.compiler.set_stance("force_eager")
@@ -178,7 +178,7 @@ def _patch_megatron() -> None:
     initialize_megatron = initialize.initialize_megatron
 
     def initialize_on_cpu(*args, **kwargs):
-        # Each process appears to have one device.
+        # Megatron must count one device per process.
         with (
             mock.patch.object(torch.cuda, "device_count", lambda: 1),
             mock.patch.object(torch.cuda, "set_device", lambda _device: None),

@@ -16,7 +16,7 @@ from megatron_dsa.patches import replace
 
 @functools.cache
 def name_all_parameters_in_plain_checkpoints() -> None:
-    """Name all parameters while saving.
+    """Name all parameters of a plain optimizer while saving a checkpoint.
 
     Megatron numbers states over all parameters but names only 16-bit ones. Here, fp32 parameters
     serve as their main copies.
@@ -69,7 +69,7 @@ def index_fp32_parameters_of_distributed_optimizer() -> None:
     def get_main_param_and_optimizer_states(original, self, model_param):
         tensors = original(self, model_param)
         if model_param.dtype == torch.float32:
-            # transformer-engine updates this tensor, not the copy.
+            # transformer-engine updates the parameter, not the copy.
             group, index = self.model_param_group_index_map[model_param]
             tensors["param"] = self.optimizer.param_groups[group]["params"][index]
         return tensors

@@ -19,6 +19,6 @@ def keep_graph_buffers_until_backward() -> None:
 
     @replace(_CudaGraphRunner, "_weakref_forward_buffers")
     def weakref_forward_buffers(release, self, preserve_forward_to_backward_lifetimes):
-        # Megatron calls again with False after capturing the backward.
+        # Megatron calls this function with False after capturing the backward.
         if not preserve_forward_to_backward_lifetimes:
             release(self, False)

@@ -56,7 +56,7 @@ def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
         before[:] = [group.get("step", 0) + 0 for group in optimizer.param_groups]
 
     def count(optimizer, _args, _kwargs):
-        # Test per step, since the distributed optimizer removes parameters later.
+        # Test in each step, since the distributed optimizer removes parameters.
         if _is_empty(optimizer):
             for group, step in zip(optimizer.param_groups, before, strict=True):
                 group["step"] = step + 1
@@ -132,7 +132,7 @@ def _repair_distributed(optimizer_class: Any) -> None:
                 state["step"] = torch.tensor(0.0)
         state = original(self)
         for group in state["optimizer"]["param_groups"]:
-            group["step"] = int(group["step"])  # transformer-engine requires an int
+            group["step"] = int(group["step"])  # transformer-engine requires an integer step count
         return state
 
     @replace(optimizer_class, "load_state_dict")
@@ -145,7 +145,7 @@ def _repair_distributed(optimizer_class: Any) -> None:
     @replace(optimizer_class, "_set_main_param_and_optimizer_states")
     @torch.no_grad()  # the shard of an fp32 parameter is a view
     def set_main_param_and_optimizer_states(original, self, model_param, tensors):
-        # load_state_dict has already set the count.
+        # ``load_state_dict`` has already set the step count.
         original(self, model_param, {**tensors, "step": None})
 
 
@@ -154,7 +154,7 @@ def _repair_plain(optimizer_class: Any, inner_state) -> None:
     def load_state_dict(original, self, state_dict):
         saved = inner_state(state_dict)
         per_parameter = isinstance(self.optimizer, _PER_PARAMETER)
-        per_group = type(self.optimizer).__name__ == "FusedAdam"  # of transformer-engine or Apex
+        per_group = type(self.optimizer).__name__ == "FusedAdam"
         of_groups = {int(group["step"]) for group in saved["param_groups"] if "step" in group}
         if per_parameter and of_groups and not _counts_parameters(saved["state"]):
             saved["state"]["common_step"] = torch.tensor(float(max(of_groups)))

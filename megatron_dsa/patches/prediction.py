@@ -1,4 +1,4 @@
-"""Fixes of multi-token prediction.
+"""Fixes of Megatron's multi-token prediction.
 
 * megatron-core 0.19 shifts targets by unpadded ``cu_seqlens_q``, across padded documents.
 * It divides losses by local token counts, which is wrong if context-parallel ranks' masks differ.
@@ -37,9 +37,9 @@ def shift_within_padded_documents() -> None:
         rank = 0 if ranks == 1 else cp_group.rank()
         behind = _tokens_behind(tensor.shape[-1], offsets, lengths, ranks, rank)
         rolled = torch.where(behind > 0, rolled, torch.zeros_like(rolled))
-        if tensor.dtype == torch.bool:  # padding stays padding
+        if tensor.dtype == torch.bool:
             rolled = torch.where(behind < 0, tensor, rolled)
-        return rolled, rolled.sum() if return_sum else None  # ``return_sum`` exists since 0.20
+        return rolled, rolled.sum() if return_sum else None  # Megatron 0.20 added ``return_sum``
 
 
 def _tokens_behind(
@@ -110,7 +110,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
             call.output_layer.weight if weight_of_output is None else weight_of_output
         ).detach()
 
-    # All counts share one reduction.
+    # One reduction sums all token counts.
     labels_of, masks = [], [mask]
     for _ in range(depths):
         labels = shift(labels)
@@ -120,7 +120,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
     torch.distributed.all_reduce(counts, group=group)
     main_tokens, *tokens_of = counts.clamp(min=1)
 
-    # Megatron averages gradients over these ranks, or divides by the main loss's tokens.
+    # Megatron averages gradients over ranks, or divides by the main loss's tokens.
     weight = main_tokens if config.calculate_per_token_loss else group.size()
     for depth, prediction in enumerate(predictions):
         labels, mask, tokens = labels_of[depth], masks[depth + 1], tokens_of[depth]
@@ -142,7 +142,7 @@ def _process(call: SimpleNamespace) -> torch.Tensor:
                 call.tp_group,
             )
             mtp.MTPLossLoggingHelper.save_metrics_to_tracker(
-                losses.sum() * group.size() / tokens,  # the log averages over ranks
+                losses.sum() * group.size() / tokens,  # Megatron's log averages losses over ranks
                 correct,
                 total,
                 depth,

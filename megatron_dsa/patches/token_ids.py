@@ -24,7 +24,7 @@ def hand_token_ids_to_layers() -> None:
         def give(_decoder, args, kwargs):
             return args, kwargs | {"context": ids}
 
-        # Removed after the forward, since recompute saves the ids.
+        # Activation recompute saves token ids, so remove the hook after the forward.
         handle = self.decoder.register_forward_pre_hook(give, with_kwargs=True)
         try:
             return original(self, input_ids, *args, **kwargs)
@@ -54,7 +54,7 @@ def _check(model: Any, input_ids: torch.Tensor | None, layers: int) -> None:
 
 
 def _local_ids(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Split ids ``[b, s]`` like embeddings under sequence parallelism; return ``[s, b]``."""
+    """Split token ids ``[b, s]`` like embeddings under sequence parallelism; return ``[s, b]``."""
     ids = input_ids.transpose(0, 1)
     group = model.pg_collection.tp
     if model.config.sequence_parallel and group.size() > 1:

@@ -46,7 +46,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, target)
-    with contextlib.suppress(OSError):  # unsupported by some file systems
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

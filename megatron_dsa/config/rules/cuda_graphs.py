@@ -35,7 +35,7 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
     padded = config.moe_expert_capacity_factor and config.moe_pad_expert_input_to_capacity
     yield (
-        # Megatron itself checks modules that are named.
+        # Megatron itself checks ``--cuda-graph-modules``.
         config.num_moe_experts is None or padded or graph_modules(config),
         f"{FLAG} {impl} cannot capture layers with experts whole: the host reads how many tokens "
         f"each expert gets. Add --cuda-graph-modules attn (with {FLAG} local or "

@@ -32,7 +32,7 @@ _RECURRENT = "MG"
 
 
 def hybrid_rules(config: Any, options: Any, selects: Callable[[int], bool]) -> Iterator:
-    """Yield all rules; ``selects(layer)`` is True if a layer (from 1) selects keys."""
+    """Yield rules of hybrid models; ``selects(layer)`` is True if a layer (from 1) selects keys."""
     if not has_pattern(config):
         yield (
             not config.is_hybrid_model,

@@ -261,7 +261,7 @@ def _overlap_rules(config: Any, options: Any):
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     several = config.context_parallel_size > 1
     yield (
-        # One string, or a list with one per layer.
+        # ``cp_comm_type`` is one string or a list of strings.
         not several or "a2a" not in str(config.cp_comm_type),
         f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
         "gathers keys and leaves queries where they are",

@@ -1,4 +1,4 @@
-"""Ranges of numeric flags, Megatron's and ours.
+"""Allowed ranges of numeric flags.
 
 Numbers without an entry must be finite and not negative.
 """
@@ -158,7 +158,7 @@ _NEGATIVE = {
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range] = FLAGS
 ) -> Iterator[tuple[bool, str]]:
-    """Yield ``(ok, message)`` per number or list entry; keys are flags or fields."""
+    """Check numbers and lists, keyed by flag or field; yield ``(ok, message)``."""
     for name, value in values.items():
         flag = name if name.startswith("--") else flag_of(name)
         limits = table.get(flag, _ANY if flag in _NEGATIVE else _OTHERS)
@@ -185,7 +185,7 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
 
 
 def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield rules: warm-up ends within the run, and ``--lr`` is the highest rate."""
+    """Yield rules: warm-up ends within the run, and ``--lr`` is the highest learning rate."""
     if values["skip_train"]:
         return
     highest = values["lr"]

@@ -7,15 +7,15 @@ from megatron_dsa.config.fields import flag_of
 from megatron_dsa.config.rules.ranges import range_rules
 
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-#: Size -> field with the number of ranks that share it.
+#: Size field -> field with the number of ranks that shard the size.
 SHARED = {"num_attention_heads": TENSOR, "ffn_hidden_size": TENSOR}
-#: Size in layers with experts -> field with the number of ranks that share it.
+#: Expert size field -> field with the number of ranks that shard the size.
 SHARED_BY_EXPERTS = {
     "moe_shared_expert_intermediate_size": TENSOR,
     "moe_ffn_hidden_size": EXPERT_TENSOR,
     "num_moe_experts": "expert_model_parallel_size",
 }
-#: Attention sizes, also checked for configurations that no command line made.
+#: Attention sizes, also checked in configurations from Python.
 _NUMBERS = (
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim",
     "rotary_base", "rotary_scaling_factor", "rotary_percent",

@@ -7,11 +7,11 @@ from megatron_dsa.config.fields import flag_of
 
 
 class Not(tuple):
-    """Values that a field must not have."""
+    """Values that a configuration field must not have."""
 
 
 class Must(NamedTuple):
-    """A rule for one field.
+    """Rule for the values of one configuration field.
 
     Attributes:
         name: field of the configuration, else of the options.
@@ -26,10 +26,10 @@ class Must(NamedTuple):
     flag: str = ""
 
     def check(self, config: Any, options: Any = None, case: str = "") -> tuple[bool, str]:
-        """Return ``(ok, message)``; ``case`` says when the rule applies."""
+        """Check a configuration against this rule and return ``(ok, message)``."""
         holder = config if hasattr(config, self.name) else options
         if not hasattr(holder, self.name):
-            return True, ""  # configurations of other classes lack the field
+            return True, ""  # other configuration classes lack the field
         given = getattr(holder, self.name)
         flag, values = self.flag or flag_of(self.name), self.values
         case, drop = case and f" {case}", "" if ";" in self.why else "; drop it"

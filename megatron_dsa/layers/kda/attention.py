@@ -28,7 +28,7 @@ from megatron_dsa.layers.warm_up import resolve_kernels
 from megatron_dsa.ops.kda.api import delta_attention, gated_norm, short_convolution
 from megatron_dsa.ops.layout.layout import Layout
 
-#: Bounds of ``softplus(dt_bias)`` in new models, which draw it log-uniformly.
+#: Bounds between which new models draw ``softplus(dt_bias)`` log-uniformly.
 _TIME_STEPS = 1e-3, 1e-1
 
 
@@ -43,7 +43,7 @@ class _OfHeads(Fp32Parameters, MegatronModule):
     pg_collection: Any
 
     def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return this rank's fp32 shard of a parameter that all ranks draw alike."""
+        """Draw a parameter identically on all ranks and return the local fp32 shard."""
         group = self.pg_collection.tp
         part = whole.chunk(group.size())[group.rank()]
         parameter: Any = new_parameter(self.config, *part.shape)
@@ -85,7 +85,7 @@ class ShortConvolution(_OfHeads):
 class _GatedNorm(MegatronModule):
     def __init__(self, config, dim: int):
         super().__init__(config=config)
-        # Ranks have different heads and sum the weight's gradient.
+        # Tensor-parallel ranks have different heads and sum the weight's gradient.
         self.weight = new_norm_weight(config, dim)
         self.policy = options_of(config).policy
 
@@ -95,7 +95,7 @@ class _GatedNorm(MegatronModule):
 
 
 class KDASelfAttention(SelfAttentionFrame, _OfHeads):
-    """Kimi Delta Attention instead of DSA.
+    """Self-attention layer of Kimi Delta Attention.
 
     Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism; packed:
     ``b == 1``). Parameters, for ``H`` heads of ``D`` dims: ``linear_{q,k,v,f_b,g_b}_proj`` with
@@ -201,7 +201,7 @@ def _new_dt_bias(config, width: int) -> torch.Tensor:
 
 
 def document_bounds(layout: Layout) -> torch.Tensor | None:
-    """Return int64 bounds of packed documents; each padding counts as a document."""
+    """Return int64 bounds of packed documents; each run of padding counts as a document."""
     sequences, tokens = layout.sequences, layout.num_queries
     assert sequences is not None
     ends = sequences.cu_seqlens

@@ -1,1 +1,1 @@
-"""Exchange between ranks."""
+"""Exchange of keys and tokens between ranks."""

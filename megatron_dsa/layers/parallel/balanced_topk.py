@@ -1,4 +1,4 @@
-"""Selection with equal work per rank.
+"""Top-k selection with equal work per rank.
 
 Late tokens see more keys: if ranks have contiguous parts of a sequence, the last rank scores up to
 twice the mean while the others wait.
@@ -24,17 +24,17 @@ from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
 from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
-#: Minimum ratio of longest to mean work for an exchange (zigzag has 1.0, two ranks with contiguous
-#: parts 1.5).
+#: Minimum ratio of longest to mean work that justifies an exchange (zigzag has 1.0, two
+#: ranks with contiguous parts 1.5).
 LONGEST_TO_MEAN = 1.1
-#: Minimum ratio of visible to selected keys for an exchange. A token's 25 KB (64 heads of 128, 2048
-#: keys) take 0.1 to 0.2 us over NVLink, the time to score a few thousand keys.
+#: Minimum ratio of visible to selected keys that justifies an exchange. The 25 KB of a token (64
+#: heads of 128, 2048 keys) take 0.1 to 0.2 us over NVLink, like scoring a few thousand keys.
 VISIBLE_TO_TOPK = 4
 
 
 @dataclass(frozen=True)
 class Swap:
-    """Halves that ranks score for each other; half ``k`` starts at position ``k * size``.
+    """Sequence halves that ranks score for each other; half ``k`` starts at position ``k * size``.
 
     Attributes:
         kept: local half that this rank scores.
@@ -56,7 +56,7 @@ class Swap:
 
 @lru_cache(maxsize=64)
 def swap_of(sharding: Sharding, total: int) -> Swap | None:
-    """Return the exchange of ``total`` positions, ``None`` if halves would be unequal."""
+    """Plan the exchange of halves of ``total`` positions, ``None`` if halves are unequal."""
     size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
         return None
@@ -68,7 +68,7 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     # other half on that rank, is a cycle, so each rank gives away at most one half.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
-        # Keep the longer half, to hide more of the exchange.
+        # Score the longer half locally, to hide more of the exchange.
         rank, half = start, max(held[start])
         while rank not in kept:
             kept[rank] = half
@@ -107,7 +107,7 @@ def balanced_topk(
     compressed: CompressedKeys | None = None,
     policy: Policy = Policy(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select exactly as :func:`~megatron_dsa.dsa_kernels.indexer_topk`, over ``ranks.query_group``.
+    """Select the same keys as ``indexer_topk``, with balanced work over ``ranks.query_group``.
 
     ``inputs`` have local queries and all ranks' keys.
     """
@@ -147,12 +147,11 @@ def balanced_topk(
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[local] = selected
     back.wait()
-    # Visibility determines the lengths.
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
 def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
-    """Return the exchange if it saves time; all ranks decide alike."""
+    """Return the exchange of halves, equal on all ranks, or ``None`` if it saves no time."""
     if sharding.ranks == 1 or layout.packed:
         return None
     assert layout.key_ownership is not None
@@ -173,7 +172,7 @@ def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
 
 class _Message:
     def __init__(self, tokens: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
-        # Kept alive, since NCCL reads the tensor on another stream.
+        # Keep the tensor alive, since NCCL reads it on another stream.
         sent = tokens.contiguous()
         self._sent: torch.Tensor | None = sent
         self._received = received

@@ -22,7 +22,7 @@ def join_keys_of_ranks(
     halo: Halo | None,
     ranks: Ranks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key buffer and its gradient proxy.
+    """Return the key buffer of V4's attention and its gradient proxy.
 
     The buffer holds compressed keys by slot, then keys of query tokens, then shared keys of all
     ranks.
@@ -53,14 +53,14 @@ def index_keys_of_ranks(
     if keys.rows is None:
         return compressed
     gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
-    # Slots without a group are never visible.
+    # No query sees a slot without a compressed key.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 
 
 def extend(
     tensors: tuple[torch.Tensor, ...], halo: Halo, batch: int, ranks: Ranks
 ) -> tuple[torch.Tensor, ...]:
-    """Prepend neighbours' tokens to each run of local tokens.
+    """Prepend tokens of neighbouring ranks to each run of local tokens.
 
     Each tensor ``[tokens * batch, width]`` becomes ``[halo.length * batch, width]``.
     """
@@ -110,7 +110,7 @@ class _InOrder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
-        # Empty slots, which no query sees, write to a spare entry.
+        # Empty slots write to a spare entry of the buffer.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
         return None, back.index_copy_(0, rows, grad)[:-1], None
 

@@ -25,23 +25,23 @@ from megatron_dsa.ops.common.collectives import (
 
 
 class Gathering(NamedTuple):
-    #: Tensor that connects start and finish in autograd; on one rank, the keys.
+    #: Tensor that connects start and finish of the gather in autograd.
     link: torch.Tensor
     keys: Transfer
-    #: Transfer that the backward of ``finish_*`` fills.
+    #: Gradient transfer that the backward of ``finish_*`` starts.
     gradient: Transfer
     group: object
 
 
 def start_gather(keys: torch.Tensor, group) -> Gathering:
-    """Start to gather ``keys [tokens, ...]`` over ``group``, ``None`` for one rank."""
+    """Start the all-gather of ``keys [tokens, ...]`` over ``group`` (``None``: one rank)."""
     gathered, gradient = all_gather_async(keys, group), Transfer()
     link = _Start.apply(keys, gradient) if several(group) else keys
     return Gathering(link, gathered, gradient, group)
 
 
 def finish_with_proxy(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``keys [tokens * ranks, D]`` by rank, and ``grad_proxy`` in fp32 (fp64 for fp64)."""
+    """Return gathered keys ``[tokens * ranks, D]`` and ``grad_proxy`` in fp32 (fp64 for fp64)."""
     if not several(gathering.group):
         gathering = gathering._replace(link=_Start.apply(gathering.link, gathering.gradient))
     return _FinishWithProxy.apply(gathering.link, gathering)
@@ -96,7 +96,7 @@ class _FinishWithProxy(torch.autograd.Function):
         ctx.gathering = gathering
         keys = gathering.keys.wait().flatten(0, -2)
         ctx.mark_non_differentiable(keys)
-        ctx.set_materialize_grads(False)  # keys have no gradient
+        ctx.set_materialize_grads(False)
         proxy = grad_proxy_for(keys)
         ctx.of_proxy = proxy.shape, proxy.dtype, proxy.device
         return keys, proxy
@@ -104,7 +104,7 @@ class _FinishWithProxy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _keys, grad):
-        if grad is None:  # other ranks wait in the collective
+        if grad is None:  # other ranks wait in the reduce-scatter
             shape, dtype, device = ctx.of_proxy
             grad = torch.zeros(shape, dtype=dtype, device=device)
         return _send_back(ctx.gathering, grad), None
@@ -126,7 +126,7 @@ class _FinishWithGradient(torch.autograd.Function):
 def gathered_product(
     x: torch.Tensor, grad_proxy: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``x @ weight.t()``; the unrounded gradient of ``x`` goes to its proxy.
+    """Return ``x @ weight.t()``; the unrounded gradient of ``x`` goes to ``grad_proxy``.
 
     ``x``, ``grad_proxy``: ``[keys, A]`` from :func:`finish_with_proxy`; ``weight [B, A]``.
     """

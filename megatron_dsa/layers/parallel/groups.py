@@ -123,7 +123,7 @@ def gather_detached(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather tokens; the backward slices, since all ranks have the same gradient."""
+    """All-gather tokens; the backward slices the gradient, which all ranks share."""
     if not several(group):
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
@@ -138,7 +138,7 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
-    """Return the indexer's keys of all ranks; the backward returns local keys' gradient.
+    """Return the indexer's keys of all ranks; the backward returns the gradient of local keys.
 
     In mode ``heads``, ``ranks.tp`` have equal gradients, so only ``ranks.cp`` sum them.
     """
@@ -154,7 +154,7 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """Exchange ``[tokens * ranks, H / ranks, D]`` for ``[tokens, H, D]`` by an all-to-all."""
+    """Reshard ``[tokens * ranks, H / ranks, D]`` to ``[tokens, H, D]`` by an all-to-all."""
     return _Exchange.apply(x, group, True)
 
 

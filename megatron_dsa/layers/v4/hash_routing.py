@@ -39,7 +39,7 @@ class HashRouter(TopKRouter):
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        # Megatron would update buffers with these names.
+        # Megatron would update these load-balancing buffers.
         del self.expert_bias, self.local_tokens_per_expert
         self.enable_expert_bias = False
         rows = config.moe_hash_vocab_size
@@ -135,7 +135,7 @@ class HashMoELayer(MoELayer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Megatron's checkpointing passes no token ids.
+        # Megatron's activation checkpointing passes no token ids.
         self._recompute: bool = self.moe_layer_recompute
         self.moe_layer_recompute = False
 

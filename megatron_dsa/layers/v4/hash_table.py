@@ -1,4 +1,4 @@
-"""Tables of hash routing."""
+"""Tables of hash routing, with experts per token id."""
 
 import torch
 
@@ -21,7 +21,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
     draws = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
     orders = draws.argsort(dim=1, stable=True).tolist()
     for number in range(1, rounds):
-        begun = number * experts % topk  # experts that a token across orders already has
+        begun = number * experts % topk  # number of experts from the previous order
         if begun:
             _keep_apart(orders[number], set(orders[number - 1][-begun:]), topk - begun)
     table = torch.tensor(orders, dtype=torch.int32, device="cpu").flatten()
@@ -29,7 +29,7 @@ def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch
 
 
 def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
-    """Swap ``taken`` experts in ``order[:first]`` with later ones, in place."""
+    """Swap ``taken`` experts in ``order[:first]`` with later experts, in place."""
     later = first
     for index in range(first):
         if order[index] in taken:
@@ -40,7 +40,7 @@ def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
 
 
 def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None:
-    """Check a table ``[vocabulary, topk]`` on the host."""
+    """Check a hash-routing table ``[vocabulary, topk]`` on the host."""
     require(
         table.dim() == 2 and table.shape[1] == topk and not table.is_floating_point(),
         f"{name} must hold integers [vocabulary, --moe-router-topk = {topk}], got {table.dtype} "

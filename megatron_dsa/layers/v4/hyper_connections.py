@@ -27,7 +27,7 @@ from megatron_dsa.ops.hyper_connections.api import (
     write_streams,
 )
 
-#: Parameter prefix, norm and residual addition of each sublayer.
+#: Each sublayer's parameter prefix, norm and residual addition.
 _SUBLAYERS = (
     ("attn", "input_layernorm", "self_attn_bda"),
     ("ffn", "pre_mlp_layernorm", "mlp_bda"),
@@ -40,7 +40,7 @@ def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -
     width = config.hc_mult * config.hidden_size
     values = (new_parameter(config, *s) for s in ((outputs, width), (outputs,), (scales,)))
     for part, parameter in zip(_PARTS, values, strict=True):
-        # Ranks have different tokens and sum the gradients.
+        # Ranks have different tokens, so ranks sum the parameters' gradients.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         setattr(module, f"hc_{kind}_{part}", parameter)
     if config.perform_initialization:
@@ -60,11 +60,11 @@ def _by_token(streams: torch.Tensor, config) -> torch.Tensor:
 
 
 class StreamsNorm(MegatronModule):
-    """Stream read and norm before a sublayer; the layer sets ``connection`` and ``write``."""
+    """Read of the residual streams and norm before a sublayer."""
 
     connection: Callable[[], Connection]
     write: StreamsWrite
-    #: Megatron 0.20 reads this attribute; 0.19 inspects the output.
+    #: Attribute that Megatron 0.20 reads.
     returns_residual = True
 
     def __init__(self, *, config, hidden_size: int, eps: float = 1e-5, **_ignored):
@@ -78,7 +78,7 @@ class StreamsNorm(MegatronModule):
         self.policy = options_of(config).policy
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[s, b, C]`` for attention or MLP, and the streams ``[s, b, n * C]``."""
+        """Return a sublayer's input ``[s, b, C]`` and the streams ``[s, b, n * C]``."""
         read = read_streams(
             _by_token(streams, self.config), self.connection(), self.weight, policy=self.policy
         )
@@ -87,7 +87,7 @@ class StreamsNorm(MegatronModule):
 
 
 class StreamsWrite:
-    """Write-back after a sublayer, instead of bias, dropout and addition."""
+    """Write-back to the streams after a sublayer, instead of the residual addition."""
 
     def __init__(self) -> None:
         self.read: StreamsRead | None = None
@@ -105,14 +105,14 @@ class StreamsWrite:
             output = torch.nn.functional.dropout(output, dropout)
         read, self.read = self.read, None
         assert read is not None
-        # Use Megatron's residual, to keep Megatron's changes in the graph.
+        # Megatron's residual may carry further autograd functions.
         read = read._replace(streams=streams.view(read.streams.shape))
         written = write_streams(output.flatten(0, 1), read, policy=self.policy)
         return written.view(streams.shape)
 
 
 class HyperConnections(Fp32Parameters):
-    """Mixin for a transformer layer whose residual is ``n`` streams.
+    """Mixin for a transformer layer with ``n`` residual streams.
 
     Takes and returns ``[s, b, n * C]``; the decoder's first layer takes ``[s, b, C]``.
     """

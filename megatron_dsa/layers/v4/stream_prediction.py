@@ -24,7 +24,7 @@ from megatron_dsa.layers.v4.hyper_connections import StreamsHead
 
 
 class HeadBeforePrediction(StreamsHead):
-    """Head that appends the streams along dim 0, since one tensor crosses pipeline stages."""
+    """Output head that appends residual streams to the tensor for the next pipeline stage."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Return ``[(1 + n) * s, b, C]`` for streams ``[s, b, n * C]``."""
@@ -61,9 +61,9 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
         return (streams + embedding.unsqueeze(-2)).flatten(-2)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> Any:
-        """Return ``[s, b, C]`` for the output layer, then the streams for a next layer."""
+        """Return the output layer's input ``[s, b, C]``, then the next layer's streams."""
         out = apply_module(self.final_layernorm)(hidden_states)
-        # Megatron frees tensors after sending, which fails for views.
+        # Megatron frees sent tensors, which fails for views.
         out = make_viewless_tensor(inp=out, requires_grad=True, keep_graph=True)
         return (out, hidden_states) if self.config.mtp_num_layers > 1 else (out,)
 
