@@ -21,7 +21,7 @@ class Combined:
         self.lse: Any = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, tokens: slice, last: bool) -> None:
-        """Add partial ``out [n, H, Dv]`` and ``lse [n, H]`` of some query tokens.
+        """Combine partial ``out [n, H, Dv]`` and ``lse [n, H]`` of some query tokens with the sum.
 
         The first part must have all tokens; the ``last`` converts ``self.out`` to the result dtype.
         """

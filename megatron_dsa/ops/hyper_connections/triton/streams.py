@@ -111,7 +111,7 @@ def read_backward(
             high, low = split_halves(weights, tile.dtype)
             dfn = tl.dot(tl.trans(high), tile, dfn)
             dfn = tl.dot(tl.trans(low), tile, dfn)
-            # Triton prefetches only operands of products, so multiply the loads by 0.
+            # Triton prefetches loads only if a product uses them: this product with zeros does.
             dfn = tl.dot(nothing, mixed, dfn)
             if dstreams is not None:
                 dfn = tl.dot(nothing, given, dfn)
