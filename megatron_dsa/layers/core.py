@@ -8,10 +8,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 
 from megatron_dsa.config.attention_choice import AttentionChoice, attention_of
 from megatron_dsa.config.model import (
@@ -24,7 +20,7 @@ from megatron_dsa.config.model import (
 from megatron_dsa.config.rules.cuda_graphs import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.linears import Fp32Parameters, new_parameter, replicated_linear
+from megatron_dsa.layers.linears import HeadParameters, replicated_linear
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
 from megatron_dsa.layers.parallel.groups import Ranks, gather_detached, gather_same
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
@@ -89,7 +85,7 @@ class Indexer(MegatronModule):
         self.linear_weights_proj.backward_dw()
 
 
-class CoreAttention(Fp32Parameters, MegatronModule):
+class CoreAttention(HeadParameters, MegatronModule):
     """Core attention with an optional indexer.
 
     Args:
@@ -157,25 +153,13 @@ class CoreAttention(Fp32Parameters, MegatronModule):
     def build_sink(self) -> None:
         """Build ``attn_sink``, one extra softmax logit per local head."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        sink: Any = new_parameter(self.config, heads)
-        sink.tensor_model_parallel, sink.partition_dim, sink.partition_stride = True, 0, 1
-        self.attn_sink = sink
+        self.attn_sink = self.new_head_parameter(heads)
         self.fp32_parameters = ("attn_sink",)
 
     def sinks(self, ranks: Ranks) -> torch.Tensor | None:
         if self.attn_sink is None or not ranks.by_sequence:
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        if self.attn_sink is not None:
-            metadata = ensure_metadata_has_dp_cp_group(metadata)
-            state |= make_sharded_tensors_for_checkpoint(
-                {"attn_sink": self.attn_sink}, prefix, {"attn_sink": 0}, sharded_offsets,
-                tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
-            )  # fmt: skip
-        return state
 
     def required_ops(self) -> list[RequiredOp]:
         return required_ops(self.config, self.layer_number, self.is_mtp)

@@ -12,6 +12,10 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from megatron_dsa.ops.common.autograd import once_differentiable
 
@@ -115,6 +119,29 @@ class Fp32Parameters:
             return out
 
         return super()._apply(cast, recurse)  # type: ignore[misc]
+
+
+class HeadParameters(Fp32Parameters):
+    """Mixin whose ``fp32_parameters`` are divided by heads among tensor-parallel ranks."""
+
+    config: TransformerConfig
+    pg_collection: Any
+
+    def new_head_parameter(self, *shape: int) -> torch.nn.Parameter:
+        """Return this rank's part, fp32 zeros of the local ``shape``."""
+        parameter: Any = new_parameter(self.config, *shape)
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+        parameter.partition_stride = 1
+        return parameter
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return state | make_sharded_tensors_for_checkpoint(
+            {name: getattr(self, name) for name in self.fp32_parameters}, prefix,
+            dict.fromkeys(self.fp32_parameters, 0), sharded_offsets,
+            tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 @functools.cache

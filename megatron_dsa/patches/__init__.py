@@ -53,16 +53,18 @@ def _has_streams(config: Any) -> bool:
     return getattr(config, "hc_mult", 1) > 1
 
 
-def _mixes_precisions(config: Any) -> bool:
-    pools = getattr(getattr(config, "dsa", None), "indexer_pool_size", 1) > 1
+def mixes_precisions(config: Any) -> bool:
+    """Return True if some parameters of a 16-bit model stay in fp32; also for parsed arguments."""
+    flag = getattr(config, "dsa_indexer_pool_size", 1)
+    pools = getattr(getattr(config, "dsa", None), "indexer_pool_size", flag) > 1
     csa = getattr(config, "csa_compress_ratios", None) is not None
     kda = getattr(config, "linear_attention_freq", None) is not None
     sinks = getattr(config, "softmax_type", None) == "learnable"
     return _has_streams(config) or csa or pools or kda or sinks
 
 
-#: Flags that mix parameter precisions.
-_MIXED = (
+#: Flags of :func:`mixes_precisions`.
+MIXED = (
     "--csa-compress-ratios, --linear-attention-freq, --softmax-type learnable, or --hc-mult or "
     "--dsa-indexer-pool-size above 1"
 )
@@ -124,11 +126,11 @@ TABLE: dict[str, Patch] = {
     "fp32 checkpoints, plain": Patch(
         "mistakes parameters for each other when it saves 16-bit and fp32 ones in one group",
         "patches.fp32_checkpoints:name_all_parameters_in_plain_checkpoints", "layer specs",
-        _MIXED, _mixes_precisions, "5835", "<0.20"),
+        MIXED, mixes_precisions, "5835", "<0.20"),
     "fp32 checkpoints": Patch(
         "does the same with --use-distributed-optimizer",
         "patches.fp32_checkpoints:index_fp32_parameters_of_distributed_optimizer", "layer specs",
-        _MIXED, _mixes_precisions, "5929"),
+        MIXED, mixes_precisions, "5929"),
     "packed targets": Patch(
         "shifts targets of multi-token prediction across documents that are padded one by one",
         "patches.prediction:shift_within_padded_documents", "layer specs",

@@ -77,10 +77,11 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     if this_rank() == 0 and args.save:
         say_layout(args)
     if directory is not None and this_rank() == 0:
-        say_dropped_indexers(args, directory)
-        check_hash_layers(args, directory)
-        check_adapters(args, directory)
-        check_parts(args, entries_of(directory), _saved_args(directory), directory)
+        entries = entries_of(directory)
+        say_dropped_indexers(args, directory, entries)
+        check_hash_layers(args, directory, entries)
+        check_adapters(args, directory, entries)
+        check_parts(args, entries, _saved_args(directory), directory)
     return _loading_by(functions)
 
 
@@ -124,13 +125,11 @@ def _base_of_saves(args: argparse.Namespace, directory: Path | None) -> Path | N
     return base
 
 
-def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
+def say_dropped_indexers(args: argparse.Namespace, directory: Path, entries: Iterable[str]) -> None:
     if _stage_of(args) != "dense":
         return
     indexers = [
-        key
-        for key in entries_of(directory)
-        if is_indexer_parameter(key) and not key.startswith("optimizer")
+        key for key in entries if is_indexer_parameter(key) and not key.startswith("optimizer")
     ]
     if indexers:
         print(
@@ -139,9 +138,10 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
         )
 
 
-def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
+def check_hash_layers(
+    args: argparse.Namespace, directory: Path, entries: dict[str, ShardedBase]
+) -> None:
     """Check that a checkpoint has the hash-routing tables that the model loads."""
-    entries = entries_of(directory)
     shapes = [e.global_shape for key, e in entries.items() if key.endswith(".router.tid2eid")]
     given, where = getattr(args, "moe_hash_layers", 0), f"as in checkpoint {directory}"
     require(
@@ -166,12 +166,10 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
         )
 
 
-def check_adapters(args: argparse.Namespace, directory: Path) -> None:
+def check_adapters(args: argparse.Namespace, directory: Path, entries: Iterable[str]) -> None:
     """Check that a run keeps all adapters (LoRA) of its checkpoint."""
     found = [
-        key
-        for key in entries_of(directory)
-        if is_adapter_parameter(key) and not key.startswith("optimizer")
+        key for key in entries if is_adapter_parameter(key) and not key.startswith("optimizer")
     ]
     if not found:
         return

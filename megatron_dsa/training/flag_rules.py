@@ -17,6 +17,7 @@ from megatron_dsa.config.rules.table import Must
 from megatron_dsa.errors import require
 from megatron_dsa.ops.dispatch import on_meta
 from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
+from megatron_dsa.patches import MIXED, mixes_precisions
 from megatron_dsa.training.checkpoint_files import saved_name
 from megatron_dsa.training.files.system_errors import naming
 
@@ -70,17 +71,8 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield from _fp8_parameter_rules(args)
     fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)
     yield (
-        fp32_gradients
-        or not args.use_precision_aware_optimizer
-        or not (
-            args.csa_compress_ratios
-            or max(args.hc_mult, args.dsa_indexer_pool_size) > 1
-            or args.softmax_type == "learnable"
-            or args.linear_attention_freq is not None
-        ),
-        "--main-grads-dtype must be fp32 with --csa-compress-ratios, --linear-attention-freq or "
-        "--softmax-type learnable, and with --hc-mult or --dsa-indexer-pool-size above 1, got "
-        f"{args.main_grads_dtype}: some "
+        fp32_gradients or not args.use_precision_aware_optimizer or not mixes_precisions(args),
+        f"--main-grads-dtype must be fp32 with {MIXED}, got {args.main_grads_dtype}: some "
         "parameters stay in fp32, and transformer-engine reads all gradients in one dtype to clip "
         "them; drop it",
     )

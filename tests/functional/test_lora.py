@@ -276,17 +276,17 @@ def test_adapters_are_not_dropped(runs):
 def test_other_adapters_are_refused(changes, message, runs):
     from megatron_dsa.errors import ConfigError
     from megatron_dsa.extras.generate.trained_model import saved_arguments
-    from megatron_dsa.training.checkpoints import check_adapters
+    from megatron_dsa.training.checkpoints import check_adapters, entries_of
 
     directory = runs[0] / "lora" / "iter_0000006"
     args = saved_arguments(directory)
-    check_adapters(args, directory)
+    check_adapters(args, directory, entries_of(directory))
     vars(args).update(changes)
     with pytest.raises(ConfigError, match=message):
-        check_adapters(args, directory)
+        check_adapters(args, directory, entries_of(directory))
     vars(args).update(dsa_stage="dense")
     if "dsa_indexer_loss_coeff" in changes:
-        check_adapters(args, directory)
+        check_adapters(args, directory, entries_of(directory))
 
 
 def test_start_from_an_adapter(runs, tmp_path):

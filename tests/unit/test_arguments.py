@@ -278,7 +278,7 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
         ),
         (
             ["--hc-mult", "4", "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
-            "--main-grads-dtype must be fp32 with .*, and with --hc-mult or ",
+            "--main-grads-dtype must be fp32 with .*, or --hc-mult or ",
         ),
         (
             [

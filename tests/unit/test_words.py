@@ -47,7 +47,7 @@ RULES = {
 #: Breaches that a folder may have; lower the number when a change removes some.
 BUDGETS = {
     "megatron_dsa": 1, "megatron_dsa/ops": 10, "megatron_dsa/layers": 0, "megatron_dsa/extras": 1,
-    "docs": 2, "tests": 23, "benchmarks": 16, "examples": 0,
+    "docs": 1, "tests": 23, "benchmarks": 16, "examples": 0,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from megatron_dsa.training.checkpoints import checkpoint_directory
 
 
 def parallel_rank_of(model: torch.nn.Module) -> ParallelRank:
+    """Return this process's rank in each parallel group, and the first layer of ``model``."""
     chunk: Any = model
     layers, config = chunk.decoder.layers, chunk.config
 

@@ -8,15 +8,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 
 from megatron_dsa.config.model import options_of, validate
 from megatron_dsa.layers.frame import SelfAttentionFrame
 from megatron_dsa.layers.linears import (
-    Fp32Parameters,
+    HeadParameters,
     local_linear,
     new_norm_weight,
     new_parameter,
@@ -39,32 +35,17 @@ class KDASelfAttentionSubmodules:
     linear_proj: ModuleSpec | type = None
 
 
-class _OfHeads(Fp32Parameters, MegatronModule):
-    pg_collection: Any
-
-    def new_share(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Draw a parameter identically on all ranks and return the local fp32 shard."""
-        group = self.pg_collection.tp
-        part = whole.chunk(group.size())[group.rank()]
-        parameter: Any = new_parameter(self.config, *part.shape)
-        if not parameter.is_meta:
-            parameter.data.copy_(part)
-        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-        parameter.partition_stride = 1
-        return parameter
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        state |= make_sharded_tensors_for_checkpoint(
-            {name: getattr(self, name) for name in self.fp32_parameters}, prefix,
-            dict.fromkeys(self.fp32_parameters, 0), sharded_offsets,
-            tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
-        return state
+def _new_share(module: HeadParameters, whole: torch.Tensor) -> torch.nn.Parameter:
+    """Return the local shard of a parameter that all ranks draw identically."""
+    group = module.pg_collection.tp
+    part = whole.chunk(group.size())[group.rank()]
+    parameter = module.new_head_parameter(*part.shape)
+    if not parameter.is_meta:
+        parameter.data.copy_(part)
+    return parameter
 
 
-class ShortConvolution(_OfHeads):
+class ShortConvolution(HeadParameters, MegatronModule):
     """Causal depthwise convolution with SiLU; ``weight`` fp32 ``[channels / TP, 1, kernel]``."""
 
     fp32_parameters = ("weight",)
@@ -76,7 +57,7 @@ class ShortConvolution(_OfHeads):
         if config.perform_initialization and not whole.is_meta:
             with replicated_draws(whole.device):
                 config.init_method(whole)
-        self.weight = self.new_share(whole)
+        self.weight = _new_share(self, whole)
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         return short_convolution(x, self.weight, cu_seqlens, policy=self.policy)
@@ -94,7 +75,7 @@ class _GatedNorm(MegatronModule):
         return gated_norm(x, gate, self.weight, eps, policy=self.policy)
 
 
-class KDASelfAttention(SelfAttentionFrame, _OfHeads):
+class KDASelfAttention(SelfAttentionFrame, HeadParameters, MegatronModule):
     """Self-attention layer of Kimi Delta Attention.
 
     Input and output are ``[s, b, hidden]`` (``s / TP`` under sequence parallelism; packed:
@@ -147,8 +128,8 @@ class KDASelfAttention(SelfAttentionFrame, _OfHeads):
             setattr(self, f"linear_{name}_proj", linear)
         for name in "qkv":
             setattr(self, f"{name}_conv1d", ShortConvolution(config, width, pg_collection))
-        self.A_log = self.new_share(new_parameter(config, config.linear_num_value_heads).data)
-        self.dt_bias = self.new_share(_new_dt_bias(config, width))
+        self.A_log = _new_share(self, new_parameter(config, config.linear_num_value_heads).data)
+        self.dt_bias = _new_share(self, _new_dt_bias(config, width))
         self.o_norm = _GatedNorm(config, self.dim)
         self.linear_proj = build_module(
             submodules.linear_proj, width, hidden, config=config,
