@@ -10,18 +10,19 @@ from benchmarks.settings import Work
 
 #: Kinds of cases: attention layers; dense attention only.
 LAYERS, DENSE = "layers", "dense"
-#: Baselines; masked ways have one with their attention.
+#: Baselines; masked and recomputed ways have one of their kind.
 ONE_RANK, ONE_RANK_MASKED = "one rank", "one rank masked"
+ONE_RANK_RECOMPUTED = "one rank recomputed"
 #: Baseline of dense layers.
 ONE_RANK_DENSE = "one rank dense"
-ALONE = (ONE_RANK, ONE_RANK_MASKED, ONE_RANK_DENSE)
+ALONE = (ONE_RANK, ONE_RANK_MASKED, ONE_RANK_DENSE, ONE_RANK_RECOMPUTED)
 #: Context-parallel ways and their settings; all but ``plain`` overlap collectives.
 CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
 }  # fmt: skip
 _MASKED = {"selected_attention": "masked"}
-#: Context-parallel way of V3.2; the others attend to lists of latents.
-MASKED_WAYS = {"masked": _MASKED}
+#: Context-parallel ways of V3.2.
+V3_WAYS = {"masked": _MASKED, "recomputed": {"recompute": "latent_output"}}
 #: Tensor-parallel ways.
 TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
 #: Tensor-parallel ways of V3.2 by masked dense attention.
@@ -34,7 +35,8 @@ MASKED_TP_WAYS |= {own: MASKED_TP_WAYS[way] for own, way in OWN_TEACHERS.items()
 #: Tensor-parallel way of V3.2 by torch's dense attention.
 DENSE_TP_WAYS = {"dense": {"tp_mode": "heads"}}
 #: Way -> baseline other than :data:`ONE_RANK`.
-BASES = dict.fromkeys((ONE_RANK_MASKED, *MASKED_WAYS, *MASKED_TP_WAYS), ONE_RANK_MASKED)
+BASES = dict.fromkeys((ONE_RANK_MASKED, "masked", *MASKED_TP_WAYS), ONE_RANK_MASKED)
+BASES |= dict.fromkeys((ONE_RANK_RECOMPUTED, "recomputed"), ONE_RANK_RECOMPUTED)
 BASES |= dict.fromkeys((ONE_RANK_DENSE, *DENSE_TP_WAYS), ONE_RANK_DENSE)
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
 
@@ -100,8 +102,8 @@ class Case:
 
     def spec(self, way: str) -> LayerSpec:
         grid = self.grid_of(way)
-        ways = CP_WAYS | MASKED_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
-        ways |= {ONE_RANK_MASKED: _MASKED}
+        ways = CP_WAYS | V3_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
+        ways |= {ONE_RANK_MASKED: _MASKED, ONE_RANK_RECOMPUTED: V3_WAYS["recomputed"]}
         changes = ways.get(way, {})
         if way in OWN_TEACHERS:
             changes = changes | {"indexer_loss_heads": 1 / grid.tp}
@@ -136,12 +138,11 @@ def works_of(case: Case) -> list[Work]:
     """Return the measurements of a case, one rank first."""
     if case.kind == DENSE:
         return [Work("step", way) for way in (ONE_RANK, *DENSE_WAYS)]
-    ways, masked = (CP_WAYS, MASKED_WAYS) if case.cp > 1 else (TP_WAYS, MASKED_TP_WAYS)
-    found = [ONE_RANK, *ways]
-    if case.ratio is None:
-        found += [ONE_RANK_MASKED, *masked]
-        if case.cp == 1:
-            found += [ONE_RANK_DENSE, *DENSE_TP_WAYS]
+    found = [ONE_RANK, *(CP_WAYS if case.cp > 1 else TP_WAYS)]
+    if case.ratio is None and case.cp > 1:
+        found += [ONE_RANK_MASKED, "masked", ONE_RANK_RECOMPUTED, "recomputed"]
+    elif case.ratio is None:
+        found += [ONE_RANK_MASKED, *MASKED_TP_WAYS, ONE_RANK_DENSE, *DENSE_TP_WAYS]
     return [Work("step", way) for way in found]
 
 

@@ -79,9 +79,9 @@ def get_mscale(scale: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1.0 else 1.0
 
 
-def rope_tables(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
+def rope_tables(length: int, shape: Shape, first: int = 0) -> tuple[Tensor, Tensor]:
     """Cos and sin of position * theta, [length, rope/2], times the concentration factor."""
-    position = torch.arange(length, dtype=torch.float64)
+    position = torch.arange(first, first + length, dtype=torch.float64)
     theta = inverse_frequencies(shape.rope, shape.rotary_base, shape.yarn)
     angle = torch.outer(position, torch.tensor(theta, dtype=torch.float64))
     return angle.cos() * shape.rope_concentration, angle.sin() * shape.rope_concentration
@@ -175,12 +175,13 @@ def kl_loss_rows(student_scores: Tensor, teacher: Tensor, mask: Tensor) -> Tenso
 
 
 def indexer_inputs(
-    params: dict[str, Tensor], x: Tensor, qr: Tensor, shape: Shape
+    params: dict[str, Tensor], x: Tensor, qr: Tensor, shape: Shape, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q_I [S, HI, DI], k_I [S // pool, DI] and the scaled w [S, HI] of one sequence, of x and qr.
 
     q_I = W_qb qr, k_I = LayerNorm(W_k x), rope on the first dims, Hadamard;
     w = W_w x * HI^-1/2 * DI^-1/2. x and qr are detached: the loss trains the indexer only.
+    Positions count from `first`.
     """
     x, qr = x.detach(), qr.detach()
     length, rope = x.shape[0], shape.rope
@@ -192,7 +193,7 @@ def indexer_inputs(
         params[INDEXER + "k_norm.bias"],
         shape.eps if shape.k_norm_eps is None else shape.k_norm_eps,
     )
-    cos, sin = rope_tables(length, shape)
+    cos, sin = rope_tables(length, shape, first)
     pairs = shape.index_rope_interleaved
     q = torch.cat([rotate(q[..., :rope], cos, sin, interleaved=pairs), q[..., rope:]], dim=-1)
     k = torch.cat([rotate(k[..., :rope], cos, sin, interleaved=pairs), k[..., rope:]], dim=-1)
@@ -234,9 +235,9 @@ def select_pools(index_scores: Tensor, k: int, pool: int) -> tuple[Tensor, Tenso
 
 
 def mla_inputs(
-    params: dict[str, Tensor], x: Tensor, shape: Shape
+    params: dict[str, Tensor], x: Tensor, shape: Shape, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return qr, q_nope, rope(q_pe), c_kv and rope(k_pe) of one sequence x [S, hidden].
+    """Return qr, q_nope, rope(q_pe), c_kv and rope(k_pe) of x [S, hidden], positions from `first`.
 
     qr = RMSNorm(W_dq x) [S, q_lora]; q = W_uq qr -> q_nope [S, H, nope], q_pe [S, H, rope]; c_kv =
     RMSNorm(W_dkv x) [S, kv_lora]; k_pe = W_kpe x [S, rope], one for all heads.
@@ -251,7 +252,7 @@ def mla_inputs(
     q = q.view(length, shape.heads, shape.nope + shape.rope)
     down = x @ params["linear_kv_down_proj.weight"].T
     c_kv = _normed(down[:, : shape.kv_lora], params.get("kv_layernorm.weight"), shape.eps)
-    cos, sin = rope_tables(length, shape)
+    cos, sin = rope_tables(length, shape, first)
     # Checkpoints store the main path's rope dims as adjacent pairs, independent of the indexer.
     q_pe = rotate(q[..., shape.nope :], cos, sin, interleaved=True)
     k_pe = rotate(down[:, shape.kv_lora :], cos, sin, interleaved=True)

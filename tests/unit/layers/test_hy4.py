@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from tests.cases.against_float64 import hidden_states
+from megatron_dsa.ops.dispatch import report, reset_report
+from tests.cases.against_float64 import compare, hidden_states
 from tests.helpers import relative_error
-from tests.host import attention_module, packed, small_config
+from tests.host import attention_module, packed, small_config, v32_config
+from tests.reference.dsa_float64 import attention_layer
+from tests.reference.shapes import dsa_shape
 
 modeling = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
 
@@ -102,3 +105,26 @@ def test_layer(lengths, attention):
             found = in_their_order(name, parameter.grad, config)
             assert gradient.norm() > 0
             assert relative_error(found, gradient) < 1e-4, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("attention", ["sparse", "masked"])
+def test_kernels(attention, heads):
+    """Fused in bf16, all visible keys selected, against float64."""
+    tokens = 512
+    options = DSAOptions(output_gate=True, selected_attention=attention, sequence_length=tokens)
+    config = v32_config(
+        options, heads, softmax_type="learnable", dsa_indexer_topk=tokens,
+        dsa_indexer_loss_coeff=0.0,
+    )  # fmt: skip
+
+    def reference(weights, x):
+        return attention_layer(weights, x, dsa_shape(config), mode="sparse")
+
+    reset_report()
+    module, _ = compare(config, reference, 2e-2, loss=None, tokens=tokens, unused=True)
+    assert module.core_attention.attn_sink.grad.norm() > 0
+    ran = report()
+    for step in ("forward", "backward"):
+        assert "torch" not in ran[f"{attention}_attention_{step}"]
