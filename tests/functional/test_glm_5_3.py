@@ -60,6 +60,9 @@ GLM_LAYOUTS = {name: LAYOUTS[name] for name in SHARED} | {
     "PP2, first stage without an indexer": (stages("Ettt|tmL"), 2),
     # The mean goes on to the stage of prediction, streams to the others.
     "prediction and loss alone": (stages("Ett|tt|m|L", 4), 4),
+    "TP2, DP2 and EP2": (
+        TP2_SEQUENCE | {"--expert-model-parallel-size": 2, "--expert-tensor-parallel-size": 1}, 4,
+    ),
     "DP2 and EP2, distributed optimizer": (
         {"--expert-model-parallel-size": 2} | DISTRIBUTED, 2,
     ),

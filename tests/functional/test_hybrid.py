@@ -117,6 +117,9 @@ LAYOUTS = {
         CP2 | FULL_RECOMPUTE | {"--dsa-cp-layout": "contiguous"}, 2,
     ),
     "PP2": ({"--pipeline-model-parallel-size": 2, "--hybrid-layer-pattern": "D-|DE"}, 2),
+    "PP2 and TP2 by sequence": (
+        TP2_SEQUENCE | {"--pipeline-model-parallel-size": 2, "--hybrid-layer-pattern": "D-|DE"}, 4,
+    ),
     "PP2 with cut pairs and virtual stages": (
         {"--pipeline-model-parallel-size": 2, "--hybrid-layer-pattern": "D|-|D|E"}, 2,
     ),

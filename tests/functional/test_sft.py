@@ -21,6 +21,7 @@ LAYOUTS = {
         CP2 | FULL_RECOMPUTE | {"--dsa-cp-layout": "contiguous", "--micro-batch-size": 2},
         2,
     ),
+    "TP2 by sequence and CP2": (TP2_SEQUENCE | CP2, 4),
     "PP2": (PP2, 2),
     "PP2 and CP2": (PP2 | CP2, 4),
     "DP2": ({"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}, 2),
