@@ -6,7 +6,7 @@ only, as in :mod:`benchmarks.rows`.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Line:
         over_case: fields in which the peer's case differs.
         part: part of the case.
         drawn: whether the chart has the line.
+        megatron: first digits of megatron-core's version; former rows without one are of 0.19.
     """
 
     label: str
@@ -42,6 +43,7 @@ class Line:
     over_case: dict = field(default_factory=dict)
     part: str = "step"
     drawn: bool = True
+    megatron: str = "0.19"
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ def _matches(row: dict, case: dict) -> bool:
     return all(row["case"].get(name) == value for name, value in case.items())
 
 
-def _values(rows: list[dict], comparison: Comparison, way: str, case: dict, part: str) -> dict:
-    """Return position -> date -> value, in the order of the file.
+def _values(rows: list[dict], comparison: Comparison, line: Line, way: str, case: dict) -> dict:
+    """Return position -> date -> value of a line's way, in the order of the file.
 
     Raises:
         ValueError: several cases match at one position.
@@ -109,7 +111,8 @@ def _values(rows: list[dict], comparison: Comparison, way: str, case: dict, part
             row["gpu"] != comparison.gpu
             or row["status"] != "ok"
             or row["way"] != way
-            or (row["part"] != part and not (by_step and row["part"].isdigit()))
+            or (row["part"] != line.part and not (by_step and row["part"].isdigit()))
+            or not row["versions"].get("megatron_core", "0.19").startswith(line.megatron)
             or not _matches(row, case)
         ):
             continue
@@ -130,10 +133,10 @@ def ratios(comparison: Comparison, line: Line, rows: list[dict]) -> dict[object,
     losses do not depend on them, so the last run of each counts.
     """
     metric = comparison.metric
-    mine = _values(rows, comparison, line.way, line.case, line.part)
+    mine = _values(rows, comparison, line, line.way, line.case)
     peer = {}
     if line.over is not None:
-        peer = _values(rows, comparison, line.over, line.case | line.over_case, line.part)
+        peer = _values(rows, comparison, line, line.over, line.case | line.over_case)
     cells = {}
     for place, name in mine:
         if name != metric:
@@ -314,6 +317,7 @@ COMPARISONS: Sequence[Comparison] = (
         (
             _layer("128 heads", 128, "ours", "bundled"),
             _layer("16 heads", 16, "ours", "bundled"),
+            replace(_layer("128 heads, Megatron's main", 128, "ours", "bundled"), megatron="0.20"),
         ),
         charted=False,
     ),
@@ -434,7 +438,7 @@ COMPARISONS: Sequence[Comparison] = (
             _ranks("V4-Flash HCA, CP 4", "zigzag", FLASH | {"cp": 4, "ratio": 128}),
             _ranks("V4-Flash CSA, TP 4", "rows", FLASH | {"tp": 4, "ratio": 4}),
         ),
-        metric="efficiency",
+        metric="efficiency", since=SHARE_OF_QUERIES,
     ),
     Comparison(
         "train_loss", "train",

@@ -20,7 +20,7 @@ from benchmarks.rows import COLUMNS, METRICS
 from megatron_dsa import __version__
 from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.files.whole import whole_file
-from megatron_dsa.versions import module_exists
+from megatron_dsa.versions import host_version, module_exists
 
 #: Besides metrics, what a result may say. ``p10``, ``p90`` and ``repeats`` are those of ``ms``.
 DETAILS = frozenset({"status", "reason", "ran", "p10", "p90", "repeats"})
@@ -35,8 +35,8 @@ PACKAGES = {
     "cudnn_frontend": ("nvidia-cudnn-frontend", "cudnn"),
     "cutlass_dsl": ("nvidia-cutlass-dsl", "cutlass"),
     "flash_attn_4": ("flash-attn-4", "flash_attn.cute"),
+    "fla_core": ("fla-core", "fla"),
     "flash_mla": ("flash-mla", "flash_mla"),
-    "megatron_core": ("megatron-core", "megatron"),
     "tilelang": ("tilelang", "tilelang"),
     "transformer_engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "triton"),
@@ -48,6 +48,7 @@ def environment(device: torch.device) -> dict:
     on_gpu = device.type == "cuda"
     versions = {
         "cuda": torch.version.cuda if on_gpu else None,
+        "megatron_core": host_version(),
         "package": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,

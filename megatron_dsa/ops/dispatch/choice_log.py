@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.dispatch.packages import Reason
+from megatron_dsa.ops.dispatch.packages import BROKEN, Reason
 from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, Policy
 from megatron_dsa.ops.dispatch.support import Candidate
 
@@ -104,6 +104,9 @@ def log_choice(choice: Choice, policy: Policy) -> None:
     package = choice.candidate.support.package
     if package is not None and (untested := package.untested()):
         log_once(logging.WARNING, untested)
+    for _, reason in choice.rejected:
+        if reason.short.startswith(BROKEN):
+            log_once(logging.WARNING, reason)
     # A fallback that the user did not request must be visible at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if choice.no_gpu:

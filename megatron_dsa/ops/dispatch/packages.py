@@ -3,9 +3,15 @@
 Versions decide, since packages change behaviour under the same signature.
 """
 
+import functools
+import importlib
 from dataclasses import dataclass
 
 from megatron_dsa.versions import installed_version, is_before, module_exists, parse_version
+
+
+#: Beginning of reasons that are warnings also when another fused kernel runs.
+BROKEN = "broken"
 
 
 class Reason(str):
@@ -78,6 +84,15 @@ class Package:
                 )
         return None
 
+    def import_problem(self) -> Reason | None:
+        """Import the package; return why that failed, e.g. kernels built for another torch."""
+        if (error := import_error(self.module)) is None:
+            return None
+        return Reason(
+            f"{BROKEN}: {self.module} cannot be imported",
+            f" ({error}); reinstall it: {self.install.format(floor=self.minimum)}",
+        )
+
     def untested(self) -> str | None:
         if self.tested is None or self.version() <= parse_version(self.tested + ".999"):
             return None
@@ -85,6 +100,15 @@ class Package:
             f"{self.distribution} {installed_version(str(self.distribution))} is newer than "
             f"{self.tested}, the last version that was tested: run `python -m megatron_dsa doctor`"
         )
+
+
+@functools.cache
+def import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # packages raise anything
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 FLASH_MLA = Package(

@@ -102,6 +102,7 @@ class Support:
             or (self.package.problem(self.minimum) if self.package else None)
             or self._shape(call)
             or self._options(call)
+            or self._import(call)
             or (self.probe(call) if self.probe else None)
         )
         return reason if reason is None or isinstance(reason, Reason) else Reason(reason)
@@ -120,6 +121,12 @@ class Support:
             f"wrong GPU: this is {call.on()}",
             f", {owner} has kernels for compute capability {wanted}",
         )
+
+    def _import(self, call: OpCall) -> Reason | None:
+        # Plans for a GPU are also made without one, where kernel packages may not import.
+        if self.package is None or call.device != "cuda" or not torch.cuda.is_available():
+            return None
+        return self.package.import_problem()
 
     def _shape(self, call: OpCall) -> Reason | None:
         if self.dtypes is not None and call.dtype not in self.dtypes:

@@ -10,7 +10,7 @@ import torch
 from megatron_dsa.extras import cli
 from megatron_dsa.extras.info import support_table
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.dispatch import packages
+from megatron_dsa.ops.dispatch import Policy, packages
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import FORWARD
@@ -46,6 +46,7 @@ def install(monkeypatch):
         versions = {name.replace("_", "-"): version for name, version in versions.items()}
         monkeypatch.setattr(packages, "installed_version", versions.get)
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: types.SimpleNamespace())
+        monkeypatch.setattr(packages, "import_error", lambda _module: None)
 
     return pretend
 
@@ -120,6 +121,24 @@ def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
         assert cudnn().reason(op_call(capability=capability)) == (
             f"wrong GPU: this is {words}, cudnn has kernels for compute capability 9.0, 10.0"
         )
+
+
+@pytest.mark.parametrize("error", ["ImportError('undefined symbol: x')", "OSError('no libz3')"])
+def test_a_package_that_does_not_import_is_left_out(error, tmp_path, monkeypatch, caplog):
+    """As kernels that were built for another torch; the log names the error."""
+    (tmp_path / "flash_mla.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    packages.import_error.cache_clear()
+    kind, text = error[:-2].split("('")
+    flashmla = next(c for c in FORWARD.candidates if c.name == "flashmla")
+    assert flashmla.reason(op_call()) == (
+        f"broken: flash_mla cannot be imported ({kind}: {text}); reinstall it: {FLASH_MLA.install}"
+    )
+    choice = FORWARD.choose(op_call(), Policy(workspace_bytes=2**21))
+    assert choice.candidate.name != "flashmla"
+    assert f"{kind}: {text}" in caplog.text
+    packages.import_error.cache_clear()
 
 
 def test_the_table_lists_every_implementation(capsys):
