@@ -11,6 +11,7 @@ from megatron_dsa.extras import cli
 from megatron_dsa.extras.info import support_table
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy, packages
+from megatron_dsa.ops.dispatch.operation import forget_choices
 from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.spec import FORWARD
@@ -130,6 +131,7 @@ def test_a_package_that_does_not_import_is_left_out(error, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     packages.import_error.cache_clear()
+    forget_choices()
     kind, text = error[:-2].split("('")
     flashmla = next(c for c in FORWARD.candidates if c.name == "flashmla")
     assert flashmla.reason(op_call()) == (
@@ -139,6 +141,7 @@ def test_a_package_that_does_not_import_is_left_out(error, tmp_path, monkeypatch
     assert choice.candidate.name != "flashmla"
     assert f"{kind}: {text}" in caplog.text
     packages.import_error.cache_clear()
+    forget_choices()
 
 
 def test_the_table_lists_every_implementation(capsys):
