@@ -133,9 +133,9 @@ def recorded(model: torch.nn.Module, batch) -> tuple[float, list[Recorded]]:
         def keep_index(_module, given, entry=entry):
             entry.indexer = given
 
-        def keep(result, index, layout, selection, q, kv, *, entry=entry, after, **more):
+        def keep(result, index, layout, selection, q, kv, *rest, entry=entry, after, **more):
             entry.layout, entry.q, entry.kv, entry.w_uk = layout, q, kv, more["w_uk"]
-            return after(result, index, layout, selection, q, kv, **more)
+            return after(result, index, layout, selection, q, kv, *rest, **more)
 
         undo.append((core.indexer.register_forward_pre_hook(keep_index), core))
         after = core._trained_and_measured

@@ -6,6 +6,7 @@ first-step gradients (``gradients/``, same format) and all losses (``megatron.js
 (``fsdp2.pt``).
 """
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -72,6 +73,8 @@ def main(folder: Path) -> None:
         parse_config(MODEL), "sparse", params_dtype=torch.float32,
         dsa_indexer_loss_coeff=COEFFICIENT, dsa_indexer_use_sparse_loss=True,
     )  # fmt: skip
+    # The example trains the indexer on all query tokens.
+    config.dsa = dataclasses.replace(config.dsa, indexer_loss_queries=1.0)
     model = gpt_model(config, MODEL["vocab_size"], LENGTH).to(device).train()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

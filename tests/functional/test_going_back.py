@@ -9,6 +9,7 @@ BUNDLED = "tests.functional.bundled_pretrain"
 #: Changes to our command line for megatron-core's DSA.
 WITHOUT_US = {
     "--attention-backend": None,
+    "--dsa-indexer-loss-queries": None,
     "--experimental-attention-variant": "dsa",
     "--dsa-kernel-backend": "none",
 }

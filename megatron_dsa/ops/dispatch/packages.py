@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from megatron_dsa.versions import installed_version, is_before, module_exists, parse_version
 
-
 #: Beginning of reasons that are warnings also when another fused kernel runs.
 BROKEN = "broken"
 
